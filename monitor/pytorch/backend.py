@@ -20,7 +20,7 @@ from monitor.pytorch.compiled.tracing import CallObserver, device_of
 from monitor.pytorch.features import reading
 from monitor.pytorch.frameworks.pipelining import rehearsing
 from monitor.pytorch.frameworks.recognition import framework_of
-from monitor.pytorch.gradients import GradientCollector
+from monitor.pytorch.gradients import TorchGradients
 from monitor.pytorch.hooks import takes_hooks
 from monitor.pytorch.process_group import group_ranks, has_others, initialized, is_settled, place, versions
 from monitor.pytorch.recorder import Recorder
@@ -71,7 +71,7 @@ __all__ = [
 graph: Graph = calls
 leaves: TensorPaths = TENSOR_PATHS
 reading_of_features: FeatureReading = reading
-new_calls, new_gradients, new_recorder = Calls, GradientCollector, Recorder
+new_calls, new_gradients, new_recorder = Calls, TorchGradients, Recorder
 repeating = recomputing
 
 never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)

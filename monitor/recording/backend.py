@@ -10,14 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
-from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.recording.features.reading import FeatureReading
-from monitor.recording.gradients import GradientCollector
 from monitor.recording.model_names import NamedParts
-from monitor.recording.parameter_series import NamedParameter, SeriesOf
+from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.protocols import Calls, Removable
 from monitor.recording.recorder import Recorder
 from monitor.recording.run import ProcessTopology
@@ -27,6 +24,8 @@ from monitor.series import Placement, SeriesTable
 
 if TYPE_CHECKING:
     from monitor.recording.activations import ModuleCollector
+    from monitor.recording.attachment_spec import Attached, Collector
+    from monitor.recording.gradients import GradientRows, GradientSource
 
 
 Target = Any
@@ -299,22 +298,11 @@ class RecordingBackend(Protocol):
 
     def new_modules(self, recorder: Any, clock: Clock, failures: Failures) -> ModuleCollector: ...
 
-    def new_gradients(
-        self,
-        parameters: Sequence[NamedParameter],
-        recorder: Any,
-        clock: Clock,
-        failures: Failures,
-        series_of: SeriesOf,
-        framework: Any,
-        ownership: Ownership,
-        note: Callable[[str, str], None],
-        *,
-        each_micro_step: bool,
-    ) -> GradientCollector: ...
+    def new_gradients(self, rows: GradientRows) -> GradientSource:
+        """Take gradients from now on, and record them in ``rows``."""
 
-    def new_updates(self, config: MonitorConfig, watched: Any) -> Any:
-        """The ``Updates`` with the configured collectors."""
+    def new_updates(self, attached: Attached) -> Iterable[Collector]:
+        """Create the configured collectors of updates, in the order of their calls."""
 
     def communication(self, wanted: CcDistribution, failures: Failures) -> CommunicationRecorder | None:
         """Observe communication from now on, if configured and possible; logs a warning if it is impossible."""

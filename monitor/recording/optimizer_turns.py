@@ -12,6 +12,9 @@ from monitor.stats.rows import Status
 NAMED: Final = 3
 """Parameters that a warning names."""
 
+UNSCALED: Final = "divided by loss_scale"
+STILL_SCALED: Final = "multiplied by loss_scale: the optimizer divides by it inside its step"
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTurn:
@@ -20,10 +23,12 @@ class OptimizerTurn:
     Attributes:
         optimizer: The optimizer; None if the framework has none on this rank.
         held: The recorded parameters that it steps; None if it steps all of them.
+        scaling: How the loss scale may have changed its gradients, for a note: ``UNSCALED``, ``STILL_SCALED`` or empty.
     """
 
     optimizer: Any
     held: ParameterSubset = None
+    scaling: str = ""
 
 
 class OptimizerTurns:

@@ -14,7 +14,7 @@ from monitor.dynamic import JobConnection
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.protocols import Watcher
 from monitor.recording.attachment import Attachment
-from monitor.recording.attachment_spec import AttachmentSpec
+from monitor.recording.attachment_spec import AttachmentSpec, Host
 from monitor.recording.backend import CommunicationRecorder, Framework, RecordingBackend
 from monitor.recording.gradients import NOT_OF_THE_STEP, SUMMED_EARLY
 from monitor.recording.missing import MissingKinds
@@ -140,7 +140,8 @@ class Recording:
             # The step in progress continues under its number. Writing its rows so far would write the step twice.
             self.attachment.detach(keep=False)
             rest = self.attachment.collected, self.attachment.schedule
-        self.attachment = Attachment(watch, names, self._recorder, self.open, start_step, self._failures, self._backend, *rest)
+        host = Host(self._recorder, self.open, self._failures, self._backend)
+        self.attachment = Attachment(watch, names, host, start_step, *rest)
         self._missing_kinds.expect(self.attachment.expected, self.attachment.clock.step)
 
     def open(self) -> Run:
@@ -204,10 +205,9 @@ class Recording:
 
     def write_structure(self) -> Path:
         """Write ``module_struct.json`` of this rank."""
-        assert self.attachment.structure is not None
         run = self.open()
         path = run.base / "module_struct" / f"rank{self._where().rank}" / "module_struct.json"
-        self.attachment.structure.write(path)
+        self.attachment.collectors.write_structure(path)
         return path
 
     def record_communication(self, communication: CommunicationRecorder) -> None:
