@@ -7,14 +7,14 @@ reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.reductions import MindSporeReductions
 from monitor.recording.gradients import GradientRows
-from monitor.recording.optimizer_turns import OptimizerTurn
 from monitor.recording.parameter_series import NamedParameter, ParameterSubset
+from monitor.recording.phases import OptimizerTurn
 from monitor.recording.protocols import Removable
 
 NOT_SUMMED: Final = (
@@ -30,7 +30,7 @@ class MindSporeGradients:
         attached = rows.attached
         self._rows, self._framework = rows, attached.framework
         self._recorder, self._clock, self._note = attached.recorder, attached.clock, attached.note
-        self.hooked = rows.unreduced.parameters
+        self.hooked: Sequence[NamedParameter] = rows.unreduced.parameters
         self.reductions = MindSporeReductions(attached.watch.ownership, attached.failures)
 
     def begin_step(self) -> None:

@@ -9,10 +9,10 @@ from mindspore import Tensor
 
 from monitor.mindspore.features_reading import is_floating_point
 from monitor.mindspore.frameworks import MindSporeMoments
-from monitor.recording.attachment_spec import Attached, Collector
-from monitor.recording.optimizer_turns import OptimizerTurn
+from monitor.recording.attachment_spec import Attached
 from monitor.recording.parameter_series import ComputedRow, NamedParameter
 from monitor.recording.parameters import RatioCollector
+from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import DIRECTION_KIND
 from monitor.stats.mindspore.arithmetic import Number
 from monitor.stats.mindspore.tensors import has_data

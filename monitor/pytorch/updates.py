@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from monitor.pytorch.frameworks.dtensor import part_like
 from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
-from monitor.recording.attachment_spec import Attached, Collector
-from monitor.recording.optimizer_turns import OptimizerTurn
+from monitor.recording.attachment_spec import Attached
 from monitor.recording.parameter_series import ComputedRow, NamedParameter
 from monitor.recording.parameters import RatioCollector
+from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import DIRECTION_KIND
 from monitor.stats.partials import COUNT, SUM, WRITES
 from monitor.stats.torch.tensors import local_shard

@@ -5,76 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec, final
+from typing import Any, Final, final
 
 from monitor.pipeline.process import PROCESS
-from monitor.recording.attachment_spec import Attached, AttachmentSpec, Collector, Host
-from monitor.recording.dataflow import observed_dataflow
+from monitor.recording.attachment_spec import Attached, AttachmentSpec, Host
 from monitor.recording.features.collector import FeatureCollector
 from monitor.recording.gradients import GradientCollector
 from monitor.recording.model_names import ModelNames, NamedModule
 from monitor.recording.module_info import StackCollector, StructureCollector
-from monitor.recording.optimizer_turns import (
+from monitor.recording.parameters import MomentCollector, WeightCollector
+from monitor.recording.phases import (
+    PARTLY_SKIPPED,
     STILL_SCALED,
     UNSCALED,
+    Collector,
+    Collectors,
     OptimizerParameters,
     OptimizerTurn,
     OptimizerTurns,
-    unstepped_warning,
 )
-from monitor.recording.parameters import MomentCollector, WeightCollector
 from monitor.recording.protocols import HookSet
 from monitor.recording.recorder import RecordedSeries
-from monitor.recording.run import Run
+from monitor.recording.sealing import StepSealer
 from monitor.recording.step_clock import Clock, Schedule
-from monitor.series import ACTIVATION_KINDS, CALL_KIND, FORWARD_FEATURE_KINDS, Series
+from monitor.series import Series
 from monitor.stats.rows import Status
 
-P = ParamSpec("P")
-
-PARTLY_SKIPPED: Final = (
-    "in some steps one optimizer was skipped and another one stepped: such a step counts as complete, and the parameters of "
-    "the skipped optimizer have no param_updated in it"
-)
 NEVER_STEPPED: Final = (
     "no optimizer that was passed to set_monitor has stepped ({names}), so no step has ended. Pass the "
     "optimizers whose step() the loop calls."
 )
-LEFT_OUT: Final = (
-    "{twice} stepped twice before {once} stepped once: the step ended between the two. Rows measured between them are recorded "
-    "in the step that ended. docs/optimizers.md shows the rows of such steps."
-)
 
 
 @final
-class Collectors:
-    """The collectors of an attachment, in the order of their calls in each phase."""
-
-    def __init__(self) -> None:
-        self._all: list[Collector] = []
-        self._calls: dict[str, list[Callable[..., None]]] = {phase: [] for phase in vars(Collector) if phase[0] != "_"}
-
-    def add(self, collector: Collector) -> None:
-        self._all.append(collector)
-        for phase, calls in self._calls.items():
-            if getattr(type(collector), phase) is not getattr(Collector, phase):
-                calls.append(getattr(collector, phase))
-
-    def each(self, phase: Callable[Concatenate[Collector, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call a phase of the collectors that override it."""
-        for call in self._calls[phase.__name__]:
-            call(*args, **kwargs)
-
-    def __iter__(self) -> Iterator[Collector]:
-        return iter(self._all)
-
-    def write_structure(self, path: Path) -> None:
-        """Write ``module_struct.json`` atomically. Raises ``OSError`` if it cannot be written."""
-        for one in self._all:
-            if isinstance(one, StructureCollector):
-                one.write(path)
-
-
 class Attachment:
     """Listens to the steps of optimizers and to a model's hooks, and seals the recorded rows.
 
@@ -110,7 +73,6 @@ class Attachment:
         self.collected = collected
         self._batches = 0
         self.last_collected: int | None = None
-        self._dataflow_written = collected > 0
         self._names = names
         self._scaling: dict[str, RecordedSeries] = {}
         self._turns = OptimizerTurns()
@@ -119,7 +81,7 @@ class Attachment:
         self._any_turn = False
         self._unheld_reported = False
         self.has_unheld = False
-        self._introduced = False
+        self.sealer = StepSealer(host, self.clock, watch, dataflow_written=collected > 0)
         self._forks = PROCESS.forks
         self._hooks = HookSet()
         self.modules = self._backend.new_modules(self._recorder, self.clock, self._failures)
@@ -142,19 +104,20 @@ class Attachment:
         """
         self.rest()
         self.watch, self._names = watch, names
-        self._dataflow_written = self._dataflow_written and not watch.config.xy_distribution
+        self.sealer.use(watch)
         self._attach()
         self.schedule, self.collected = schedule, collected
 
     def rest(self) -> None:
         """Stop recording between two steps, until ``use``."""
-        self.schedule = Schedule(self.clock.step, 1, 0)
+        self.schedule, self._scaling_said = Schedule(self.clock.step, 1, 0), ""
         self._remove_hooks()
         self.modules = self._backend.new_modules(self._recorder, self.clock, self._failures)
         self.collectors = Collectors()
 
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
+        self._monitored = watch.ownership.monitored
         parameters = list(self._names.parameters())
         modules = list(self._names.modules())
         for chunk, root in enumerate(watch.chunks):
@@ -162,7 +125,7 @@ class Attachment:
         if config.xy_distribution:
             self.watch_activations(modules)
         self._held = OptimizerParameters(parameters, watch.framework)
-        attached = Attached(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self._note)
+        attached = Attached(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self.sealer.note)
         for collector in self._configured(attached, modules):
             self.collectors.add(collector)
         self.expected = attached.kinds | (_of_activations(modules) if config.xy_distribution else set())
@@ -175,7 +138,7 @@ class Attachment:
         config, backend = attached.config, attached.backend
         if config.recording_l2_features:
             yield FeatureCollector(attached, self._names, self.modules)
-        if config.stack_info and attached.watch.ownership.monitored:
+        if config.stack_info and self._monitored:
             yield StackCollector(attached, modules, lambda: self._run().directory)
         if config.print_struct:
             yield StructureCollector(attached, modules)
@@ -210,32 +173,23 @@ class Attachment:
         if trains and self._recorder.active:
             self.collectors.each(Collector.forward_begins, root)
 
-    def _note(self, key: str, said: str) -> None:
-        self._opened().manifest.note(key, said)
-
-    def _opened(self) -> Run:
-        """The run. The first call adds the framework's notes to its manifest."""
-        run = self._run()
-        if not self._introduced:
-            self._introduced = True
-            notes = self._failures.guarded("asking the framework for notes", self.watch.framework.notes)() or {}
-            for key, said in notes.items():
-                run.manifest.note(key, said)
-        return run
-
     # `StepListener`: the phases of an optimizer's step, in this order.
 
     def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:
         self._begin_turn(optimizer)
         self._scaling_said = UNSCALED
         if self._records_scaled():
-            self._note("loss_scale", "grad_unreduced and actv_grad are multiplied by the loss scale, whose rows are in `other`")
+            self.sealer.note(
+                "loss_scale", "grad_unreduced and actv_grad are multiplied by the loss scale, whose rows are in `other`"
+            )
             self._recorder.record(self._scalar("loss_scale", scaler), scale, aliases=False)
 
     def scales_itself(self, optimizer: Any, found_inf: Any, still_scaled: bool) -> None:
         self._begin_turn(optimizer)
         if self._records_scaled():
-            self._note("found_inf", "the optimizer skips a step by itself if found_inf, whose rows are in `other`, is not 0")
+            self.sealer.note(
+                "found_inf", "the optimizer skips a step by itself if found_inf, whose rows are in `other`, is not 0"
+            )
             self._recorder.record(self._scalar("found_inf", self._place_of(optimizer)), found_inf, aliases=False)
             if still_scaled:
                 self._scaling_said = STILL_SCALED
@@ -268,8 +222,7 @@ class Attachment:
         self._now = None
         if self._turns.taken(optimizer):
             missing = next((one for one in self._steps.optimizers if not self._turns.taken(one)), None)
-            said = LEFT_OUT.format(twice=self._called(optimizer), once=self._called(missing))
-            self._failures.warn("optimizers of a step", said)
+            self._failures.warn("optimizers of a step", self._held.left_out(optimizer, missing, self._steps.optimizers))
             self._end_step(self._turns.status, before_a_turn=True)
 
     def _end_turn(self, optimizer: Any, *, skipped: bool = False) -> None:
@@ -293,10 +246,6 @@ class Attachment:
         if full not in self._scaling:
             self._scaling[full] = RecordedSeries(Series("other", 0, full))
         return self._scaling[full]
-
-    def _called(self, optimizer: Any) -> str:
-        """The description of an optimizer in messages: its class, and the first parameter that it steps."""
-        return f"{type(optimizer).__name__} of {self._held.first(optimizer, self._steps.optimizers)!r}"
 
     def _place_of(self, optimizer: Any) -> int:
         return next((place for place, one in enumerate(self._steps.optimizers) if one is optimizer), 0)
@@ -329,7 +278,7 @@ class Attachment:
                 self._failures.guarded("looking at the optimizers", self._report_optimizers)()
             self._recorder.end_step()
             if was_active:
-                self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
+                self._failures.guarded("sealing a step", self.sealer.seal, "Its rows are missing.")(status, self.modules.seen)
             if was_active:
                 self.last_collected = self.clock.step
         finally:
@@ -345,71 +294,25 @@ class Attachment:
     def _report_optimizers(self) -> None:
         """Note partly skipped steps in the manifest, and warn once about parameters that no optimizer steps."""
         if self._turns.mixed:
-            self._note("optimizers", PARTLY_SKIPPED)
+            self.sealer.note("optimizers", PARTLY_SKIPPED)
         if self._unheld_reported or not self._needs_optimizers():
             return
         self._unheld_reported = True
-        parameters = list(self._names.parameters())
-        if missing := OptimizerParameters(parameters, self.watch.framework).unstepped(self._steps.optimizers):
+        if said := self._held.unstepped_warning(self._steps.optimizers):
             self.has_unheld = True
-            said = unstepped_warning(missing, len(parameters))
             self._failures.warn("parameters of no optimizer", said)
-            self._note("parameters", said)
+            self.sealer.note("parameters", said)
 
     def _needs_optimizers(self) -> bool:
         config = self.watch.config
         of_weights = config.wg_distribution or config.param_distribution or config.mv_distribution
         return of_weights or config.update_ratio or config.mg_direction or config.ur_distribution
 
-    def _seal(self, status: Status) -> None:
-        try:
-            self._submit(status)
-        except BaseException:
-            self._recorder.discard()  # this step's measurements must not become rows of the next step
-            raise
-
-    def _submit(self, status: Status) -> None:
-        run = self._opened()
-        if not self._dataflow_written:
-            self._dataflow_written = True
-            self._failures.guarded("following the flow of data", self._write_dataflow, "The manifest has none of it.")(run)
-        pipeline = run.pipeline
-        sealed = pipeline.reserve(self.clock.step)
-        if sealed is None:
-            self._recorder.discard()
-            return
-        try:
-            sealed.step, sealed.status, sealed.ops = self.clock.step, status, self.watch.ops()
-            sealed.micro_step_kinds, sealed.combined_kinds = self.micro_step_kinds()
-            sealed.counted_kinds = self.counted_kinds
-            self._recorder.seal(sealed)
-        except BaseException:
-            pipeline.give_back(sealed)
-            raise
-        pipeline.submit(sealed)
-
-    def _write_dataflow(self, run: Run) -> None:
-        """Write the dataflow of one step to the manifest. The other steps are nearly the same."""
-        run.manifest.flows(observed_dataflow(self._recorder.table, self.modules.seen()))
-
-    def micro_step_kinds(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Kinds with a row for each micro-step, and kinds whose micro-steps or operator calls are combined."""
-        config = self.watch.config
-        gradients = frozenset({"grad_unreduced"} if config.monitor_mbs_grad else ())
-        activations = frozenset((*ACTIVATION_KINDS, *FORWARD_FEATURE_KINDS))
-        calls = self.counted_kinds
-        return (activations | gradients, calls) if config.micro_steps == "each" else (gradients, activations | calls)
-
-    @property
-    def counted_kinds(self) -> frozenset[str]:
-        """Kinds whose rows are operator calls, combined and counted."""
-        return frozenset({CALL_KIND} if self.watch.config.cc_distribution.enable else ())
-
     def _begin_step(self, *, before_a_turn: bool = False) -> None:
         self.begun = False
         self._batches = 0
         self._turns.clear()
-        wanted = self.watch.ownership.monitored and self.schedule.collects(self.clock.step, self.collected)
+        wanted = self._monitored and self.schedule.collects(self.clock.step, self.collected)
         self._recorder.activate(wanted)
         if self._recorder.active and not before_a_turn:
             self._scaling_said = ""
@@ -438,7 +341,7 @@ class Attachment:
         self._recorder.end_step()
         if was_active and self._recorder.has_rows:
             if keep:
-                self._failures.guarded("sealing the last step", self._seal)("incomplete")
+                self._failures.guarded("sealing the last step", self.sealer.seal)("incomplete", self.modules.seen)
             else:
                 self._recorder.discard()
         if keep and self.begun:
@@ -450,6 +353,12 @@ class Attachment:
         self.collectors.each(Collector.remove)
         self.modules.remove()
         self._hooks.remove()
+
+    def write_structure(self, path: Path) -> None:
+        """Write ``module_struct.json`` atomically. Raises ``OSError`` if it cannot be written."""
+        for one in self.collectors:
+            if isinstance(one, StructureCollector):
+                one.write(path)
 
     def shares(self, chunks: Sequence[Any], optimizers: Sequence[Any]) -> bool:
         """Whether this attachment already watches one of the chunks or one of the optimizers."""

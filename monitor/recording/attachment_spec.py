@@ -1,4 +1,4 @@
-"""The specification of an attachment, the context that its collectors share, and the interface of a collector."""
+"""The specification of an attachment, and the context that its collectors share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from monitor.config import MonitorConfig
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.recording.backend import Framework, RecordingBackend
-from monitor.recording.optimizer_turns import OptimizerTurn
 from monitor.recording.parameter_series import NamedParameter, ParameterSeries
 from monitor.recording.recorder import Recorder
 from monitor.recording.run import Run
@@ -128,42 +127,3 @@ class Attached:
         ranks = ranks_of(self.watch.ownership.tp_group or ())
         marked = kind == "grad_unreduced" and bool(getattr(parameter.tensor, "sequence_parallel", False))
         return replace(known, partial=True, differing=ranks) if marked and len(ranks) > 1 else known
-
-
-class Collector:
-    """Takes part in the steps of an attachment. A subclass overrides the phases that it needs, in this order.
-
-    The attachment calls only the overridden ones, and the phases of an optimizer's turn only in collected steps.
-    """
-
-    def begin_step(self, *, before_a_turn: bool) -> None:
-        """A step begins. ``Recorder.active`` tells whether it is collected.
-
-        Args:
-            before_a_turn: Whether an optimizer is about to step, so that its gradients exist already.
-        """
-
-    def forward_begins(self, root: Any) -> None:
-        """A training forward begins in a collected step."""
-
-    def before_step(self, turn: OptimizerTurn) -> None:
-        """An optimizer is about to step."""
-
-    def gradients_ready(self, turn: OptimizerTurn) -> None:
-        """The gradients are complete, before the step; called after every backward of a closure."""
-
-    def after_step(self, turn: OptimizerTurn) -> None:
-        """The optimizer has stepped."""
-
-    def end_turn(self, turn: OptimizerTurn | None) -> None:
-        """Drop the temporary data of a turn: the optimizer has stepped or was skipped.
-
-        Args:
-            turn: None if the step has ended or has raised; then it may be called several times.
-        """
-
-    def end_step(self, *, collected: bool) -> None:
-        """A step has ended; or recording ends, and the step in progress is incomplete, which counts as not collected."""
-
-    def remove(self) -> None:
-        """Remove every hook."""

@@ -24,8 +24,9 @@ from monitor.series import Placement, SeriesTable
 
 if TYPE_CHECKING:
     from monitor.recording.activations import ModuleCollector
-    from monitor.recording.attachment_spec import Attached, Collector
+    from monitor.recording.attachment_spec import Attached
     from monitor.recording.gradients import GradientRows, GradientSource
+    from monitor.recording.phases import Collector
 
 
 Target = Any

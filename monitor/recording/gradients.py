@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, final
 
-from monitor.recording.attachment_spec import Attached, Collector
-from monitor.recording.optimizer_turns import OptimizerTurn
+from monitor.recording.attachment_spec import Attached
 from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.recording.protocols import HookSet, Removable
 
 NOT_ACCUMULATED: Final = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
@@ -99,11 +99,13 @@ class GradientSource(Protocol):
 
     Attributes:
         hooked: The parameters that need a hook; the framework reports the others.
-        reductions: Follows the reductions of the gradients.
     """
 
     hooked: Sequence[NamedParameter]
-    reductions: Reductions
+
+    @property
+    def reductions(self) -> Reductions:
+        """Follows the reductions of the gradients."""
 
     def can_be_hooked(self, parameter: NamedParameter) -> bool:
         """Whether a parameter takes hooks now. A frozen one does not."""

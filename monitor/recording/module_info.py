@@ -14,8 +14,9 @@ from types import FrameType
 from typing import Any, Final, final
 
 from monitor.coordinator.output import write_whole
-from monitor.recording.attachment_spec import Attached, Collector
+from monitor.recording.attachment_spec import Attached
 from monitor.recording.model_names import NamedModule
+from monitor.recording.phases import Collector
 from monitor.recording.protocols import HookSet
 from monitor.recording.tensor_paths import TensorPath, described
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import prod
 from typing import Any, Protocol, final
 
-from monitor.recording.attachment_spec import Attached, Collector
-from monitor.recording.optimizer_turns import OptimizerTurn
+from monitor.recording.attachment_spec import Attached
 from monitor.recording.parameter_series import ComputedRow, NamedParameter
+from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import MOMENT_KINDS
 from monitor.stats.partials import COUNT, SUM, SUMSQ
 

@@ -190,7 +190,7 @@ class Recording:
         return ({} if self.attachment.begun else self._just_ended()), table.layouts
 
     def _now(self) -> Mapping[str, KindRows]:
-        _, combined = self.attachment.micro_step_kinds()
+        combined = self.attachment.sealer.combined_kinds
         kinds = self._recorder.kinds_now()
         return {kind: combined_micro_steps(rows) if kind in combined else rows for kind, rows in kinds.items()}
 
@@ -207,7 +207,7 @@ class Recording:
         """Write ``module_struct.json`` of this rank."""
         run = self.open()
         path = run.base / "module_struct" / f"rank{self._where().rank}" / "module_struct.json"
-        self.attachment.collectors.write_structure(path)
+        self.attachment.write_structure(path)
         return path
 
     def record_communication(self, communication: CommunicationRecorder) -> None:

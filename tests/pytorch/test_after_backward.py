@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from watching import Output, attached, warnings_in
 
 from monitor.pytorch.gradients import CHANGED
-from monitor.recording.optimizer_turns import UNSCALED
+from monitor.recording.phases import UNSCALED
 
 GRADIENTS = {"wg_distribution": True, "ops": ["norm"]}
 Edit = Callable[[nn.Module], object]

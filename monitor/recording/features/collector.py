@@ -9,7 +9,7 @@ from typing import Any, final
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.attachment_spec import Attached, Collector
+from monitor.recording.attachment_spec import Attached
 from monitor.recording.features.reading import NOT_CALLED
 from monitor.recording.features.watchers import (
     AttentionWatcher,
@@ -23,6 +23,7 @@ from monitor.recording.features.watchers import (
 )
 from monitor.recording.model_names import ModelNames, NamedModule
 from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.phases import Collector
 from monitor.recording.protocols import HookSet
 from monitor.series import LOCAL, Series
 

@@ -1,14 +1,24 @@
-"""Determines when a step of several optimizers ends, and which parameters each of them steps."""
+"""The phases of a step: the turns of its optimizers, the parameters that each steps, and the collectors that take part."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, final
 
 from monitor.recording.parameter_series import NamedParameter, ParameterSubset
 from monitor.stats.rows import Status
 
+P = ParamSpec("P")
+
+PARTLY_SKIPPED: Final = (
+    "in some steps one optimizer was skipped and another one stepped: such a step counts as complete, and the parameters of "
+    "the skipped optimizer have no param_updated in it"
+)
+LEFT_OUT: Final = (
+    "{twice} stepped twice before {once} stepped once: the step ended between the two. Rows measured between them are recorded "
+    "in the step that ended. docs/optimizers.md shows the rows of such steps."
+)
 NAMED: Final = 3
 """Parameters that a warning names."""
 
@@ -29,6 +39,68 @@ class OptimizerTurn:
     optimizer: Any
     held: ParameterSubset = None
     scaling: str = ""
+
+
+class Collector:
+    """Takes part in the steps of an attachment. A subclass overrides the phases that it needs, in this order.
+
+    The attachment calls only the overridden ones, and the phases of an optimizer's turn only in collected steps.
+    """
+
+    def begin_step(self, *, before_a_turn: bool) -> None:
+        """A step begins. ``Recorder.active`` tells whether it is collected.
+
+        Args:
+            before_a_turn: Whether an optimizer is about to step, so that its gradients exist already.
+        """
+
+    def forward_begins(self, root: Any) -> None:
+        """A training forward begins in a collected step."""
+
+    def before_step(self, turn: OptimizerTurn) -> None:
+        """An optimizer is about to step."""
+
+    def gradients_ready(self, turn: OptimizerTurn) -> None:
+        """The gradients are complete, before the step; called after every backward of a closure."""
+
+    def after_step(self, turn: OptimizerTurn) -> None:
+        """The optimizer has stepped."""
+
+    def end_turn(self, turn: OptimizerTurn | None) -> None:
+        """Drop the temporary data of a turn: the optimizer has stepped or was skipped.
+
+        Args:
+            turn: None if the step has ended or has raised; then it may be called several times.
+        """
+
+    def end_step(self, *, collected: bool) -> None:
+        """A step has ended; or recording ends, and the step in progress is incomplete, which counts as not collected."""
+
+    def remove(self) -> None:
+        """Remove every hook."""
+
+
+@final
+class Collectors:
+    """The collectors of an attachment, in the order of their calls in each phase."""
+
+    def __init__(self) -> None:
+        self._all: list[Collector] = []
+        self._calls: dict[str, list[Callable[..., None]]] = {phase: [] for phase in vars(Collector) if phase[0] != "_"}
+
+    def add(self, collector: Collector) -> None:
+        self._all.append(collector)
+        for phase, calls in self._calls.items():
+            if getattr(type(collector), phase) is not getattr(Collector, phase):
+                calls.append(getattr(collector, phase))
+
+    def each(self, phase: Callable[Concatenate[Collector, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call a phase of the collectors that override it."""
+        for call in self._calls[phase.__name__]:
+            call(*args, **kwargs)
+
+    def __iter__(self) -> Iterator[Collector]:
+        return iter(self._all)
 
 
 class OptimizerTurns:
@@ -100,15 +172,28 @@ class OptimizerParameters:
             self._divide(optimizers)
         return self._held[id(optimizer)]
 
-    def first(self, optimizer: Any, optimizers: Sequence[Any]) -> str:
-        """The name of the first parameter that ``optimizer`` steps."""
-        among = self.by(optimizer, optimizers)
-        return next((one.name for one in self._parameters if among is None or one in among), "")
+    def left_out(self, twice: Any, once: Any, optimizers: Sequence[Any]) -> str:
+        """The warning that a step ends because ``twice`` takes a second turn, before ``once`` has had its first."""
+        return LEFT_OUT.format(twice=self._called(twice, optimizers), once=self._called(once, optimizers))
 
-    def unstepped(self, optimizers: Sequence[Any]) -> Sequence[NamedParameter]:
-        """The trained parameters that no optimizer steps."""
+    def unstepped_warning(self, optimizers: Sequence[Any]) -> str:
+        """The warning that no known optimizer steps some trained parameters; empty if each has an optimizer."""
         self._divide(optimizers)
-        return self._free
+        count = len(self._free)
+        named = ", ".join(one.name for one in self._free[:NAMED])
+        rest = f" and {count - NAMED} more" if count > NAMED else ""
+        said = (
+            f"{count} of {len(self._parameters)} parameters belong to no optimizer that was passed to set_monitor "
+            f"({named}{rest}). They have no rows of reduced gradients, weights, moments and updates. Pass every optimizer of "
+            "the model: set_monitor(model, grad_acc_steps, [first, second])."
+        )
+        return said if count else ""
+
+    def _called(self, optimizer: Any, optimizers: Sequence[Any]) -> str:
+        """The description of an optimizer in messages: its class, and the first parameter that it steps."""
+        among = self.by(optimizer, optimizers)
+        first = next((one.name for one in self._parameters if among is None or one in among), "")
+        return f"{type(optimizer).__name__} of {first!r}"
 
     def _divide(self, optimizers: Sequence[Any]) -> None:
         self._ids = {id(one): self._framework.held(one) for one in optimizers}
@@ -124,14 +209,3 @@ class OptimizerParameters:
             else:
                 held[id(optimizers[0]) if of is None else of][parameter] = None
         self._held = {of: None if len(among) == len(self._parameters) else among for of, among in held.items()}
-
-
-def unstepped_warning(parameters: Sequence[NamedParameter], watched: int) -> str:
-    """The warning that no known optimizer steps ``parameters``, out of ``watched`` recorded ones."""
-    named = ", ".join(one.name for one in parameters[:NAMED])
-    rest = f" and {len(parameters) - NAMED} more" if len(parameters) > NAMED else ""
-    return (
-        f"{len(parameters)} of {watched} parameters belong to no optimizer that was passed to set_monitor ({named}{rest}). "
-        "They have no rows of reduced gradients, weights, moments and updates. Pass every optimizer of the model: "
-        "set_monitor(model, grad_acc_steps, [first, second])."
-    )
