@@ -50,6 +50,9 @@ class Attachment:
         has_unheld: Whether a step has shown trained parameters without a known optimizer.
         last_collected: The last collected step that has ended; None before the first.
         on_first_step: Called once, after the next step, collected or not; may end the run.
+        modules: Records activations, and counts micro-steps.
+        collectors: The other collectors.
+        sealer: Submits the rows of each collected step.
         at_boundary: Called between two steps with the number of the next one; may call ``use`` to change what is recorded.
     """
 
@@ -134,7 +137,7 @@ class Attachment:
             self._hooks.add(self._backend.before_forward(root, begins, compiled=True))
 
     def _configured(self, attached: Attached, modules: Sequence[NamedModule]) -> Iterator[Collector]:
-        """Create the configured collectors, in the order of their calls: a new kind is a line here."""
+        """Create the configured collectors, in the order of their calls."""
         config, backend = attached.config, attached.backend
         if config.recording_l2_features:
             yield FeatureCollector(attached, self._names, self.modules)

@@ -42,9 +42,10 @@ class OptimizerTurn:
 
 
 class Collector:
-    """Takes part in the steps of an attachment. A subclass overrides the phases that it needs, in this order.
+    """Interface of a collector, which takes part in the steps of an attachment: the phases of a step, in this order.
 
-    The attachment calls only the overridden ones, and the phases of an optimizer's turn only in collected steps.
+    A subclass overrides the phases that it needs; the attachment calls no others. It calls those of an optimizer's turn only in
+    collected steps.
     """
 
     def begin_step(self, *, before_a_turn: bool) -> None:
