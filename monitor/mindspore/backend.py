@@ -14,7 +14,7 @@ from monitor.mindspore.activations import ModuleCollector
 from monitor.mindspore.calls import Calls, in_backward, observable, refuse_graph_mode, trains
 from monitor.mindspore.collectives import communication
 from monitor.mindspore.frameworks import framework_of
-from monitor.mindspore.gradients import GradientCollector
+from monitor.mindspore.gradients import MindSporeGradients
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
 from monitor.mindspore.process_group import group_ranks, has_others, initialized, is_settled, place, versions
 from monitor.mindspore.tensor_reader import MindSporeTensorReader
@@ -64,7 +64,7 @@ __all__ = [
 graph: Graph = calls
 leaves: TensorPaths = TENSOR_PATHS
 reading_of_features: FeatureReading = features_reading
-new_calls, new_gradients, new_reader = Calls, GradientCollector, MindSporeTensorReader
+new_calls, new_gradients, new_reader = Calls, MindSporeGradients, MindSporeTensorReader
 repeating = in_backward
 
 never_called: tuple[type, ...] = (nn.CellList, nn.CellDict)

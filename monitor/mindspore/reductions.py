@@ -23,6 +23,7 @@ from monitor.failures import Failures
 from monitor.mindspore.collective_operators import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener
 from monitor.mindspore.process_group import has_others, is_settled
 from monitor.recording.collectives import Operator
+from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.series import Ranks
 from monitor.stats.mindspore.arithmetic import on_the_host
@@ -85,6 +86,15 @@ class MindSporeReductions(MindSporeCollectiveListener):
             INTERCEPTION.add(self)
             REDUCER_CALLED.add(self._reducer_listener)
 
+    def pause(self) -> None:
+        """Nothing to do, as in ``forward_begins``."""
+
+    def forward_begins(self, root: Any) -> None:
+        """Nothing to do: MindSpore reduces after the backward."""
+
+    def forward_ends(self) -> None:
+        """Nothing to do, as in ``forward_begins``."""
+
     def arrived(self) -> None:
         """A backward has returned a gradient: earlier sums belong to another micro-batch."""
         self._wanted = True
@@ -110,8 +120,9 @@ class MindSporeReductions(MindSporeCollectiveListener):
         """An optimizer has stepped, and others have not: their gradients may be reduced now."""
         self._wanted = True
 
-    def is_reduced(self, gradient: Tensor | None) -> bool:
+    def is_reduced(self, parameter: NamedParameter, gradient: Tensor | None) -> bool:
         """Whether each gradient of this shape was summed over all ranks that share its parameter."""
+        del parameter
         if gradient is None or self._is_whole:
             return gradient is not None
         shape = tuple(gradient.shape)

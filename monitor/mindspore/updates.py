@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from mindspore import Tensor
 
 from monitor.mindspore.features_reading import is_floating_point
 from monitor.mindspore.frameworks import MindSporeMoments
-from monitor.recording import updates
-from monitor.recording.optimizer_turns import OptimizerTurn
+from monitor.recording.attachment_spec import Attached
 from monitor.recording.parameter_series import ComputedRow, NamedParameter
-from monitor.recording.parameters import ParameterContext
-from monitor.recording.updates import UpdateCollector, wanted
+from monitor.recording.parameters import RatioCollector
+from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import DIRECTION_KIND
 from monitor.stats.mindspore.arithmetic import Number
 from monitor.stats.mindspore.tensors import has_data
@@ -33,19 +32,19 @@ from monitor.stats.partials import COUNT, SUM
 # correction if the optimizer applies it. See ``monitor.mindspore.frameworks`` for the rules of MindSpore's Adams.
 
 
-class MindSporeAdamCollector(UpdateCollector):
+class MindSporeAdamCollector(Collector):
     """``adam_update`` and ``adam_ratio``."""
 
-    def __init__(self, watched: ParameterContext, eps: float) -> None:
-        self._update = watched.series("adam_update")
-        self._ratio = watched.series("adam_ratio")
-        self._framework = watched.framework
-        self._failures = watched.failures
-        self._eps = eps
+    def __init__(self, attached: Attached) -> None:
+        self._update = attached.series("adam_update")
+        self._ratio = attached.series("adam_ratio")
+        self._framework = attached.framework
+        self._failures = attached.failures
+        self._eps = attached.config.eps
 
-    def after_step(self, stepping: OptimizerTurn) -> None:
-        if not self._framework.is_adam(stepping.optimizer):
-            name = type(stepping.optimizer).__name__
+    def after_step(self, turn: OptimizerTurn) -> None:
+        if not self._framework.is_adam(turn.optimizer):
+            name = type(turn.optimizer).__name__
             said = f"ur_distribution records the updates of Adam, and {name} is no known Adam"
             self._failures.warn("ur_distribution", f"{said}: there are no rows.")
             return
@@ -60,8 +59,8 @@ class MindSporeAdamCollector(UpdateCollector):
             counted[parameter] = _computed(ratios, moments)
             return _computed(updates, moments)
 
-        self._update.record_computed(update, stepping.held)
-        self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), stepping.held)
+        self._update.record_computed(update, turn.held)
+        self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), turn.held)
 
     def _vectors(self, moments: MindSporeMoments) -> tuple[MindSporeSigned, MindSporeSigned]:
         return adam_vectors(
@@ -82,20 +81,21 @@ def _computed(vector: MindSporeSigned, moments: MindSporeMoments) -> ComputedRow
 # --- ``mg_direction``: the fraction of gradient elements whose sign equals the momentum's.
 
 
-class MindSporeDirectionCollector(UpdateCollector):
+class MindSporeDirectionCollector(Collector):
     """Compares the gradient that the optimizer is given with the momentum before the step.
 
     The first step of an optimizer has no momentum before it. Afterwards the momentum is a multiple of the gradient, so they
     agree.
     """
 
-    def __init__(self, watched: ParameterContext) -> None:
-        self._series = watched.series(DIRECTION_KIND)
-        self._framework = watched.framework
-        self._is_reduced = watched.is_reduced
+    def __init__(self, attached: Attached) -> None:
+        self._series = attached.series(DIRECTION_KIND)
+        self._framework = attached.framework
+        self._is_reduced = attached.is_reduced
 
-    def gradients_ready(self, stepping: OptimizerTurn) -> None:
-        self._series.record_computed(lambda parameter: self._compared(parameter, stepping.optimizer), stepping.held)
+    def gradients_ready(self, turn: OptimizerTurn) -> None:
+        if turn.optimizer is not None:
+            self._series.record_computed(lambda parameter: self._compared(parameter, turn.optimizer), turn.held)
 
     def _compared(self, parameter: NamedParameter, optimizer: Any) -> ComputedRow | None:
         gradient = self._framework.reduced(parameter)
@@ -118,17 +118,25 @@ class MindSporeDirectionCollector(UpdateCollector):
 # --- ``update_ratio`` of weights.
 
 
-class RatioCollector(updates.RatioCollector):
-    """Copies a weight as an array on the host, and as a tensor on a device."""
+class MindSporeWeightCopies:
+    """Copies a weight as an array on the host, and as a tensor on a device (``WeightCopies``)."""
 
-    def _usable(self, weight: Tensor) -> Tensor | None:
+    def usable(self, weight: Tensor) -> Tensor | None:
         return weight if is_floating_point(weight) and has_data(weight) and weight.size else None
 
-    def _copy(self, usable: Tensor) -> TensorSnapshot:
+    def copy(self, usable: Tensor) -> TensorSnapshot:
         return snapshot(usable)
 
-    def _squares(self, after: Tensor, before: TensorSnapshot) -> tuple[Number, Number] | None:
+    def squares(self, after: Tensor, before: TensorSnapshot) -> tuple[Number, Number] | None:
         return squares_of_update(after, before) if tuple(before.shape) == tuple(after.shape) else None
 
 
-new_updates = partial(wanted, ratio=RatioCollector, direction=MindSporeDirectionCollector, adam=MindSporeAdamCollector)
+def new_updates(attached: Attached) -> Iterator[Collector]:
+    """Create the configured collectors of updates."""
+    config = attached.config
+    if config.update_ratio:
+        yield RatioCollector(attached, MindSporeWeightCopies())
+    if config.mg_direction:
+        yield MindSporeDirectionCollector(attached)
+    if config.ur_distribution:
+        yield MindSporeAdamCollector(attached)

@@ -20,7 +20,7 @@ from monitor.pytorch.compiled.tracing import CallObserver, device_of
 from monitor.pytorch.features import reading
 from monitor.pytorch.frameworks.framework import framework_of
 from monitor.pytorch.frameworks.pipelining import rehearsing
-from monitor.pytorch.gradients import GradientCollector
+from monitor.pytorch.gradients import TorchGradients
 from monitor.pytorch.hooks import takes_hooks
 from monitor.pytorch.process_group import group_ranks, has_others, initialized, is_settled, place, versions
 from monitor.pytorch.tensor_reader import TorchTensorReader
@@ -71,7 +71,7 @@ __all__ = [
 graph: Graph = calls
 leaves: TensorPaths = TENSOR_PATHS
 reading_of_features: FeatureReading = reading
-new_calls, new_gradients, new_reader = Calls, GradientCollector, TorchTensorReader
+new_calls, new_gradients, new_reader = Calls, TorchGradients, TorchTensorReader
 repeating = recomputing
 
 never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)

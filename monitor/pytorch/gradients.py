@@ -7,22 +7,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from monitor.coordinator.ownership import Ownership
+from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
 from monitor.failures import Failures
-from monitor.pytorch import tensors
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.hooks import first_after_accumulation, untraced, when_backward_ends
-from monitor.pytorch.process_group import has_others
-from monitor.pytorch.reductions.seen import GradientReductions
-from monitor.recording import gradients
-from monitor.recording.gradients import NOT_ACCUMULATED, SUMMED_EARLY
-from monitor.recording.parameter_series import NamedParameter, ParameterSubset, SeriesOf
-from monitor.recording.protocols import Removable
-from monitor.recording.recorder import Recorder
-from monitor.recording.step_clock import Clock
+from monitor.pytorch.frameworks.pipelining import stage_ranks
+from monitor.pytorch.hooks import first_after_accumulation, loop_hooks, untraced, when_backward_ends
+from monitor.pytorch.process_group import has_others, is_settled
+from monitor.pytorch.reductions.memory import Groups, ReductionGroup
+from monitor.pytorch.reductions.seen import ObservedReductions
+from monitor.recording.gradients import NOT_ACCUMULATED, SUMMED_EARLY, GradientRows
+from monitor.recording.parameter_series import NamedParameter, ParameterSubset
+from monitor.recording.phases import STILL_SCALED, OptimizerTurn
+from monitor.recording.protocols import HookSet, Removable
+from monitor.series import Ranks
 
 # --- Changes of gradients between the end of backward and the optimizer's step, such as clipping. Gradients are read at the
 # step, so a loop that clips has done it by then. Most reducers write to gradients inside backward, which is no such change. So
@@ -107,6 +108,156 @@ def _base_of(gradient: Tensor) -> Tensor:
     return gradient if base is None else base
 
 
+# --- Whether a gradient is reduced when the optimizer's step begins: known from the framework, or observed, or assumed not to
+# be. Ranks that share parameters average their gradients inside backward (DistributedDataParallel and other frameworks),
+# between backward and the step (by hand), or inside the step (optimizers that shard their work). In the last case ``grad`` is
+# still local when the step begins. A change since backward proves nothing: clipping and unscaling change gradients, too.
+
+
+class GradientReductions:
+    """Follows reductions step by step, and answers for each parameter when the optimizer's step begins.
+
+    It does not listen if there is no other rank, or if the framework reduces every gradient.
+
+    Attributes:
+        follows: Whether ``arrived`` must be called for gradients.
+    """
+
+    def __init__(
+        self, framework: Framework, ownership: Ownership, failures: Failures, parameters: Sequence[NamedParameter]
+    ) -> None:
+        """Set up without listening.
+
+        Args:
+            parameters: The parameters whose reduced gradients are recorded.
+        """
+        self._framework = framework
+        self._ownership = ownership
+        self._failures = failures
+        self._parameters = parameters
+        self._seen: Any = None
+        self._needed = True
+        self._alone = True
+        self._stage: Ranks | None = None
+        self._known: dict[tuple[Any, ...], bool] = {}
+        self._adding: dict[tuple[Any, ...], bool] = {}
+        self.follows = False
+
+    def begin_step(self) -> None:
+        """A step that is collected begins."""
+        self._listen()
+        if self._seen is not None:
+            self._seen.begin_step()
+        self.follows = self._seen is not None or self._framework.follows_backward
+
+    def forward_begins(self, root: Any) -> None:
+        """A forward of training begins."""
+        self._framework.forward_begins(root)
+        self._listen()
+        if self._seen is not None:
+            self._seen.set_window(False)
+            if self._stage is None:
+                self._stage = stage_ranks()
+        self.follows = self._seen is not None or self._framework.follows_backward
+
+    def forward_ends(self) -> None:
+        if self._seen is not None:
+            self._seen.set_window(True)
+
+    def arrived(self, parameter: NamedParameter, gradient: Tensor) -> bool:
+        """A backward has added to a gradient.
+
+        Returns:
+            Whether the gradient may hold terms of other ranks that share the parameter.
+        """
+        self._framework.backward_reaches(parameter)
+        if self._seen is None:
+            return False
+        groups = self._seen.changed(gradient, loop_hooks(parameter.tensor))
+        return bool(groups) and self._adds_shared_terms(parameter, groups)
+
+    def pause(self) -> None:
+        """A step that is not collected begins."""
+        if self._seen is not None:
+            self._seen.end_window()
+
+    def begin_reading(self) -> None:
+        """The optimizer's step begins."""
+        self._needed, self._alone = False, not has_others()
+        if self._seen is not None:
+            self._seen.end_window()
+
+    def is_reduced(self, parameter: NamedParameter, gradient: Tensor | None) -> bool:
+        """Whether a gradient is known to be reduced over all ranks that share the parameter."""
+        if self._alone:
+            return True
+        known = self._framework.reduces(parameter)
+        if known is not None:
+            return known
+        if self._complete(parameter, ()):
+            return True
+        self._needed = True
+        groups = None if gradient is None or self._seen is None else self._seen.groups_of(gradient)
+        return bool(groups) and self._complete(parameter, groups or ())
+
+    def end_reading(self, of_all: bool) -> None:
+        """Gradients were read: of all parameters, or of one of several optimizers."""
+        if of_all and not self._needed:
+            self.remove()
+
+    def end_turn(self) -> None:
+        """One of several optimizers has stepped: gradients of the others may be reduced now."""
+        if self._seen is not None:
+            self._seen.reopen()
+
+    def remove(self) -> None:
+        """Listen no longer."""
+        if self._seen is not None:
+            seen, self._seen = self._seen, None
+            seen.remove()
+
+    def _listen(self) -> None:
+        if self._seen is None and self._needed and self._may_lack_terms():
+            self._seen = ObservedReductions(self._gradients, self._failures)
+
+    def _may_lack_terms(self) -> bool:
+        """Whether a gradient may lack terms of other ranks that no known framework adds."""
+        if not has_others():
+            return not is_settled()
+        left = (one for one in self._parameters if self._framework.reduces(one) is None)
+        self._needed = any(not self._complete(one, ()) for one in left)
+        return self._needed
+
+    def _gradients(self) -> Sequence[Tensor]:
+        found = (self._framework.reduced(one) for one in self._parameters)
+        return [gradient for gradient in found if gradient is not None]
+
+    def _complete(self, parameter: NamedParameter, groups: tuple[Any, ...]) -> bool:
+        """Whether ``groups`` reach every rank that shares the parameter."""
+        layout = self._framework.model_ranks(parameter)
+        key = (*groups, layout, self._stage)
+        found = self._known.get(key)
+        if found is None:
+            placed = [layout, self._stage or (), *(one.ranks for one in groups)]
+            found = self._known[key] = reaches(self._ownership, dist.get_rank(), dist.get_world_size(), placed)
+        return found
+
+    def _adds_shared_terms(self, parameter: NamedParameter, groups: Groups) -> bool:
+        """Whether a sum over any of ``groups`` adds terms of other ranks that share the parameter."""
+        layout = self._framework.model_ranks(parameter)
+        return any(self._adds_terms(one, layout) for one in groups)
+
+    def _adds_terms(self, over: ReductionGroup, layout: Ranks) -> bool:
+        key = over, layout, self._stage
+        found = self._adding.get(key)
+        if found is None:
+            parts, rank, world_size = [layout, self._stage or ()], dist.get_rank(), dist.get_world_size()
+            found = self._adding[key] = adds_terms_of_others(self._ownership, rank, world_size, parts, over.ranks)
+        return found
+
+
+# --- The gradients of a step.
+
 CHANGED: Final = (
     "changed in place between backward and the optimizer's step, by clipping, scaling or reducing outside backward: a "
     "row holds the gradient that the optimizer received"
@@ -116,57 +267,35 @@ SUMMED_ADVICE: Final = (
     "Tensor.register_hook that reduces has this effect. Such gradients have no grad_unreduced. To get these rows, reduce in "
     "register_post_accumulate_grad_hook or after backward."
 )
-UNSCALED: Final = "divided by loss_scale"
-STILL_SCALED: Final = "multiplied by loss_scale: the optimizer divides by it inside its step"
 
 
-class GradientCollector(gradients.GradientCollector):
-    """``grad_unreduced`` and ``grad_reduced``.
+class TorchGradients:
+    """Takes gradients of torch (``GradientSource``).
 
     A gradient accumulates in place over the micro-batches. Its local sum is read when the last micro-batch has been added,
     before any reducer can change it (its hooks run after the parameter's own). Statistics of single micro-batches could not be
     combined to those of the sum.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[NamedParameter],
-        recorder: Recorder,
-        clock: Clock,
-        failures: Failures,
-        series_of: SeriesOf,
-        framework: Framework,
-        ownership: Ownership,
-        note: Callable[[str, str], None],
-        *,
-        each_micro_step: bool,
-    ) -> None:
-        super().__init__(
-            parameters,
-            recorder,
-            clock,
-            failures,
-            series_of,
-            framework,
-            ownership,
-            note,
-            tensors,
-            each_micro_step=each_micro_step,
-        )
-        self._framework: Framework = framework
-        self._parameters = self._unreduced.parameters
+    def __init__(self, rows: GradientRows) -> None:
+        attached = rows.attached
+        self._rows, self._unreduced, self._stepped = rows, rows.unreduced, rows.stepped
+        self._each_micro_step = rows.each_micro_step
+        self._recorder, self._clock = attached.recorder, attached.clock
+        self._failures, self._framework, self._note = attached.failures, attached.framework, attached.note
         self._left: dict[NamedParameter, GradientVersion] = {}
         self._read: set[NamedParameter] = set()
         self._warned_summed = False
         self._summed: set[NamedParameter] = set()
-        self._changes = ChangeDetector(failures)
-        self._scaling = ""
-        self._reductions = GradientReductions(framework, ownership, failures, self._reduced.parameters)
-        caught = framework.catch_unreduced(self._parameters, self, failures)
+        self._changes = ChangeDetector(self._failures)
+        ownership, reduced = attached.watch.ownership, rows.reduced.parameters
+        self.reductions = GradientReductions(self._framework, ownership, self._failures, reduced)
+        self.hooked: Sequence[NamedParameter] = self._unreduced.parameters
+        self._caught = HookSet()
+        caught = self._framework.catch_unreduced(self.hooked, self, self._failures)
         if caught is not None:
-            self._hooks.add(caught)
-            self._frozen = {one for one in self._frozen if not framework.catches(one)}
-        self.hook_thawed()
+            self._caught.add(caught)
+            self.hooked = [one for one in self.hooked if not self._framework.catches(one)]
 
     @property
     def wanted(self) -> bool:
@@ -174,76 +303,43 @@ class GradientCollector(gradients.GradientCollector):
         return bool(self._recorder.active)
 
     def begin_step(self) -> None:
-        super().begin_step()
         self._left.clear()
         self._read.clear()
         self._summed.clear()
         self._changes.begin_step()
-        self._scaling = ""
-        if len(self._reduced):
-            self._reductions.begin_step()
 
-    def pause(self) -> None:
-        super().pause()
-        self._reductions.pause()
-
-    def forward_begins(self, root: nn.Module) -> None:
-        self._reductions.forward_begins(root)
-
-    def forward_ends(self) -> None:
-        self._reductions.forward_ends()
-
-    def end_turn(self, held: ParameterSubset) -> None:
-        super().end_turn(held)
-        self._scaling = ""  # it was this optimizer's
-        self._reductions.end_turn()
-
-    def may_be_unscaled(self) -> None:
-        """From now on gradients may be unscaled, even if their version is unchanged."""
-        self._scaling = UNSCALED
-
-    def are_still_scaled(self) -> None:
-        """The optimizer unscales gradients by itself, inside its step."""
-        self._scaling = STILL_SCALED
-
-    def before_step(self, held: ParameterSubset) -> None:
+    def before_reading(self, turn: OptimizerTurn) -> None:
         """The step pre-hook. Reduction is done; the training loop may have clipped."""
         if not self._each_micro_step:
-            self._failures.guarded("finishing an accumulation", self._finish_short_accumulation)(held)
-        self._reductions.begin_reading()
-        self._read_reduced(held)
-        self._reductions.end_reading(held is None)
-        self._note_changes(held)
+            self._failures.guarded("finishing an accumulation", self._finish_short_accumulation)(turn)
+        self.reductions.begin_reading()
+
+    def after_reading(self, turn: OptimizerTurn, not_reduced: str) -> None:
+        """Note how the gradients just read differ from those that backward left."""
+        self.reductions.end_reading(turn.held is None)
+        may_be_clipped = len(self._rows.reduced) > 0 and not self._framework.reads_before_clipping
+        changed = may_be_clipped and self._changes.changed(self._framework.reduced, turn.held)
+        if changed or turn.scaling == STILL_SCALED or not_reduced:
+            said = [turn.scaling, CHANGED if changed else "", not_reduced]
+            self._note("grad_reduced", "; ".join(filter(None, said)))
 
     def remove(self) -> None:
-        super().remove()
-        self._reductions.remove()
+        self._caught.remove()
 
-    def is_reduced(self, parameter: NamedParameter, gradient: Tensor | None) -> bool:
-        return self._reductions.is_reduced(parameter, gradient)
-
-    def _can_be_hooked(self, parameter: NamedParameter) -> bool:
+    def can_be_hooked(self, parameter: NamedParameter) -> bool:
         """A lazy parameter must have a shape, too."""
-        return super()._can_be_hooked(parameter) and not is_lazy(parameter.tensor)
+        return bool(parameter.tensor.requires_grad) and not is_lazy(parameter.tensor)
 
-    def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
+    def register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
         hook = untraced(read)
         if hasattr(parameter.tensor, "main_grad"):  # an existing hook fills main_grad
             handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(hook)
             return handle
         return first_after_accumulation(parameter.tensor, hook)
 
-    def _note_changes(self, held: ParameterSubset) -> None:
-        """Note how the gradients just read differ from those that backward left."""
-        may_be_clipped = len(self._reduced) > 0 and not self._framework.reads_before_clipping
-        changed = may_be_clipped and self._changes.changed(self._framework.reduced, held)
-        if changed or self._scaling == STILL_SCALED or self._not_reduced:
-            said = [self._scaling, CHANGED if changed else "", self._not_reduced]
-            self._note("grad_reduced", "; ".join(filter(None, said)))
-
-    def _found(self, parameter: NamedParameter, told: Tensor) -> None:
+    def found(self, parameter: NamedParameter, argument: Tensor) -> None:
         """Backward has accumulated into a parameter."""
-        gradient = self._framework.local_gradient(told) if self._recorder.active else None
+        gradient = self._framework.local_gradient(argument) if self._recorder.active else None
         if gradient is None:
             return
         self._arrives(parameter, gradient)
@@ -269,7 +365,7 @@ class GradientCollector(gradients.GradientCollector):
 
     def _arrives(self, parameter: NamedParameter, gradient: Tensor) -> None:
         self._changes.arrived(parameter)
-        if self._reductions.follows and self._reductions.arrived(parameter, gradient):
+        if self.reductions.follows and self.reductions.arrived(parameter, gradient):
             self._is_summed(parameter)
 
     def _is_summed(self, parameter: NamedParameter) -> None:
@@ -278,11 +374,11 @@ class GradientCollector(gradients.GradientCollector):
         self._left.pop(parameter, None)
         if not self._warned_summed and parameter not in self._stepped:
             self._warned_summed = True
-            self.note_local_gradients(f"{SUMMED_EARLY}: first in step {self._clock.step} for {parameter.name}")
+            self._rows.note_local(f"{SUMMED_EARLY}: first in step {self._clock.step} for {parameter.name}")
             self._failures.warn("gradients that are summed early", SUMMED_ADVICE.format(self._clock.step, parameter.name))
 
     def _accumulated(self, parameter: NamedParameter, gradient: Tensor) -> None:
-        micro_step = self._micro_step(parameter)
+        micro_step = self._rows.micro_step(parameter)
         if self._clock.micro_steps > 1:
             self._follow(parameter, gradient)
         if self._each_micro_step:
@@ -297,17 +393,17 @@ class GradientCollector(gradients.GradientCollector):
     def _follow(self, parameter: NamedParameter, gradient: Tensor) -> None:
         before = self._left.get(parameter)
         if before is not None and not before.refers_to(gradient):
-            self.note_local_gradients(NOT_ACCUMULATED)
+            self._rows.note_local(NOT_ACCUMULATED)
         self._left[parameter] = GradientVersion(gradient)
 
-    def _finish_short_accumulation(self, held: ParameterSubset) -> None:
+    def _finish_short_accumulation(self, turn: OptimizerTurn) -> None:
         """Record gradients that the last micro-batches did not reach (fewer micro-batches, or an expert that was not called).
         Their sums are complete if they are unchanged since backward.
         """
-        lost = 0
+        held, lost = turn.held, 0
         for parameter, left in [(one, self._left.pop(one)) for one in list(self._left) if held is None or one in held]:
             gradient = self._framework.reduced(parameter)
-            if gradient is not None and left.is_intact(gradient) and not self._scaling and not has_others():
+            if gradient is not None and left.is_intact(gradient) and not turn.scaling and not has_others():
                 self._unreduced.record(parameter, gradient)
             else:
                 lost += 1

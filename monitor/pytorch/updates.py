@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -13,11 +12,10 @@ from torch.optim import Optimizer
 
 from monitor.pytorch.frameworks.dtensor import part_like
 from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
-from monitor.recording import updates
-from monitor.recording.optimizer_turns import OptimizerTurn
+from monitor.recording.attachment_spec import Attached
 from monitor.recording.parameter_series import ComputedRow, NamedParameter
-from monitor.recording.parameters import ParameterContext
-from monitor.recording.updates import UpdateCollector, wanted
+from monitor.recording.parameters import RatioCollector
+from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import DIRECTION_KIND
 from monitor.stats.partials import COUNT, SUM, WRITES
 from monitor.stats.torch.tensors import local_shard
@@ -49,18 +47,18 @@ class ParameterGroups:
 # --- ``update_ratio`` of weights of torch.
 
 
-class RatioCollector(updates.RatioCollector):
-    """``update_ratio`` of the part of a weight that this rank holds."""
+class TorchWeightCopies:
+    """Copies of the parts of weights that this rank holds (``WeightCopies``)."""
 
-    def _usable(self, weight: Tensor) -> Tensor | None:
+    def usable(self, weight: Tensor) -> Tensor | None:
         held = local_shard(weight)
         usable = held is not None and held.layout is torch.strided and held.is_floating_point() and held.numel()
         return held.detach() if usable and held is not None else None
 
-    def _copy(self, usable: Tensor) -> Tensor:
+    def copy(self, usable: Tensor) -> Tensor:
         return torch.clone(usable)
 
-    def _squares(self, after: Tensor, before: Tensor) -> tuple[Tensor, Tensor] | None:
+    def squares(self, after: Tensor, before: Tensor) -> tuple[Tensor, Tensor] | None:
         same = after.shape == before.shape and after.device == before.device
         return squares_of_update(after, before) if same else None
 
@@ -120,30 +118,31 @@ class AdamMoments:
     made: float | Tensor
 
 
-class AdamCollector(UpdateCollector):
+class AdamCollector(Collector):
     """``adam_update`` and ``adam_ratio``."""
 
-    def __init__(self, watched: ParameterContext, eps: float) -> None:
-        self._update = watched.series("adam_update")
-        self._ratio = watched.series("adam_ratio")
-        self._framework = watched.framework
-        self._failures = watched.failures
-        self._kernel = watched.recorder.reader.host
-        self._eps = eps
+    def __init__(self, attached: Attached) -> None:
+        self._update = attached.series("adam_update")
+        self._ratio = attached.series("adam_ratio")
+        self._framework = attached.framework
+        self._failures = attached.failures
+        reader: Any = attached.recorder.reader
+        self._kernel = reader.host
+        self._eps = attached.config.eps
         self._steps: dict[NamedParameter, float | Tensor] = {}
 
-    def before_step(self, stepping: OptimizerTurn) -> None:
+    def before_step(self, turn: OptimizerTurn) -> None:
         """Store the step counts: a parameter whose count does not change has no update."""
         groups, self._steps = ParameterGroups(), {}
-        self._update.each(lambda parameter: self._remember(parameter, stepping.optimizer, groups), stepping.held)
+        self._update.each(lambda parameter: self._remember(parameter, turn.optimizer, groups), turn.held)
 
     def _remember(self, parameter: NamedParameter, optimizer: Optimizer, groups: ParameterGroups) -> None:
         stepped = self._framework.stepped(parameter, optimizer)
         if stepped is not None and (step := steps_made(stepped, groups.of(stepped) or {})) is not None:
             self._steps[parameter] = step
 
-    def after_step(self, stepping: OptimizerTurn) -> None:
-        optimizer = stepping.optimizer
+    def after_step(self, turn: OptimizerTurn) -> None:
+        optimizer = turn.optimizer
         if optimizer is None:
             return
         groups = ParameterGroups()
@@ -156,8 +155,8 @@ class AdamCollector(UpdateCollector):
             updates, counted[parameter] = self._count(moments)
             return updates
 
-        self._update.record_computed(update, stepping.held)
-        self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), stepping.held)
+        self._update.record_computed(update, turn.held)
+        self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), turn.held)
 
     def _moments(self, parameter: NamedParameter, optimizer: Optimizer, groups: ParameterGroups) -> AdamMoments | None:
         stepped = self._framework.stepped(parameter, optimizer)
@@ -220,27 +219,29 @@ def _correction(beta: float | Tensor, step: float | Tensor, group: Mapping[str, 
 # --- ``mg_direction``: the fraction of gradient elements whose sign equals the momentum's.
 
 
-class DirectionCollector(UpdateCollector):
+class DirectionCollector(Collector):
     """Compares the reduced gradient with the momentum before the step.
 
     Before its first step an optimizer has no momentum. After that step the momentum is a multiple of the gradient: they agree.
     """
 
-    def __init__(self, watched: ParameterContext) -> None:
-        self._series = watched.series(DIRECTION_KIND)
-        self._framework = watched.framework
-        self._is_reduced = watched.is_reduced
+    def __init__(self, attached: Attached) -> None:
+        self._series = attached.series(DIRECTION_KIND)
+        self._framework = attached.framework
+        self._is_reduced = attached.is_reduced
         self._begins: dict[NamedParameter, ComputedRow] = {}
 
-    def gradients_ready(self, stepping: OptimizerTurn) -> None:
+    def gradients_ready(self, turn: OptimizerTurn) -> None:
+        if turn.optimizer is None:
+            return
         self._begins.clear()
         groups = ParameterGroups()
-        self._series.record_computed(lambda one: self._compared(one, stepping.optimizer, groups), stepping.held)
+        self._series.record_computed(lambda one: self._compared(one, turn.optimizer, groups), turn.held)
 
-    def after_step(self, stepping: OptimizerTurn) -> None:
+    def after_step(self, turn: OptimizerTurn) -> None:
         """Record parameters whose momentum the step has created."""
         begins, self._begins = self._begins, {}
-        optimizer = stepping.optimizer
+        optimizer = turn.optimizer
 
         def begun(parameter: NamedParameter) -> ComputedRow | None:
             computed = begins.get(parameter)
@@ -251,9 +252,10 @@ class DirectionCollector(UpdateCollector):
             return computed if step is None else replace(computed, numbers={**computed.numbers, WRITES: made(step)})
 
         if begins and optimizer is not None:
-            self._series.record_computed(begun, stepping.held)
+            self._series.record_computed(begun, turn.held)
 
-    def forget_step(self) -> None:
+    def end_turn(self, turn: OptimizerTurn | None) -> None:
+        del turn
         self._begins.clear()
 
     def _compared(self, parameter: NamedParameter, optimizer: Optimizer, groups: ParameterGroups) -> ComputedRow | None:
@@ -294,4 +296,12 @@ def _share(agreeing: Tensor, x: Tensor) -> ComputedRow:
     return ComputedRow({COUNT: float(x.numel()), SUM: agreeing}, x)
 
 
-new_updates = partial(wanted, ratio=RatioCollector, direction=DirectionCollector, adam=AdamCollector)
+def new_updates(attached: Attached) -> Iterator[Collector]:
+    """Create the configured collectors of updates."""
+    config = attached.config
+    if config.update_ratio:
+        yield RatioCollector(attached, TorchWeightCopies())
+    if config.mg_direction:
+        yield DirectionCollector(attached)
+    if config.ur_distribution:
+        yield AdamCollector(attached)

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, final
 
-from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
-from monitor.recording.attachment_spec import AttachmentSpec
-from monitor.recording.backend import RecordingBackend
-from monitor.recording.dataflow import observed_dataflow
+from monitor.recording.attachment_spec import Attached, AttachmentSpec, Host
 from monitor.recording.features.collector import FeatureCollector
+from monitor.recording.gradients import GradientCollector
 from monitor.recording.model_names import ModelNames, NamedModule
 from monitor.recording.module_info import StackCollector, StructureCollector
-from monitor.recording.optimizer_turns import OptimizerParameters, OptimizerTurn, OptimizerTurns, unstepped_warning
-from monitor.recording.parameter_rows import ParameterRows
+from monitor.recording.parameters import MomentCollector, WeightCollector
+from monitor.recording.phases import (
+    PARTLY_SKIPPED,
+    STILL_SCALED,
+    UNSCALED,
+    Collector,
+    Collectors,
+    OptimizerParameters,
+    OptimizerTurn,
+    OptimizerTurns,
+)
 from monitor.recording.protocols import HookSet
-from monitor.recording.recorder import RecordedSeries, Recorder
-from monitor.recording.run import Run
+from monitor.recording.recorder import RecordedSeries
+from monitor.recording.sealing import StepSealer
 from monitor.recording.step_clock import Clock, Schedule
-from monitor.series import CALL_KIND, MICRO_STEP_KINDS, Series
+from monitor.series import Series
 from monitor.stats.table import Status
 
-PARTLY_SKIPPED: Final = (
-    "in some steps one optimizer was skipped and another one stepped: such a step counts as complete, and the parameters of "
-    "the skipped optimizer have no param_updated in it"
-)
 NEVER_STEPPED: Final = (
     "no optimizer that was passed to set_monitor has stepped ({names}), so no step has ended. Pass the "
     "optimizers whose step() the loop calls."
 )
-LEFT_OUT: Final = (
-    "{twice} stepped twice before {once} stepped once: the step ended between the two. Rows measured between them are recorded "
-    "in the step that ended. docs/optimizers.md shows the rows of such steps."
-)
 
 
+@final
 class Attachment:
     """Listens to the steps of optimizers and to a model's hooks, and seals the recorded rows.
 
@@ -48,6 +50,9 @@ class Attachment:
         has_unheld: Whether a step has shown trained parameters without a known optimizer.
         last_collected: The last collected step that has ended; None before the first.
         on_first_step: Called once, after the next step, collected or not; may end the run.
+        modules: Records activations, and counts micro-steps.
+        collectors: The other collectors.
+        sealer: Submits the rows of each collected step.
         at_boundary: Called between two steps with the number of the next one; may call ``use`` to change what is recorded.
     """
 
@@ -55,19 +60,15 @@ class Attachment:
         self,
         watch: AttachmentSpec,
         names: ModelNames,
-        recorder: Recorder,
-        run: Callable[[], Run],
+        host: Host,
         start_step: int,
-        failures: Failures,
-        backend: RecordingBackend,
         collected: int = 0,
         schedule: Schedule | None = None,
     ) -> None:
-        self._backend = backend
+        self._backend, self._recorder, self._failures, self._run = host.backend, host.recorder, host.failures, host.run
         self.watch = watch
         self.schedule = schedule or Schedule.of(watch.config)
         self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
-        self.structure = StructureCollector(failures, backend) if watch.config.print_struct else None
         self.on_first_step: Callable[[], None] | None = None
         self.at_boundary: Callable[[int], object] = _no_change
         self.begun = False
@@ -75,28 +76,23 @@ class Attachment:
         self.collected = collected
         self._batches = 0
         self.last_collected: int | None = None
-        self._dataflow_written = collected > 0
         self._names = names
-        self._recorder = recorder
-        self._run = run
-        self._failures = failures
         self._scaling: dict[str, RecordedSeries] = {}
         self._turns = OptimizerTurns()
         self._now: OptimizerTurn | None = None
+        self._scaling_said = ""
         self._any_turn = False
         self._unheld_reported = False
         self.has_unheld = False
-        self._introduced = False
+        self.sealer = StepSealer(host, self.clock, watch, dataflow_written=collected > 0)
         self._forks = PROCESS.forks
         self._hooks = HookSet()
-        self.modules = backend.new_modules(recorder, self.clock, failures)
-        self._stacks: StackCollector | None = None
-        self._rows = ParameterRows()
-        self._features: FeatureCollector | None = None
+        self.modules = self._backend.new_modules(self._recorder, self.clock, self._failures)
+        self.collectors = Collectors()
         self._held = OptimizerParameters((), watch.framework)
         try:
             self._attach()
-            self._steps = watch.framework.steps(self, failures)
+            self._steps = watch.framework.steps(self, self._failures)
             self.clock.known = len(self._steps.optimizers) < 2
         except BaseException:
             self._remove_hooks()
@@ -111,47 +107,53 @@ class Attachment:
         """
         self.rest()
         self.watch, self._names = watch, names
-        self._dataflow_written = self._dataflow_written and not watch.config.xy_distribution
+        self.sealer.use(watch)
         self._attach()
         self.schedule, self.collected = schedule, collected
 
     def rest(self) -> None:
         """Stop recording between two steps, until ``use``."""
-        self.schedule = Schedule(self.clock.step, 1, 0)
+        self.schedule, self._scaling_said = Schedule(self.clock.step, 1, 0), ""
         self._remove_hooks()
         self.modules = self._backend.new_modules(self._recorder, self.clock, self._failures)
-        self._stacks = self._features = None
-        self._rows = ParameterRows()
+        self.collectors = Collectors()
 
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
+        self._monitored = watch.ownership.monitored
         parameters = list(self._names.parameters())
         modules = list(self._names.modules())
         for chunk, root in enumerate(watch.chunks):
             self.modules.watch_root(chunk, root)
         if config.xy_distribution:
             self.watch_activations(modules)
-        if config.recording_l2_features:
-            reading = self._backend.reading_of_features
-            self._features = FeatureCollector(self._names, config, self.modules, watch.framework, watch.ownership, reading)
-        if config.stack_info and watch.ownership.monitored:
-            self._stacks = self._attach_stacks(modules)
-        if self.structure is not None:
-            for module in modules:
-                self.structure.watch(_key(module), module.module)
         self._held = OptimizerParameters(parameters, watch.framework)
-        self._rows = ParameterRows.of(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self._note)
-        self.expected = set(self._rows.kinds)
-        self.expected |= _of_activations(modules) if config.xy_distribution else set()
-        self._attach_beginning()
-
-    def _attach_beginning(self) -> None:
+        attached = Attached(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self.sealer.note)
+        for collector in self._configured(attached, modules):
+            self.collectors.add(collector)
+        self.expected = attached.kinds | (_of_activations(modules) if config.xy_distribution else set())
         begins = self._failures.guarded("beginning a forward", self._forward_begins)
-        ends = self._failures.guarded("ending a forward", self._forward_ends)
-        for root in filter(self._backend.takes_hooks, self.watch.chunks):
+        for root in filter(self._backend.takes_hooks, watch.chunks):
             self._hooks.add(self._backend.before_forward(root, begins, compiled=True))
-            if self.watch.config.wg_distribution:
-                self._hooks.add(self._backend.after_forward(root, ends, compiled=True))
+
+    def _configured(self, attached: Attached, modules: Sequence[NamedModule]) -> Iterator[Collector]:
+        """Create the configured collectors, in the order of their calls."""
+        config, backend = attached.config, attached.backend
+        if config.recording_l2_features:
+            yield FeatureCollector(attached, self._names, self.modules)
+        if config.stack_info and self._monitored:
+            yield StackCollector(attached, modules, lambda: self._run().directory)
+        if config.print_struct:
+            yield StructureCollector(attached, modules)
+        if config.wg_distribution:
+            gradients = GradientCollector(attached, backend.new_gradients)
+            attached = replace(attached, is_reduced=gradients.is_reduced)
+            yield gradients
+        if config.mv_distribution:
+            yield MomentCollector(attached)
+        if config.param_distribution:
+            yield WeightCollector(attached)
+        yield from backend.new_updates(attached)
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
         """Hook the selected modules."""
@@ -165,71 +167,49 @@ class Attachment:
         if wanted:
             self.watch_activations()
 
-    def _attach_stacks(self, modules: Sequence[NamedModule]) -> StackCollector:
-        stacks = StackCollector(self._failures, self._backend)
-        for module in modules:
-            if module.wanted is not None:
-                stacks.watch(_key(module), module.module)
-        return stacks
-
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
         self._failures.reraise_deferred()
         trains = self._backend.trains(root)
         self.begun = self.begun or trains
         if not self._steps.evaluating:
-            self._rows.forget_step()  # data of a step that raised
+            self.collectors.each(Collector.end_turn, None)  # data of a step that raised
         if trains and self._recorder.active:
-            others = self._backend.has_others()
-            self._rows.forward_begins(root, self.watch, self.clock, has_others=others)
-
-    def _forward_ends(self, *_: Any) -> None:
-        if self._recorder.active:
-            self._rows.forward_ends()
-
-    def _note(self, key: str, said: str) -> None:
-        self._opened().manifest.note(key, said)
-
-    def _opened(self) -> Run:
-        """The run. The first call adds the framework's notes to its manifest."""
-        run = self._run()
-        if not self._introduced:
-            self._introduced = True
-            notes = self._failures.guarded("asking the framework for notes", self.watch.framework.notes)() or {}
-            for key, said in notes.items():
-                run.manifest.note(key, said)
-        return run
+            self.collectors.each(Collector.forward_begins, root)
 
     # `StepListener`: the phases of an optimizer's step, in this order.
 
     def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:
         self._begin_turn(optimizer)
-        if self._rows.gradients is not None:
-            self._rows.gradients.may_be_unscaled()
+        self._scaling_said = UNSCALED
         if self._records_scaled():
-            self._note("loss_scale", "grad_unreduced and actv_grad are multiplied by the loss scale, whose rows are in `other`")
+            self.sealer.note(
+                "loss_scale", "grad_unreduced and actv_grad are multiplied by the loss scale, whose rows are in `other`"
+            )
             self._recorder.record(self._scalar("loss_scale", scaler), scale, aliases=False)
 
     def scales_itself(self, optimizer: Any, found_inf: Any, still_scaled: bool) -> None:
         self._begin_turn(optimizer)
         if self._records_scaled():
-            self._note("found_inf", "the optimizer skips a step by itself if found_inf, whose rows are in `other`, is not 0")
+            self.sealer.note(
+                "found_inf", "the optimizer skips a step by itself if found_inf, whose rows are in `other`, is not 0"
+            )
             self._recorder.record(self._scalar("found_inf", self._place_of(optimizer)), found_inf, aliases=False)
-            if still_scaled and self._rows.gradients is not None:
-                self._rows.gradients.are_still_scaled()
+            if still_scaled:
+                self._scaling_said = STILL_SCALED
 
     def before_step(self, optimizer: Any) -> None:
         self._failures.reraise_deferred()
         self._begin_turn(optimizer)
         if self._recorder.active:
-            self._rows.before_step(self._stepping(optimizer))
+            self.collectors.each(Collector.before_step, self._stepping(optimizer))
 
     def gradients_ready(self, optimizer: Any) -> None:
         if self._recorder.active:
-            self._rows.gradients_ready(self._stepping(optimizer))
+            self.collectors.each(Collector.gradients_ready, self._stepping(optimizer))
 
     def after_step(self, optimizer: Any) -> None:
         if self._recorder.active:
-            self._rows.after_step(self._stepping(optimizer))
+            self.collectors.each(Collector.after_step, self._stepping(optimizer))
         self._end_turn(optimizer)
 
     def step_skipped(self, optimizer: Any) -> None:
@@ -245,8 +225,7 @@ class Attachment:
         self._now = None
         if self._turns.taken(optimizer):
             missing = next((one for one in self._steps.optimizers if not self._turns.taken(one)), None)
-            said = LEFT_OUT.format(twice=self._called(optimizer), once=self._called(missing))
-            self._failures.warn("optimizers of a step", said)
+            self._failures.warn("optimizers of a step", self._held.left_out(optimizer, missing, self._steps.optimizers))
             self._end_step(self._turns.status, before_a_turn=True)
 
     def _end_turn(self, optimizer: Any, *, skipped: bool = False) -> None:
@@ -255,12 +234,13 @@ class Attachment:
         if self._turns.complete(self._steps.optimizers):
             self._end_step(self._turns.status)
         elif self._recorder.active:
-            self._rows.end_turn(self._stepping(optimizer))
+            self.collectors.each(Collector.end_turn, self._stepping(optimizer))
+            self._scaling_said = ""
 
     def _stepping(self, optimizer: Any) -> OptimizerTurn:
         """The current turn, with the parameters of its optimizer, which are determined once per turn."""
         if self._now is None or self._now.optimizer is not optimizer:
-            self._now = OptimizerTurn(optimizer, self._held.by(optimizer, self._steps.optimizers))
+            self._now = OptimizerTurn(optimizer, self._held.by(optimizer, self._steps.optimizers), self._scaling_said)
         return self._now
 
     def _scalar(self, name: str, place: int) -> RecordedSeries:
@@ -269,10 +249,6 @@ class Attachment:
         if full not in self._scaling:
             self._scaling[full] = RecordedSeries(Series("other", 0, full))
         return self._scaling[full]
-
-    def _called(self, optimizer: Any) -> str:
-        """The description of an optimizer in messages: its class, and the first parameter that it steps."""
-        return f"{type(optimizer).__name__} of {self._held.first(optimizer, self._steps.optimizers)!r}"
 
     def _place_of(self, optimizer: Any) -> int:
         return next((place for place, one in enumerate(self._steps.optimizers) if one is optimizer), 0)
@@ -305,14 +281,13 @@ class Attachment:
                 self._failures.guarded("looking at the optimizers", self._report_optimizers)()
             self._recorder.end_step()
             if was_active:
-                self._failures.guarded("sealing a step", self._seal, "Its rows are missing.")(status)
+                self._failures.guarded("sealing a step", self.sealer.seal, "Its rows are missing.")(status, self.modules.seen)
             if was_active:
                 self.last_collected = self.clock.step
-            if was_active and self._features is not None:
-                self._failures.guarded("ending a step of features", self._features.end_step)()
         finally:
+            self._end_step_of_collectors(collected=was_active)
             self.modules.end_step()
-            self._rows.forget_step()
+            self.collectors.each(Collector.end_turn, None)
             self.collected += self.schedule.collects(self.clock.step, self.collected)
             self.clock.next_step()
             self._finish_first_step()  # before the boundary, which may attach collectors that have not seen a step
@@ -322,89 +297,38 @@ class Attachment:
     def _report_optimizers(self) -> None:
         """Note partly skipped steps in the manifest, and warn once about parameters that no optimizer steps."""
         if self._turns.mixed:
-            self._note("optimizers", PARTLY_SKIPPED)
+            self.sealer.note("optimizers", PARTLY_SKIPPED)
         if self._unheld_reported or not self._needs_optimizers():
             return
         self._unheld_reported = True
-        parameters = list(self._names.parameters())
-        if missing := OptimizerParameters(parameters, self.watch.framework).unstepped(self._steps.optimizers):
+        if said := self._held.unstepped_warning(self._steps.optimizers):
             self.has_unheld = True
-            said = unstepped_warning(missing, len(parameters))
             self._failures.warn("parameters of no optimizer", said)
-            self._note("parameters", said)
+            self.sealer.note("parameters", said)
 
     def _needs_optimizers(self) -> bool:
         config = self.watch.config
         of_weights = config.wg_distribution or config.param_distribution or config.mv_distribution
         return of_weights or config.update_ratio or config.mg_direction or config.ur_distribution
 
-    def _seal(self, status: Status) -> None:
-        try:
-            self._submit(status)
-        except BaseException:
-            self._recorder.discard()  # this step's measurements must not become rows of the next step
-            raise
-
-    def _submit(self, status: Status) -> None:
-        run = self._opened()
-        if not self._dataflow_written:
-            self._dataflow_written = True
-            self._failures.guarded("following the flow of data", self._write_dataflow, "The manifest has none of it.")(run)
-        pipeline = run.pipeline
-        sealed = pipeline.reserve(self.clock.step)
-        if sealed is None:
-            self._recorder.discard()
-            return
-        try:
-            sealed.step, sealed.status, sealed.ops = self.clock.step, status, self.watch.ops()
-            sealed.micro_step_kinds, sealed.combined_kinds = self.micro_step_kinds()
-            sealed.counted_kinds = self.counted_kinds
-            self._recorder.seal(sealed)
-        except BaseException:
-            pipeline.give_back(sealed)
-            raise
-        pipeline.submit(sealed)
-
-    def _write_dataflow(self, run: Run) -> None:
-        """Write the dataflow of one step to the manifest. The other steps are nearly the same."""
-        run.manifest.flows(observed_dataflow(self._recorder.table, self.modules.seen()))
-
-    def micro_step_kinds(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Kinds with a row for each micro-step, and kinds whose micro-steps or operator calls are combined."""
-        config = self.watch.config
-        gradients = frozenset({"grad_unreduced"} if config.monitor_mbs_grad else ())
-        calls = self.counted_kinds
-        return (MICRO_STEP_KINDS | gradients, calls) if config.micro_steps == "each" else (gradients, MICRO_STEP_KINDS | calls)
-
-    @property
-    def counted_kinds(self) -> frozenset[str]:
-        """Kinds whose rows are operator calls, combined and counted."""
-        return frozenset({CALL_KIND} if self.watch.config.cc_distribution.enable else ())
-
     def _begin_step(self, *, before_a_turn: bool = False) -> None:
         self.begun = False
         self._batches = 0
         self._turns.clear()
-        wanted = self.watch.ownership.monitored and self.schedule.collects(self.clock.step, self.collected)
+        wanted = self._monitored and self.schedule.collects(self.clock.step, self.collected)
         self._recorder.activate(wanted)
-        if self._recorder.active:
-            self._rows.begin_step(before_a_turn=before_a_turn)
-        else:
-            self._rows.pause()
+        if self._recorder.active and not before_a_turn:
+            self._scaling_said = ""
+        self.collectors.each(Collector.begin_step, before_a_turn=before_a_turn)
+
+    def _end_step_of_collectors(self, *, collected: bool) -> None:
+        if PROCESS.forks == self._forks:
+            self.collectors.each(Collector.end_step, collected=collected)
 
     def _finish_first_step(self) -> None:
-        if PROCESS.forks != self._forks:
-            return
-        self._finish_stacks()
-        if self.on_first_step is not None:
+        if self.on_first_step is not None and PROCESS.forks == self._forks:
             finish, self.on_first_step = self.on_first_step, None
             finish()
-
-    def _finish_stacks(self) -> None:
-        if self._stacks is not None:
-            stacks, self._stacks = self._stacks, None
-            stacks.remove()
-            self._failures.guarded("writing stack_info.csv", lambda: stacks.write(self._run().directory))()
 
     def detach(self, *, keep: bool = True) -> None:
         """Remove every hook.
@@ -420,29 +344,29 @@ class Attachment:
         self._recorder.end_step()
         if was_active and self._recorder.has_rows:
             if keep:
-                self._failures.guarded("sealing the last step", self._seal)("incomplete")
+                self._failures.guarded("sealing the last step", self.sealer.seal)("incomplete", self.modules.seen)
             else:
                 self._recorder.discard()
-        if keep and self.begun and PROCESS.forks == self._forks:
-            self._finish_stacks()
+        if keep and self.begun:
+            self._end_step_of_collectors(collected=False)
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        self._rows.remove()
+        self.collectors.each(Collector.end_turn, None)
+        self.collectors.each(Collector.remove)
         self.modules.remove()
         self._hooks.remove()
-        for collector in (self._stacks, self.structure, self._features):
-            if collector is not None:
-                collector.remove()
+
+    def write_structure(self, path: Path) -> None:
+        """Write ``module_struct.json`` atomically. Raises ``OSError`` if it cannot be written."""
+        for one in self.collectors:
+            if isinstance(one, StructureCollector):
+                one.write(path)
 
     def shares(self, chunks: Sequence[Any], optimizers: Sequence[Any]) -> bool:
         """Whether this attachment already watches one of the chunks or one of the optimizers."""
         watched = [*self.watch.chunks, *self._steps.optimizers]
         return any(one is other for one in (*chunks, *optimizers) for other in watched if other is not None)
-
-
-def _key(module: NamedModule) -> str:
-    return f"{module.chunk}:{module.name}"
 
 
 def _of_activations(modules: Iterable[NamedModule]) -> set[str]:

@@ -10,15 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from monitor.config import MonitorConfig
 from monitor.config.model import CcDistribution
-from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.recording.collectives import Communication
 from monitor.recording.features.reading import FeatureReading
-from monitor.recording.gradients import GradientCollector
 from monitor.recording.model_names import NamedParts
-from monitor.recording.parameter_series import NamedParameter, SeriesOf
+from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.protocols import Calls, Removable
 from monitor.recording.recorder import TensorReader
 from monitor.recording.run import ProcessTopology
@@ -28,6 +25,9 @@ from monitor.series import Placement, SeriesTable
 
 if TYPE_CHECKING:
     from monitor.recording.activations import ModuleCollector
+    from monitor.recording.attachment_spec import Attached
+    from monitor.recording.gradients import GradientRows, GradientSource
+    from monitor.recording.phases import Collector
 
 
 Target = Any
@@ -285,22 +285,11 @@ class RecordingBackend(Protocol):
 
     def new_modules(self, recorder: Any, clock: Clock, failures: Failures) -> ModuleCollector: ...
 
-    def new_gradients(
-        self,
-        parameters: Sequence[NamedParameter],
-        recorder: Any,
-        clock: Clock,
-        failures: Failures,
-        series_of: SeriesOf,
-        framework: Any,
-        ownership: Ownership,
-        note: Callable[[str, str], None],
-        *,
-        each_micro_step: bool,
-    ) -> GradientCollector: ...
+    def new_gradients(self, rows: GradientRows) -> GradientSource:
+        """Take gradients from now on, and record them in ``rows``."""
 
-    def new_updates(self, config: MonitorConfig, watched: Any) -> Any:
-        """The ``Updates`` with the configured collectors."""
+    def new_updates(self, attached: Attached) -> Iterable[Collector]:
+        """Create the configured collectors of updates, in the order of their calls."""
 
     def communication(self, wanted: CcDistribution, failures: Failures) -> Communication | None:
         """Observe communication from now on, if configured and possible; logs a warning if it is impossible."""

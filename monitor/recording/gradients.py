@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol, final
 
-from monitor.coordinator.ownership import Ownership
-from monitor.failures import Failures
-from monitor.recording.parameter_series import NamedParameter, ParameterSeries, ParameterSubset, SeriesOf, Tensors
+from monitor.recording.attachment_spec import Attached
+from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.recording.protocols import HookSet, Removable
-from monitor.recording.step_clock import Clock
 
 NOT_ACCUMULATED: Final = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
 EACH_MICRO_BATCH: Final = "gradients are aggregated after every micro-batch: a row holds the last micro-batch's alone"
@@ -34,104 +32,174 @@ NOT_OF_THE_STEP: Final = frozenset({NOT_ACCUMULATED, EACH_MICRO_BATCH, AGGREGATE
 """Notes on ``grad_unreduced`` if it is not the sum over this rank's micro-batches."""
 
 
-class GradientCollector(ABC):
-    """``grad_unreduced`` and ``grad_reduced``.
+@final
+class GradientRows:
+    """The rows of gradients of the step in progress.
 
     Attributes:
-        kinds: The kinds that this rank records for at least one parameter.
+        unreduced: ``grad_unreduced``.
+        reduced: ``grad_reduced``.
+        each_micro_step: Whether ``grad_unreduced`` has a row for each micro-step.
+        stepped: The parameters whose optimizer has had its turn. Gradients that a later backward leaves in them do not belong
+            to this step. They belong to the next step or to none, such as the gradients that a generator leaves in its critic.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[NamedParameter],
-        recorder: Any,
-        clock: Clock,
-        failures: Failures,
-        series_of: SeriesOf,
-        framework: Any,
-        ownership: Ownership,
-        note: Callable[[str, str], None],
-        tensors: Tensors,
-        *,
-        each_micro_step: bool,
-    ) -> None:
-        """Create the series. ``hook_thawed`` registers the hooks."""
-        self._recorder = recorder
-        self._clock = clock
-        self._failures = failures
-        self._note = note
-        self._framework = framework
-        self._ownership = ownership
-        self._each_micro_step = each_micro_step
-        micro_steps = tuple(range(clock.micro_steps)) if each_micro_step else (-1,)
-        self._unreduced = ParameterSeries("grad_unreduced", parameters, recorder, series_of, failures, tensors, micro_steps)
-        self._reduced = ParameterSeries("grad_reduced", parameters, recorder, series_of, failures, tensors)
-        self.kinds = {one.kind for one in (self._unreduced, self._reduced) if one.is_recorded}
-        self._hooks = HookSet()
-        self._frozen = set(self._unreduced.parameters)
-        self._backwards: Counter[NamedParameter] = Counter()
-        self._stepped: set[NamedParameter] = set()
-        self._local: list[str] = []
-        self._not_reduced = ""
+    def __init__(self, attached: Attached) -> None:
+        self.attached = attached
+        self.each_micro_step = attached.config.monitor_mbs_grad
+        self._clock = clock = attached.clock
+        self.unreduced = attached.series("grad_unreduced", tuple(range(clock.micro_steps)) if self.each_micro_step else (-1,))
+        self.reduced = attached.series("grad_reduced")
+        self.stepped: set[NamedParameter] = set()
+        self.backwards: Counter[NamedParameter] = Counter()
         self._local_notes: dict[str, None] = {}
 
-    def begin_step(self) -> None:
-        self._backwards.clear()
-        self._stepped.clear()
+    def note_local(self, said: str) -> None:
+        """Add a note on ``grad_unreduced`` to the manifest, after earlier ones."""
+        self._local_notes[said] = None
+        self.attached.note("grad_unreduced", "; ".join(self._local_notes))
 
-    def begin_with_gradients(self) -> None:
-        """Begin a step whose gradients exist already, and keep what is known about them."""
-        self._stepped.clear()
-
-    def end_turn(self, held: ParameterSubset) -> None:
-        """An optimizer has had its turn, but others have not. Gradients that a later backward leaves in ``held`` do not belong
-        to this step. They belong to the next step or to none, such as the gradients that a generator leaves in its critic.
+    def micro_step(self, parameter: NamedParameter) -> int:
+        """The micro-step of this backward. Without a root forward (compiled, scripted, or only parts of the model are called)
+        it is the number of earlier backwards of the parameter.
         """
-        self._stepped.update(self._unreduced.parameters if held is None else held)
+        if self._clock.forward[parameter.chunk] >= 0:
+            return self._clock.backward_micro_step(parameter.chunk)
+        self.backwards[parameter] += 1
+        return self.backwards[parameter] - 1
+
+
+class Reductions(Protocol):
+    """Follows the reductions of gradients over the ranks, step by step."""
+
+    def begin_step(self) -> None:
+        """A collected step begins."""
 
     def pause(self) -> None:
-        """Begin a step that is not collected."""
-        self._backwards.clear()
+        """A step begins that is not collected."""
 
-    @abstractmethod
     def forward_begins(self, root: Any) -> None:
         """A training forward begins in a collected step."""
 
-    @abstractmethod
     def forward_ends(self) -> None:
         """A forward has ended, in training or not."""
 
-    def hook_thawed(self) -> None:
-        """Hook the parameters that could not be hooked before: a frozen parameter takes hooks once it is trained."""
-        for parameter in [frozen for frozen in self._frozen if self._can_be_hooked(frozen)]:
-            self._hooks.add(self._hook(parameter))
-            self._frozen.remove(parameter)
-
-    @abstractmethod
-    def may_be_unscaled(self) -> None:
-        """The loss scaler may change gradients from now on."""
-
-    @abstractmethod
-    def are_still_scaled(self) -> None:
-        """The optimizer itself unscales the gradients, inside its step."""
-
-    @abstractmethod
-    def before_step(self, held: ParameterSubset) -> None:
-        """Reduction is done: read the gradients of ``held``, which an optimizer is about to use."""
-
-    def remove(self) -> None:
-        self._hooks.remove()
-
-    @abstractmethod
     def is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
         """Whether a gradient is known to contain every rank's part when the optimizer's step begins."""
 
-    def _read_reduced(self, held: ParameterSubset) -> None:
-        """Read the gradients of ``held`` that are reduced. The others have no row, and a warning says so."""
+    def end_turn(self) -> None:
+        """An optimizer has had its turn, and others have not: their gradients may be reduced now."""
+
+    def remove(self) -> None:
+        """Stop following."""
+
+
+class GradientSource(Protocol):
+    """Takes the gradients of a framework, and records them in the ``GradientRows`` that it was created with.
+
+    Attributes:
+        hooked: The parameters that need a hook; the framework reports the others.
+    """
+
+    hooked: Sequence[NamedParameter]
+
+    @property
+    def reductions(self) -> Reductions:
+        """Follows the reductions of the gradients."""
+
+    def can_be_hooked(self, parameter: NamedParameter) -> bool:
+        """Whether a parameter takes hooks now. A frozen one does not."""
+
+    def register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
+        """Call ``read``, which does not raise, with the framework's argument when a backward reaches a parameter."""
+
+    def found(self, parameter: NamedParameter, argument: Any) -> None:
+        """A backward has reached a hooked parameter."""
+
+    def begin_step(self) -> None:
+        """A collected step begins, without gradients."""
+
+    def before_reading(self, turn: OptimizerTurn) -> None:
+        """The reduced gradients of an optimizer are about to be read."""
+
+    def after_reading(self, turn: OptimizerTurn, not_reduced: str) -> None:
+        """The reduced gradients were read.
+
+        Args:
+            not_reduced: A note that some gradients of the run were not reduced; empty if all were.
+        """
+
+    def remove(self) -> None:
+        """Remove hooks other than those of ``register``."""
+
+
+@final
+class GradientCollector(Collector):
+    """``grad_unreduced`` and ``grad_reduced``.
+
+    Attributes:
+        is_reduced: Whether a gradient is known to contain every rank's part when the optimizer's step begins.
+    """
+
+    def __init__(self, attached: Attached, new_source: Callable[[GradientRows], GradientSource]) -> None:
+        self._failures, self._backend = attached.failures, attached.backend
+        self._recorder, self._clock = attached.recorder, attached.clock
+        self._framework = attached.framework
+        self._rows = GradientRows(attached)
+        self._source = new_source(self._rows)
+        self._reductions = self._source.reductions
+        self.is_reduced = self._reductions.is_reduced
+        self._local: list[str] = []
+        self._not_reduced = ""
+        self._hooks = HookSet()
+        self._frozen = set(self._source.hooked)
+        self._hook_thawed()
+        ends = self._failures.guarded("ending a forward", self._forward_ends)
+        for root in filter(self._backend.takes_hooks, attached.watch.chunks):
+            self._hooks.add(self._backend.after_forward(root, ends, compiled=True))
+
+    def begin_step(self, *, before_a_turn: bool) -> None:
+        if not self._recorder.active:
+            self._rows.backwards.clear()
+            self._reductions.pause()
+            return
+        self._rows.stepped.clear()
+        if before_a_turn:  # keep what is known about the gradients
+            return
+        self._rows.backwards.clear()
+        self._source.begin_step()
+        if len(self._rows.reduced):
+            self._reductions.begin_step()
+
+    def forward_begins(self, root: Any) -> None:
+        self._reductions.forward_begins(root)
+        early = max(self._clock.forward) < self._clock.micro_steps - 1
+        if early and self._backend.has_others() and self._framework.aggregates(root):
+            self._rows.note_local(AGGREGATED_EARLY)
+
+    def _forward_ends(self, *_: Any) -> None:
+        if self._recorder.active:
+            self._reductions.forward_ends()
+            self._hook_thawed()
+
+    def gradients_ready(self, turn: OptimizerTurn) -> None:
+        """Read the gradients that are reduced. The others have no row, and a warning says so."""
+        self._source.before_reading(turn)
         self._local = []
-        self._reduced.record_all(self._if_reduced, held)
+        self._rows.reduced.record_all(self._if_reduced, turn.held)
         if self._local:
             self._warn_not_reduced(self._local)
+        self._source.after_reading(turn, self._not_reduced)
+
+    def end_turn(self, turn: OptimizerTurn | None) -> None:
+        if turn is not None:
+            self._rows.stepped.update(self._rows.unreduced.parameters if turn.held is None else turn.held)
+            self._reductions.end_turn()
+
+    def remove(self) -> None:
+        self._hooks.remove()
+        self._source.remove()
+        self._reductions.remove()
 
     def _if_reduced(self, parameter: NamedParameter) -> Any:
         gradient = self._framework.reduced(parameter)
@@ -153,38 +221,19 @@ class GradientCollector(ABC):
             "set_monitor, process_group to TrainerMon.",
         )
 
-    def note_local_gradients(self, said: str) -> None:
-        """Add a note on ``grad_unreduced`` to the manifest, after earlier ones."""
-        self._local_notes[said] = None
-        self._note("grad_unreduced", "; ".join(self._local_notes))
-
-    def _can_be_hooked(self, parameter: NamedParameter) -> bool:
-        return bool(parameter.tensor.requires_grad)
-
-    @abstractmethod
-    def _register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
-        """Call ``read``, which does not raise, with the framework's argument when a backward reaches a parameter."""
-
-    @abstractmethod
-    def _found(self, parameter: NamedParameter, argument: Any) -> None:
-        """A backward has reached a parameter."""
+    def _hook_thawed(self) -> None:
+        """Hook the parameters that could not be hooked before: a frozen parameter takes hooks once it is trained."""
+        for parameter in [frozen for frozen in self._frozen if self._source.can_be_hooked(frozen)]:
+            self._hooks.add(self._hook(parameter))
+            self._frozen.remove(parameter)
 
     def _hook(self, parameter: NamedParameter) -> Removable:
         # Python's garbage collector does not see references inside these hooks: a strong one would keep the model forever.
-        collector, known = weakref.ref(self), weakref.ref(parameter)
+        source, known = weakref.ref(self._source), weakref.ref(parameter)
 
         def read(argument: Any) -> None:
-            living, watched = collector(), known()
+            living, watched = source(), known()
             if living is not None and watched is not None:
-                living._found(watched, argument)
+                living.found(watched, argument)
 
-        return self._register(parameter, self._failures.guarded("reading the gradient", read, of=parameter.name))
-
-    def _micro_step(self, parameter: NamedParameter) -> int:
-        """The micro-step of this backward. Without a root forward (compiled, scripted, or only parts of the model are called)
-        it is the number of earlier backwards of the parameter.
-        """
-        if self._clock.forward[parameter.chunk] >= 0:
-            return self._clock.backward_micro_step(parameter.chunk)
-        self._backwards[parameter] += 1
-        return self._backwards[parameter] - 1
+        return self._source.register(parameter, self._failures.guarded("reading the gradient", read, of=parameter.name))

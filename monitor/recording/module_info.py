@@ -7,15 +7,16 @@ import io
 import json
 import linecache
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, final
 
 from monitor.coordinator.output import write_whole
-from monitor.failures import Failures
-from monitor.recording.backend import RecordingBackend
+from monitor.recording.attachment_spec import Attached
+from monitor.recording.model_names import NamedModule
+from monitor.recording.phases import Collector
 from monitor.recording.protocols import HookSet
 from monitor.recording.tensor_paths import TensorPath, described
 
@@ -25,23 +26,32 @@ MACHINERY: Final = ("torch.nn.modules.module", "monitor.", "mindspore.nn.cell", 
 """Prefixes of Python modules whose frames only call the user's code."""
 
 
-class StackCollector:
-    """Takes the call stack of every watched module once, outermost frames last.
+@final
+class StackCollector(Collector):
+    """Takes the call stack of every selected module once, outermost frames last, and writes all at the end of the step.
 
     Attributes:
         stacks: By ``{vpp_stage}:{name}``.
     """
 
-    def __init__(self, failures: Failures, backend: RecordingBackend) -> None:
-        self._backend = backend
+    def __init__(self, attached: Attached, modules: Iterable[NamedModule], directory: Callable[[], Path]) -> None:
+        self._backend = attached.backend
         self.stacks: dict[str, str] = {}
-        self._failures = failures
+        self._failures = attached.failures
+        self._directory = directory
+        self._written = False
         self._hooks = HookSet()
+        for one in modules:
+            if one.wanted is not None and self._backend.takes_hooks(one.module):
+                hook = self._failures.guarded("taking the stack", partial(self._take, _key(one)), of=_key(one))
+                self._hooks.add(self._backend.before_forward(one.module, hook))
 
-    def watch(self, key: str, module: Any) -> None:
-        if self._backend.takes_hooks(module):
-            hook = self._failures.guarded("taking the stack", partial(self._take, key), of=key)
-            self._hooks.add(self._backend.before_forward(module, hook))
+    def end_step(self, *, collected: bool) -> None:
+        del collected
+        if not self._written:
+            self._written = True
+            self.remove()
+            self._failures.guarded("writing stack_info.csv", lambda: self.write(self._directory()))()
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -84,23 +94,22 @@ def _is_machinery(frame: FrameType) -> bool:
 Description = dict[str, str]
 
 
-class StructureCollector:
+@final
+class StructureCollector(Collector):
     """Describes every module at its first call in training mode.
 
     A gradient has the shape and dtype of its tensor. So gradients are described in forward, for the tensors that require them.
     """
 
-    def __init__(self, failures: Failures, backend: RecordingBackend) -> None:
-        self._backend, self._leaves = backend, backend.leaves
-        self._failures = failures
+    def __init__(self, attached: Attached, modules: Iterable[NamedModule]) -> None:
+        self._backend, self._leaves = attached.backend, attached.backend.leaves
         self._hooks = HookSet()
         self._structure: dict[str, dict[str, Description]] = {}
-
-    def watch(self, key: str, module: Any) -> None:
-        """Describe ``module`` under ``key`` (``{vpp_stage}:{name}``)."""
-        if self._backend.takes_hooks(module):
-            hook = self._failures.guarded("describing the structure", partial(self._describe, key), of=key)
-            self._hooks.add(self._backend.after_forward(module, hook))
+        for one in modules:
+            if self._backend.takes_hooks(one.module):
+                describe = partial(self._describe, _key(one))
+                hook = attached.failures.guarded("describing the structure", describe, of=_key(one))
+                self._hooks.add(self._backend.after_forward(one.module, hook))
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -135,3 +144,7 @@ def _leaves(config: str, leaves: list[TensorPath], wanted: Callable[[Any], bool]
             key = "tensor" if lone else leaf.suffix.removeprefix("_") or "0"
             described[key] = f"size={tuple(leaf.tensor.shape)}, dtype={leaf.tensor.dtype}"
     return {"config": config, **described}
+
+
+def _key(module: NamedModule) -> str:
+    return f"{module.chunk}:{module.name}"

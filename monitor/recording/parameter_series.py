@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from monitor.failures import Failures
-from monitor.recording.recorder import RecordedSeries, Recorder
-from monitor.series import GRADIENT_KINDS, NO_MICRO_STEP, Series
+from monitor.recording.recorder import RecordedSeries
+from monitor.series import GRADIENT_KINDS, NO_MICRO_STEP
+
+if TYPE_CHECKING:
+    from monitor.recording.attachment_spec import Attached
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,27 +46,6 @@ class ComputedRow:
     histogram: Any = None
 
 
-class SeriesOf(Protocol):
-    """Returns the series of a kind of a parameter on this rank."""
-
-    def __call__(self, kind: str, parameter: NamedParameter, seen: Any = None) -> Series | None:
-        """The series; None if another rank with the same numbers writes it.
-
-        Args:
-            seen: A tensor that knows its placement, for a parameter that does not show the placement.
-        """
-
-
-class Tensors(Protocol):
-    """Access to a framework's tensors."""
-
-    def layout_of(self, x: Any) -> object | None:
-        """The layout over ranks of a tensor that knows it, comparable with ``==``; None for any other tensor."""
-
-    def computing(self) -> AbstractContextManager[object]:
-        """A context for the monitor's own operations: autograd does not record them, and they change no state of the user."""
-
-
 @dataclass(frozen=True, slots=True)
 class _FirstSeen:
     """The layout and the series of a parameter's first tensor."""
@@ -81,23 +61,14 @@ class ParameterSeries:
         kind: The kind of all of them.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        parameters: Iterable[NamedParameter],
-        recorder: Recorder,
-        series_of: SeriesOf,
-        failures: Failures,
-        tensors: Tensors,
-        micro_steps: tuple[int, ...] = (NO_MICRO_STEP,),
-    ) -> None:
+    def __init__(self, kind: str, attached: Attached, micro_steps: tuple[int, ...]) -> None:
         self.kind = kind
-        self._tensors = tensors
-        self._recorder = recorder
-        self._series_of = series_of
-        self._failures = failures
+        self._tensors = attached.backend
+        self._recorder = attached.recorder
+        self._series_of = attached.series_of
+        self._failures = attached.failures
         self._micro_steps = micro_steps
-        every = list(parameters)
+        every = attached.parameters
         self._undecided = {one for one in every if self._shows_when_seen(one)}
         self._seen: dict[NamedParameter, _FirstSeen] = {}
         decided = {one: watched for one in every if one not in self._undecided and (watched := self._watch(one)) is not None}

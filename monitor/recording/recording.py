@@ -13,7 +13,7 @@ from monitor.dynamic import JobConnection
 from monitor.failures import LOGGER
 from monitor.pipeline.delivery import Watcher
 from monitor.recording.attachment import Attachment
-from monitor.recording.attachment_spec import AttachmentSpec
+from monitor.recording.attachment_spec import AttachmentSpec, Host
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
 from monitor.recording.collectives import Communication
 from monitor.recording.gradients import NOT_OF_THE_STEP, SUMMED_EARLY
@@ -130,7 +130,8 @@ class Recording:
             # The step in progress continues under its number. Writing its rows so far would write the step twice.
             self.attachment.detach(keep=False)
             rest = self.attachment.collected, self.attachment.schedule
-        self.attachment = Attachment(watch, names, self._recorder, self.open, start_step, self._failures, self._backend, *rest)
+        host = Host(self._recorder, self.open, self._failures, self._backend)
+        self.attachment = Attachment(watch, names, host, start_step, *rest)
         self._missing_kinds.expect(self.attachment.expected, self.attachment.clock.step)
 
     def open(self) -> Run:
@@ -167,7 +168,7 @@ class Recording:
         return ({} if self.attachment.begun else self._just_ended()), table.layouts
 
     def _now(self) -> Mapping[str, KindRows]:
-        _, combined = self.attachment.micro_step_kinds()
+        combined = self.attachment.sealer.combined_kinds
         kinds = self._recorder.kinds_now()
         return {kind: combined_micro_steps(rows) if kind in combined else rows for kind, rows in kinds.items()}
 
@@ -182,10 +183,9 @@ class Recording:
 
     def write_structure(self) -> Path:
         """Write ``module_struct.json`` of this rank."""
-        assert self.attachment.structure is not None
         run = self.open()
         path = run.base / "module_struct" / f"rank{self._where().rank}" / "module_struct.json"
-        self.attachment.structure.write(path)
+        self.attachment.write_structure(path)
         return path
 
     def record_communication(self, communication: Communication) -> None:

@@ -436,7 +436,7 @@ class ModelMonitor:
 
     def _add_metrics(self, recording: Recording, kinds: Sequence[str], merged: list[Metrics]) -> None:
         measured, layouts = recording.current()
-        rank, counted = recording.attachment.watch.ownership.rank, recording.attachment.counted_kinds
+        rank, counted = recording.attachment.watch.ownership.rank, recording.attachment.sealer.counted_kinds
         rows = of_kinds(kinds, measured, self._ops, recording.series, layouts, rank, counted)
         if kinds == GRADIENT_KINDS and not rows[0] and recording.backward_leaves_what_is_given:
             rows[0] = reduced_from_local(rows[1])

@@ -12,7 +12,8 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 from watching import Output, attached, warnings_in
 
-from monitor.pytorch.gradients import CHANGED, UNSCALED
+from monitor.pytorch.gradients import CHANGED
+from monitor.recording.phases import UNSCALED
 
 GRADIENTS = {"wg_distribution": True, "ops": ["norm"]}
 Edit = Callable[[nn.Module], object]

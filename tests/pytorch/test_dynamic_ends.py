@@ -18,7 +18,7 @@ from torch import nn
 from watching import Output, footprint, warnings_in
 
 from monitor.pytorch import backend
-from monitor.recording import parameter_rows, trainer_mon
+from monitor.recording import attachment, trainer_mon
 
 OF_THE_PROCESS = "monitor-signals"
 
@@ -34,7 +34,7 @@ def fails(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [f"{backend.__name__}.new_gradients", f"{parameter_rows.__name__}.WeightCollector", f"{trainer_mon.__name__}.ModelNames"],
+    [f"{backend.__name__}.new_gradients", f"{attachment.__name__}.WeightCollector", f"{trainer_mon.__name__}.ModelNames"],
 )
 def test_what_cannot_be_put_in_force_is_said_and_nothing_is_recorded_until_the_next_change(
     output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str

@@ -272,7 +272,7 @@ def test_only_the_first_collected_step_is_looked_at(output: Output, monkeypatch:
         looked.append(1)
         return observed(*args)
 
-    monkeypatch.setattr("monitor.recording.attachment.observed_dataflow", counted)
+    monkeypatch.setattr("monitor.recording.sealing.observed_dataflow", counted)
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     with attached(output, model, optimizer, **{**EVERYTHING, "start_step": 2}):

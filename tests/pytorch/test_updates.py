@@ -213,7 +213,7 @@ def test_nothing_of_a_step_is_kept_after_it(output: Output) -> None:
     optimizer = Adam(model.parameters())
     with attached(output, model, optimizer, **ALL) as monitor:
         train(model, optimizer, 1, X)
-        ratio, direction, _ = monitor._recordings[0].attachment._rows.updates._collectors
+        ratio, direction, _ = list(monitor._recordings[0].attachment.collectors)
         assert ratio._before == {}
         assert direction._begins == {}
 
@@ -265,7 +265,7 @@ def test_copies_of_weights_do_not_outlive_a_step_that_raises(output: Output) -> 
     model = small_model()
     optimizer = Adam(model.parameters())
     with attached(output, model, optimizer, **ALL) as monitor:
-        ratio, *_ = monitor._recordings[0].attachment._rows.updates._collectors
+        ratio, *_ = monitor._recordings[0].attachment.collectors
         model(X).sum().backward()
         failing = optimizer.register_step_pre_hook(fail)
         with pytest.raises(ArithmeticError):

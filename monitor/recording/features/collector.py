@@ -5,46 +5,43 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, cast, final
 
 from monitor.config import MonitorConfig
-from monitor.coordinator.ownership import Ownership
 from monitor.failures import LOGGER
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.features.reading import NOT_CALLED, FeatureReading
+from monitor.recording.attachment_spec import Attached
+from monitor.recording.features.reading import NOT_CALLED
 from monitor.recording.features.watchers import FeatureWatcher, HookModules, modules_by_hook, warning
 from monitor.recording.model_names import ModelNames
 from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.phases import Collector
 from monitor.recording.protocols import HookSet
 from monitor.series import LOCAL, WATCHED_KINDS, Series
 
 
-class FeatureCollector:
+@final
+class FeatureCollector(Collector):
     """The kinds of modules that ``l2_targets`` names, each by the watcher that its entry in ``monitor/series.py`` names.
 
     Attributes:
+        attached: The context of the attachment.
         modules: Tells which calls belong to training.
         reading: The framework's computation of features.
     """
 
-    def __init__(
-        self,
-        names: ModelNames,
-        config: MonitorConfig,
-        modules: ModuleCollector,
-        framework: Any,
-        ownership: Ownership,
-        reading: FeatureReading,
-    ) -> None:
+    def __init__(self, attached: Attached, names: ModelNames, modules: ModuleCollector) -> None:
+        self.attached = attached
         self.modules = modules
-        self.reading = reading
-        self._framework = framework
-        self._ownership = ownership
+        self.reading = attached.backend.reading_of_features
+        self._framework = attached.framework
+        self._ownership = ownership = attached.watch.ownership
+        self._failures, config = attached.failures, attached.config
         self._hooks = HookSet()
         self._misfits: dict[tuple[str, str], list[str]] = defaultdict(list)
         self._named: set[tuple[str, str]] = set()
         self._reported = False
-        found = modules_by_hook(names, config, reading)
+        found = modules_by_hook(names, config, self.reading)
         if (said := warning(found)) is not None:
             LOGGER.warning("[rank %d] %s", ownership.rank, said)
         self._watchers = [watcher for hook in found for watcher in self._watchers_of(hook, found[hook], config)]
@@ -62,7 +59,7 @@ class FeatureCollector:
         if not self._ownership.writes(placement):
             return None
         series = Series(kind, parameter.chunk, parameter.name)
-        self.modules.recorder.table.series.place(series, placement)
+        self.attached.recorder.table.series.place(series, placement)
         return series
 
     def does_not_fit(self, kind: str, name: str, reason: str) -> None:
@@ -71,7 +68,17 @@ class FeatureCollector:
             self._named.add((kind, name))
             self._misfits[kind, reason].append(name)
 
-    def end_step(self) -> None:
+    def end_step(self, *, collected: bool) -> None:
+        if collected:
+            self._failures.guarded("ending a step of features", self._end_collected_step)()
+
+    def remove(self) -> None:
+        """Take every hook away."""
+        self._hooks.remove()
+        for watcher in self._watchers:
+            watcher.forget_step()
+
+    def _end_collected_step(self) -> None:
         """End a collected step. In the first one, report all modules that have no row."""
         if not self._reported:
             for watcher in self._watchers:
@@ -81,23 +88,17 @@ class FeatureCollector:
             self._report_misfits()
         self._reported = True
 
-    def remove(self) -> None:
-        """Take every hook away."""
-        self._hooks.remove()
-        for watcher in self._watchers:
-            watcher.forget_step()
-
     def _report_misfits(self) -> None:
         cause = "features without a module" if not self._reported else "features that no longer fit"
-        step = self.modules.clock.step
+        step = self.attached.clock.step
         named = "; ".join(f"{kind}: {reason}: {', '.join(map(repr, who))}" for (kind, reason), who in self._misfits.items())
-        self.modules.failures.warn(cause, f"Features that have no row in step {step}: {named}. See docs/features.md.")
+        self._failures.warn(cause, f"Features that have no row in step {step}: {named}. See docs/features.md.")
         self._misfits.clear()
 
     def _watchers_of(self, hook: str, found: HookModules, config: MonitorConfig) -> Iterator[FeatureWatcher]:
         watcher = _watcher_of(hook)
         for module in found.modules:
-            if self.modules.backend.takes_hooks(module.module):
+            if self.attached.backend.takes_hooks(module.module):
                 yield watcher(module, self, found, config)
             else:
                 self.does_not_fit(hook, module.name, "it takes no hooks")

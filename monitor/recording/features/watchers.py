@@ -10,7 +10,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from monitor.config import MonitorConfig
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing, Search
+from monitor.recording.attachment_spec import Attached
+from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing
 from monitor.recording.model_names import ModelNames, NamedModule
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.protocols import CallIndex, Calls, HookSet
@@ -79,10 +80,12 @@ class FeatureContext(Protocol):
     """What watchers share: the ``FeatureCollector``.
 
     Attributes:
+        attached: The context of the attachment.
         modules: Tells which calls belong to training.
         reading: The framework's computation of features.
     """
 
+    attached: Attached
     modules: ModuleCollector
     reading: FeatureReading
 
@@ -114,10 +117,11 @@ class FeatureWatcher(ABC):
         self._found, self._config = found, config
         self._module, self._chunk = module.module, module.chunk
         self._asked, self._modules, self._reading = asked, asked.modules, asked.reading
-        self._backend = asked.modules.backend
-        self._recorder, self._clock = asked.modules.recorder, asked.modules.clock
+        self._backend, self._failures = asked.attached.backend, asked.attached.failures
+        self._recorder, self._clock = asked.attached.recorder, asked.attached.clock
         self._calls: Calls | None = None
         self._watched: dict[int, RecordedSeries] = {}
+        self._open: list[Any] = []
 
     @abstractmethod
     def attach(self, hooks: HookSet) -> None:
@@ -126,6 +130,7 @@ class FeatureWatcher(ABC):
     def forget_step(self) -> None:
         self._calls = None
         self.called = False
+        self._open.clear()
 
     def restart(self, chunk: int, micro_step: int) -> None:
         if chunk == self._chunk and self._calls is not None:
@@ -142,7 +147,7 @@ class FeatureWatcher(ABC):
             with self._reading.unseen():
                 call(*args)
 
-        return self._modules.failures.guarded(what, hidden, "The feature of this module is missing.", of=self.name)
+        return self._failures.guarded(what, hidden, "The feature of this module is missing.", of=self.name)
 
     def _is_watched(self, module: Any) -> bool:
         # A replica of the module shares the hooks and runs on its own thread. Its calls do not count.
@@ -156,6 +161,13 @@ class FeatureWatcher(ABC):
             self._calls, self.called = self._backend.new_calls(), True
             self._modules.remember(self)
         return self._calls.begin(self._clock.micro_step(self._chunk))
+
+    def _open_call(self, module: Any) -> CallIndex | None:
+        """As ``_begin``, for a watcher that keeps an entry in ``_open`` until the call has ended; None without a feature."""
+        if not self._recorder.active or module is not self._module:  # as ``_is_watched``
+            return None
+        self._open.append(None)
+        return self._begin(module)
 
     def _record(self, call: int, numbers: Mapping[int, Any], x: Any, micro_step: int) -> None:
         watched = self._watched.get(call)
@@ -176,7 +188,6 @@ class AttentionWatcher(FeatureWatcher):
 
     def __init__(self, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> None:
         super().__init__(module, asked, found, config)
-        self._open: list[Search | None] = []
         self._searching = asked.reading.searching(module.module)
 
     def attach(self, hooks: HookSet) -> None:
@@ -184,16 +195,13 @@ class AttentionWatcher(FeatureWatcher):
         self._after_forward(hooks, "leaving an attention", self._after)
 
     def forget_step(self) -> None:
+        for search in reversed(self._open):
+            if search is not None:
+                search.leave()
         super().forget_step()
-        while self._open:
-            if (mode := self._open.pop()) is not None:
-                mode.leave()
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_watched(module):
-            return
-        self._open.append(None)
-        place = self._begin(module)
+        place = self._open_call(module)
         if place is None:
             return
         try:
@@ -206,7 +214,7 @@ class AttentionWatcher(FeatureWatcher):
         elif self._searching is None:
             self._misfit(NO_SCORES)
         else:
-            seen = self._modules.failures.guarded("reading Q and K", self._seen, of=self.name)
+            seen = self._failures.guarded("reading Q and K", self._seen, of=self.name)
             self._open[-1] = mode = self._searching(partial(seen, place), self._misfit)
             mode.enter()  # `_after` leaves it
 
@@ -214,10 +222,10 @@ class AttentionWatcher(FeatureWatcher):
         """Also called when forward raised, then without a result."""
         if not self._open or module is not self._module:
             return
-        mode = self._open.pop()
-        if mode is not None:
-            found, reason = mode.saw, mode.reason
-            mode.leave()
+        call = self._open.pop()
+        if call is not None:
+            found, reason = call.saw, call.reason
+            call.leave()
             if not found and result is not None:
                 self._misfit(reason)
 
@@ -239,21 +247,13 @@ class RouterLogitWatcher(FeatureWatcher):
     def __init__(self, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> None:
         super().__init__(module, asked, found, config)
         self._returns_logits = asked.reading.is_linear(module.module)
-        self._open: list[tuple[CallIndex, int | None, Routing | None] | None] = []
 
     def attach(self, hooks: HookSet) -> None:
         self._before_forward(hooks, "reading a router", self._before)
         self._after_forward(hooks, "reading logits", self._after)
 
-    def forget_step(self) -> None:
-        super().forget_step()
-        self._open.clear()
-
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_watched(module):
-            return
-        self._open.append(None)
-        place = self._begin(module)
+        place = self._open_call(module)
         if place is None:
             return
         weight = self._reading.matrix_of(module)

@@ -1,0 +1,212 @@
+"""The phases of a step: the turns of its optimizers, the parameters that each steps, and the collectors that take part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, final
+
+from monitor.recording.parameter_series import NamedParameter, ParameterSubset
+from monitor.stats.table import Status
+
+P = ParamSpec("P")
+
+PARTLY_SKIPPED: Final = (
+    "in some steps one optimizer was skipped and another one stepped: such a step counts as complete, and the parameters of "
+    "the skipped optimizer have no param_updated in it"
+)
+LEFT_OUT: Final = (
+    "{twice} stepped twice before {once} stepped once: the step ended between the two. Rows measured between them are recorded "
+    "in the step that ended. docs/optimizers.md shows the rows of such steps."
+)
+NAMED: Final = 3
+"""Parameters that a warning names."""
+
+UNSCALED: Final = "divided by loss_scale"
+STILL_SCALED: Final = "multiplied by loss_scale: the optimizer divides by it inside its step"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTurn:
+    """The turn of one optimizer in the step in progress.
+
+    Attributes:
+        optimizer: The optimizer; None if the framework has none on this rank.
+        held: The recorded parameters that it steps; None if it steps all of them.
+        scaling: How the loss scale may have changed its gradients, for a note: ``UNSCALED``, ``STILL_SCALED`` or empty.
+    """
+
+    optimizer: Any
+    held: ParameterSubset = None
+    scaling: str = ""
+
+
+class Collector:
+    """Interface of a collector, which takes part in the steps of an attachment: the phases of a step, in this order.
+
+    A subclass overrides the phases that it needs; the attachment calls no others. It calls those of an optimizer's turn only in
+    collected steps.
+    """
+
+    def begin_step(self, *, before_a_turn: bool) -> None:
+        """A step begins. ``Recorder.active`` tells whether it is collected.
+
+        Args:
+            before_a_turn: Whether an optimizer is about to step, so that its gradients exist already.
+        """
+
+    def forward_begins(self, root: Any) -> None:
+        """A training forward begins in a collected step."""
+
+    def before_step(self, turn: OptimizerTurn) -> None:
+        """An optimizer is about to step."""
+
+    def gradients_ready(self, turn: OptimizerTurn) -> None:
+        """The gradients are complete, before the step; called after every backward of a closure."""
+
+    def after_step(self, turn: OptimizerTurn) -> None:
+        """The optimizer has stepped."""
+
+    def end_turn(self, turn: OptimizerTurn | None) -> None:
+        """Drop the temporary data of a turn: the optimizer has stepped or was skipped.
+
+        Args:
+            turn: None if the step has ended or has raised; then it may be called several times.
+        """
+
+    def end_step(self, *, collected: bool) -> None:
+        """A step has ended; or recording ends, and the step in progress is incomplete, which counts as not collected."""
+
+    def remove(self) -> None:
+        """Remove every hook."""
+
+
+@final
+class Collectors:
+    """The collectors of an attachment, in the order of their calls in each phase."""
+
+    def __init__(self) -> None:
+        self._all: list[Collector] = []
+        self._calls: dict[str, list[Callable[..., None]]] = {phase: [] for phase in vars(Collector) if phase[0] != "_"}
+
+    def add(self, collector: Collector) -> None:
+        self._all.append(collector)
+        for phase, calls in self._calls.items():
+            if getattr(type(collector), phase) is not getattr(Collector, phase):
+                calls.append(getattr(collector, phase))
+
+    def each(self, phase: Callable[Concatenate[Collector, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call a phase of the collectors that override it."""
+        for call in self._calls[phase.__name__]:
+            call(*args, **kwargs)
+
+    def __iter__(self) -> Iterator[Collector]:
+        return iter(self._all)
+
+
+class OptimizerTurns:
+    """The optimizers that have had their turn in the step in progress. In its turn, an optimizer steps or is skipped.
+
+    A step ends when every optimizer has had its turn. In other loops (a critic that steps five times, an optimizer in an
+    ``if``), the step ends just before an optimizer takes its second turn.
+    """
+
+    def __init__(self) -> None:
+        self._stepped: set[int] = set()
+        self._skipped: set[int] = set()
+
+    def taken(self, optimizer: Any) -> bool:
+        return id(optimizer) in self._stepped or id(optimizer) in self._skipped
+
+    def take(self, optimizer: Any, *, skipped: bool = False) -> None:
+        (self._skipped if skipped else self._stepped).add(id(optimizer))
+
+    def complete(self, optimizers: Sequence[Any]) -> bool:
+        """Whether each of ``optimizers`` has had its turn."""
+        return len(self._stepped) + len(self._skipped) >= len(optimizers)
+
+    @property
+    def begun(self) -> bool:
+        """Whether any optimizer has had its turn."""
+        return bool(self._stepped or self._skipped)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether one optimizer has stepped and another was skipped."""
+        return bool(self._stepped and self._skipped)
+
+    @property
+    def status(self) -> Status:
+        """The status of the step if it ends now: complete if at least one optimizer has stepped."""
+        return "complete" if self._stepped else "skipped"
+
+    def clear(self) -> None:
+        self._stepped.clear()
+        self._skipped.clear()
+
+
+class OptimizerIndex(Protocol):
+    """Knows which parameters an optimizer steps: the ``FrameworkAdapter``."""
+
+    def held(self, optimizer: Any) -> Collection[int] | None:
+        """The ids of the tensors that an optimizer steps; None if it steps all parameters."""
+
+
+class OptimizerParameters:
+    """The recorded parameters of each optimizer, read in every step, since parameter groups may change.
+
+    A parameter of several optimizers belongs to the first of them. A frozen parameter without an optimizer belongs to the
+    first of all optimizers.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter], framework: OptimizerIndex) -> None:
+        self._parameters = parameters
+        self._framework = framework
+        self._ids: dict[int, Collection[int] | None] = {}
+        self._held: dict[int, ParameterSubset] = {}
+        self._free: list[NamedParameter] = []
+
+    def by(self, optimizer: Any, optimizers: Sequence[Any]) -> ParameterSubset:
+        """The parameters that ``optimizer`` steps, one of ``optimizers``; None for all recorded ones."""
+        ids = self._framework.held(optimizer)
+        if id(optimizer) not in self._ids or self._ids[id(optimizer)] is not ids:
+            self._divide(optimizers)
+        return self._held[id(optimizer)]
+
+    def left_out(self, twice: Any, once: Any, optimizers: Sequence[Any]) -> str:
+        """The warning that a step ends because ``twice`` takes a second turn, before ``once`` has had its first."""
+        return LEFT_OUT.format(twice=self._called(twice, optimizers), once=self._called(once, optimizers))
+
+    def unstepped_warning(self, optimizers: Sequence[Any]) -> str:
+        """The warning that no known optimizer steps some trained parameters; empty if each has an optimizer."""
+        self._divide(optimizers)
+        count = len(self._free)
+        named = ", ".join(one.name for one in self._free[:NAMED])
+        rest = f" and {count - NAMED} more" if count > NAMED else ""
+        said = (
+            f"{count} of {len(self._parameters)} parameters belong to no optimizer that was passed to set_monitor "
+            f"({named}{rest}). They have no rows of reduced gradients, weights, moments and updates. Pass every optimizer of "
+            "the model: set_monitor(model, grad_acc_steps, [first, second])."
+        )
+        return said if count else ""
+
+    def _called(self, optimizer: Any, optimizers: Sequence[Any]) -> str:
+        """The description of an optimizer in messages: its class, and the first parameter that it steps."""
+        among = self.by(optimizer, optimizers)
+        first = next((one.name for one in self._parameters if among is None or one in among), "")
+        return f"{type(optimizer).__name__} of {first!r}"
+
+    def _divide(self, optimizers: Sequence[Any]) -> None:
+        self._ids = {id(one): self._framework.held(one) for one in optimizers}
+        self._held, self._free = dict.fromkeys(self._ids), []
+        if not optimizers or any(ids is None for ids in self._ids.values()):
+            return
+        owner = {one: of for of, ids in reversed(self._ids.items()) for one in ids or ()}
+        held: dict[int, dict[NamedParameter, None]] = {of: {} for of in self._ids}
+        for parameter in self._parameters:
+            of = owner.get(id(parameter.tensor))
+            if of is None and parameter.tensor.requires_grad:
+                self._free.append(parameter)
+            else:
+                held[id(optimizers[0]) if of is None else of][parameter] = None
+        self._held = {of: None if len(among) == len(self._parameters) else among for of, among in held.items()}
