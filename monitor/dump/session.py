@@ -21,8 +21,8 @@ from monitor.dump.files import FILE, MAIN, Records, assemble, damage_found, fini
 from monitor.dump.values import GradientSlot, TensorLeaf, file_name, filled
 from monitor.dump.writer import DATA, DumpEntry, DumpWriter
 from monitor.failures import Failures
+from monitor.recording.backend import HookSet
 from monitor.recording.module_info import MACHINERY, MAX_FRAMES
-from monitor.recording.protocols import HookSet
 
 # --- Only one debugger at a time intercepts API calls: two would patch the same functions and record each other's calls.
 

@@ -18,8 +18,8 @@ from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.recorder import Recorder
 from monitor.mindspore.reductions import MindSporeReductions
 from monitor.recording import gradients
+from monitor.recording.backend import Removable
 from monitor.recording.parameter_series import NamedParameter, ParameterSubset, SeriesOf
-from monitor.recording.protocols import Removable
 from monitor.recording.step_clock import Clock
 
 NOT_SUMMED: Final = (

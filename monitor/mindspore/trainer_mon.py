@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from mindspore import nn
 
-from monitor.mindspore import backend
+from monitor.mindspore.backend import BACKEND
 from monitor.recording import trainer_mon
 from monitor.recording.backend import RecordingBackend
 
@@ -16,7 +16,7 @@ from monitor.recording.backend import RecordingBackend
 class TrainerMon(trainer_mon.TrainerMon):
     __doc__ = trainer_mon.TrainerMon.__doc__
 
-    _backend: ClassVar[RecordingBackend] = backend
+    _backend: ClassVar[RecordingBackend] = BACKEND
 
     def monitor_gnorm_with_ad(
         self,

@@ -19,9 +19,9 @@ from monitor.pytorch.process_group import has_others
 from monitor.pytorch.recorder import Recorder
 from monitor.pytorch.reductions.seen import GradientReductions
 from monitor.recording import gradients
+from monitor.recording.backend import Removable
 from monitor.recording.gradients import NOT_ACCUMULATED, SUMMED_EARLY
 from monitor.recording.parameter_series import NamedParameter, ParameterSubset, SeriesOf
-from monitor.recording.protocols import Removable
 from monitor.recording.step_clock import Clock
 
 # --- Changes of gradients between the end of backward and the optimizer's step, such as clipping. Gradients are read at the

@@ -7,15 +7,15 @@ from typing import Any, Final
 
 from monitor.failures import Failures
 from monitor.pipeline.process import PROCESS
+from monitor.recording.activations import ModuleCollector
 from monitor.recording.attachment_spec import AttachmentSpec
-from monitor.recording.backend import RecordingBackend
+from monitor.recording.backend import HookSet, RecordingBackend
 from monitor.recording.dataflow import observed_dataflow
 from monitor.recording.features.collector import FeatureCollector
 from monitor.recording.model_names import ModelNames, NamedModule
 from monitor.recording.module_info import StackCollector, StructureCollector
 from monitor.recording.optimizer_turns import OptimizerParameters, OptimizerTurn, OptimizerTurns, unstepped_warning
 from monitor.recording.parameter_rows import ParameterRows
-from monitor.recording.protocols import HookSet
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.run import Run
 from monitor.recording.step_clock import Clock, Schedule
@@ -63,7 +63,7 @@ class Attachment:
         collected: int = 0,
         schedule: Schedule | None = None,
     ) -> None:
-        self._backend = backend
+        self._backend, self._trains = backend, backend.modules.trains
         self.watch = watch
         self.schedule = schedule or Schedule.of(watch.config)
         self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
@@ -89,7 +89,7 @@ class Attachment:
         self._introduced = False
         self._forks = PROCESS.forks
         self._hooks = HookSet()
-        self.modules = backend.new_modules(recorder, self.clock, failures)
+        self.modules = ModuleCollector(recorder, self.clock, failures, backend)
         self._stacks: StackCollector | None = None
         self._rows = ParameterRows()
         self._features: FeatureCollector | None = None
@@ -119,7 +119,7 @@ class Attachment:
         """Stop recording between two steps, until ``use``."""
         self.schedule = Schedule(self.clock.step, 1, 0)
         self._remove_hooks()
-        self.modules = self._backend.new_modules(self._recorder, self.clock, self._failures)
+        self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend)
         self._stacks = self._features = None
         self._rows = ParameterRows()
 
@@ -132,7 +132,7 @@ class Attachment:
         if config.xy_distribution:
             self.watch_activations(modules)
         if config.recording_l2_features:
-            reading = self._backend.reading_of_features
+            reading = self._backend.features
             self._features = FeatureCollector(self._names, config, self.modules, watch.framework, watch.ownership, reading)
         if config.stack_info and watch.ownership.monitored:
             self._stacks = self._attach_stacks(modules)
@@ -148,10 +148,10 @@ class Attachment:
     def _attach_beginning(self) -> None:
         begins = self._failures.guarded("beginning a forward", self._forward_begins)
         ends = self._failures.guarded("ending a forward", self._forward_ends)
-        for root in filter(self._backend.takes_hooks, self.watch.chunks):
-            self._hooks.add(self._backend.before_forward(root, begins, compiled=True))
+        for root in filter(self._backend.modules.takes_hooks, self.watch.chunks):
+            self._hooks.add(self._backend.modules.before_forward(root, begins, compiled=True))
             if self.watch.config.wg_distribution:
-                self._hooks.add(self._backend.after_forward(root, ends, compiled=True))
+                self._hooks.add(self._backend.modules.after_forward(root, ends, compiled=True))
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
         """Hook the selected modules."""
@@ -174,12 +174,12 @@ class Attachment:
 
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
         self._failures.reraise_deferred()
-        trains = self._backend.trains(root)
+        trains = self._trains(root)
         self.begun = self.begun or trains
         if not self._steps.evaluating:
             self._rows.forget_step()  # data of a step that raised
         if trains and self._recorder.active:
-            others = self._backend.has_others()
+            others = self._backend.job.has_others()
             self._rows.forward_begins(root, self.watch, self.clock, has_others=others)
 
     def _forward_ends(self, *_: Any) -> None:

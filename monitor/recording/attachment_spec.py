@@ -64,7 +64,7 @@ class OwnedSeries:
         """The placement, as far as it is known. A parameter of unknown placement is written by every rank."""
         find = self._failures.guarded("placing a parameter", self._watch.framework.placement, of=parameter.name)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
-        known = (None if seen is None else self._backend.placement_of(seen)) or find(kind, parameter) or LOCAL
+        known = (None if seen is None else self._backend.tensors.placement_of(seen)) or find(kind, parameter) or LOCAL
         known = self._term(kind, parameter, known)
         placed = self._watch.ownership.placed(kind, known, tensor_parallel=split)
         if split:

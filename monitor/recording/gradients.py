@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
+from monitor.recording.backend import HookSet, Removable
 from monitor.recording.parameter_series import NamedParameter, ParameterSeries, ParameterSubset, SeriesOf, Tensors
-from monitor.recording.protocols import HookSet, Removable
 from monitor.recording.step_clock import Clock
 
 NOT_ACCUMULATED: Final = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 from monitor.coordinator.output import write_whole
 from monitor.failures import Failures
-from monitor.recording.backend import RecordingBackend
-from monitor.recording.protocols import HookSet
+from monitor.recording.backend import HookSet, RecordingBackend
 from monitor.recording.tensor_paths import TensorPath, described
 
 MAX_FRAMES: Final = 64
@@ -33,15 +32,15 @@ class StackCollector:
     """
 
     def __init__(self, failures: Failures, backend: RecordingBackend) -> None:
-        self._backend = backend
+        self._modules = backend.modules
         self.stacks: dict[str, str] = {}
         self._failures = failures
         self._hooks = HookSet()
 
     def watch(self, key: str, module: Any) -> None:
-        if self._backend.takes_hooks(module):
+        if self._modules.takes_hooks(module):
             hook = self._failures.guarded("taking the stack", partial(self._take, key), of=key)
-            self._hooks.add(self._backend.before_forward(module, hook))
+            self._hooks.add(self._modules.before_forward(module, hook))
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -59,7 +58,7 @@ class StackCollector:
         write_whole(directory / "stack_info.csv", text.getvalue().encode())
 
     def _take(self, key: str, module: Any, _args: Any, _kwargs: Any) -> None:
-        if key not in self.stacks and self._backend.trains(module) and not self._backend.repeating():
+        if key not in self.stacks and self._modules.trains(module) and not self._modules.repeating():
             self.stacks[key] = call_stack(sys._getframe(1))
 
 
@@ -91,16 +90,16 @@ class StructureCollector:
     """
 
     def __init__(self, failures: Failures, backend: RecordingBackend) -> None:
-        self._backend, self._leaves = backend, backend.leaves
+        self._modules, self._autograd, self._leaves = backend.modules, backend.autograd, backend.tensors.paths
         self._failures = failures
         self._hooks = HookSet()
         self._structure: dict[str, dict[str, Description]] = {}
 
     def watch(self, key: str, module: Any) -> None:
         """Describe ``module`` under ``key`` (``{vpp_stage}:{name}``)."""
-        if self._backend.takes_hooks(module):
+        if self._modules.takes_hooks(module):
             hook = self._failures.guarded("describing the structure", partial(self._describe, key), of=key)
-            self._hooks.add(self._backend.after_forward(module, hook))
+            self._hooks.add(self._modules.after_forward(module, hook))
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -115,15 +114,15 @@ class StructureCollector:
         write_whole(path, json.dumps(self._structure, indent=4, ensure_ascii=False).encode())
 
     def _describe(self, key: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        if key in self._structure or not self._backend.trains(module) or self._backend.repeating():
+        if key in self._structure or not self._modules.trains(module) or self._modules.repeating():
             return
         inputs, outputs = self._leaves.inputs(args, kwargs), self._leaves.outputs(result)
         taken, given = described(args, kwargs), self._leaves.described_result(result)
         self._structure[key] = {
             "input": _leaves(taken, inputs),
             "output": _leaves(given, outputs),
-            "input_grad": _leaves(taken, inputs, self._backend.graph.requires_grad),
-            "output_grad": _leaves(given, outputs, self._backend.graph.requires_grad),
+            "input_grad": _leaves(taken, inputs, self._autograd.requires_grad),
+            "output_grad": _leaves(given, outputs, self._autograd.requires_grad),
         }
 
 

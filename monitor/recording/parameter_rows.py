@@ -53,7 +53,7 @@ class ParameterRows:
             stack.callback(rows.remove)
             config, series_of = watch.config, OwnedSeries(watch, recorder, failures, backend)
             if config.wg_distribution:
-                rows.gradients = backend.new_gradients(
+                rows.gradients = backend.factories.new_gradients(
                     parameters,
                     recorder,
                     clock,
@@ -66,11 +66,11 @@ class ParameterRows:
                 )
                 rows.kinds |= rows.gradients.kinds
             watched = ParameterContext(
-                parameters, recorder, series_of, failures, watch.framework, backend, note, rows.is_reduced, rows.kinds
+                parameters, recorder, series_of, failures, watch.framework, backend.tensors, note, rows.is_reduced, rows.kinds
             )
             rows.weights = WeightCollector(watched) if config.param_distribution else None
             rows.moments = MomentCollector(watched) if config.mv_distribution else None
-            rows.updates = backend.new_updates(config, watched)
+            rows.updates = backend.factories.new_updates(config, watched)
             stack.pop_all()
         return rows
 

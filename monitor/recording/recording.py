@@ -70,7 +70,7 @@ class Recording:
         self._ordinal = ordinal
         self._watched = watched
         self._start_step = start_step
-        self._recorder = backend.new_recorder(self.series, config.eps, magnitudes=config.counts_magnitudes)
+        self._recorder = backend.factories.new_recorder(self.series, config.eps, magnitudes=config.counts_magnitudes)
         self._opened: Run | None = None
         self._closed = False
         self._communication: CommunicationRecorder | None = None
@@ -129,8 +129,8 @@ class Recording:
             here.world_size,
             here.store,
             f"monitor/dynamic/{identity.job_id}",
-            self._backend.initialized,
-            self._backend.asked_per_second,
+            self._backend.job.initialized,
+            self._backend.job.asked_per_second,
         )
 
     def attach(self, watch: AttachmentSpec, names: ModelNames, start_step: int) -> None:
@@ -157,7 +157,7 @@ class Recording:
                 self._ordinal,
                 beside,
                 self.series,
-                self._backend.versions(),
+                self._backend.job.versions(),
                 self._failures,
                 self._listening,
                 self._watched,
@@ -229,7 +229,7 @@ class Recording:
         nothing, and plain frameworks do not change them. Loss scales and clipping are applied later.
         """
         watch = self.attachment.watch
-        plain = watch.framework.name in ("torch", "mindspore") and not self._backend.has_others()
+        plain = watch.framework.name in ("torch", "mindspore") and not self._backend.job.has_others()
         rows_are_of_steps = not watch.config.monitor_mbs_grad and self.local_gradients_note is None
         return self._recorder.has_rows and plain and rows_are_of_steps
 
@@ -305,13 +305,13 @@ def role_of(framework: Framework, backend: RecordingBackend, dp: Any, tp: Any, p
 def names_of(framework: Framework, backend: RecordingBackend) -> Iterator[str]:
     """The names of all parameters, chunk by chunk."""
     for chunk, root in enumerate(framework.chunks):
-        for name, _ in backend.parts(root).parameters:
+        for name, _ in backend.modules.parts(root).parameters:
             yield f"{chunk}:{clean_name(name)}"
 
 
 def _training(framework: Framework, backend: RecordingBackend) -> tuple[str, str]:
     """The classes of the model's optimizers, and whether the model is trained: an average of weights is not."""
-    parameters = (parameter for root in framework.chunks for _, parameter in backend.parts(root).parameters)
+    parameters = (parameter for root in framework.chunks for _, parameter in backend.modules.parts(root).parameters)
     trained = any(getattr(parameter, "requires_grad", False) for parameter in parameters)
     classes = dict.fromkeys(type(one).__name__ for one in framework.optimizers)  # each class once
     return "+".join(classes), "trained" if trained else "frozen"
@@ -326,7 +326,7 @@ def is_staged(framework: Framework, backend: RecordingBackend, pp: Any) -> bool:
 def _ranks_of(pp: Any, backend: RecordingBackend) -> Any:
     """The ranks of a group; None if it is no group. ``set_monitor`` raises an error where it needs the group."""
     try:
-        return backend.group_ranks("process_group", pp)
+        return backend.job.group_ranks("process_group", pp)
     except (TypeError, ValueError):
         return None
 

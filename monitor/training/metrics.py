@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Final
 from monitor.config import MonitorConfig
 from monitor.coordinator.output import prepare
 from monitor.failures import LOGGER, Failures
-from monitor.recording.protocols import RunEnded
-from monitor.recording.run import ProcessTopology
+from monitor.recording.run import ProcessTopology, RunEnded
 from monitor.recording.trainer_mon import TrainerMon
 from monitor.training.backend import GradientScale, MetricsBackend, Routers
 from monitor.training.config import TrainingConfig, load_training_config

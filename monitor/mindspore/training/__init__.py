@@ -7,7 +7,7 @@ from monitor.mindspore.training.callbacks import (
     TrainingStateMonitor,
 )
 from monitor.mindspore.training.metrics import TrainingMetrics
-from monitor.recording.protocols import RunEnded
+from monitor.recording.run import RunEnded
 
 __all__ = [
     "MFLossMonitor",

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from monitor.failures import Failures
 from monitor.pytorch.compiled.tracing import Named, TracedCall, TracedCalls, follow
-from monitor.recording.protocols import Removable
+from monitor.recording.backend import Removable
 from monitor.stats.torch.tensors import beneath
 
 # --- Which tensors of compiled code hold the same numbers. Running compiled code writes to one tensor over and over, so neither

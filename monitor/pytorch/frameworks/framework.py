@@ -22,9 +22,8 @@ from monitor.pytorch.frameworks.optimizer_state import MomentFinder, SteppedTens
 from monitor.pytorch.frameworks.reducers import Reducers
 from monitor.pytorch.optimizer_steps import OptimizerSteps, containers_in, optimizers_in, wrappers_in
 from monitor.pytorch.process_group import group_ranks
-from monitor.recording.backend import StepListener, StepNotifier
+from monitor.recording.backend import Removable, StepListener, StepNotifier
 from monitor.recording.parameter_series import NamedParameter
-from monitor.recording.protocols import Removable
 from monitor.series import LOCAL, MOMENT_KINDS, Placement, Ranks, ranks_of
 
 

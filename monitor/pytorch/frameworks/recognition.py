@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.recording.protocols import only
+from monitor.recording.arguments import only
 
 
 def framework_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> Framework:

@@ -14,9 +14,8 @@ from torch import Tensor
 from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.frameworks.pipelining import stage_ranks
 from monitor.pytorch.hooks import NO_HOOKS, LoopHooks, loop_hooks
-from monitor.pytorch.process_group import has_others, is_settled
+from monitor.pytorch.process_group import has_others, is_settled, stage_ranks
 from monitor.pytorch.reductions.buffers import BufferWrites
 from monitor.pytorch.reductions.memory import Groups, ReducedMemory, ReductionGroup, SumListener, runs_backward, storage_of
 from monitor.recording.parameter_series import NamedParameter

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from monitor.failures import Failures
-from monitor.pytorch import backend
-from monitor.recording.protocols import HookSet
+from monitor.pytorch import modules
+from monitor.pytorch.tensors import computing
+from monitor.recording.backend import HookSet
 from monitor.selection import clean_name, without_module
 from monitor.stats.torch.tensors import local_shard
 from monitor.training.step import Number, Tokens
@@ -87,7 +88,7 @@ class Routers:
         self.names = tuple(chosen)
         for name, module in chosen.items():
             count = failures.guarded("counting what went to each expert", partial(self._count, name), of=name)
-            self._hooks.add(backend.after_forward(module, count))
+            self._hooks.add(modules.after_forward(module, count))
 
     def step(self) -> dict[str, Tokens]:
         """See ``monitor.training.backend.Routers``."""
@@ -98,9 +99,9 @@ class Routers:
         self._hooks.remove()
 
     def _count(self, name: str, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
-        if not module.training or backend.repeating():
+        if not module.training or modules.repeating():
             return
-        with backend.computing():
+        with computing():
             counts = counts_of(module, result)
             known = self._counts.get(name)
             self._counts[name] = counts if known is None else known.add_(counts)

@@ -10,6 +10,7 @@ from monitor.config import MonitorConfig
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import LOGGER
 from monitor.recording.activations import ModuleCollector
+from monitor.recording.backend import HookSet
 from monitor.recording.features.reading import NOT_CALLED, FeatureReading
 from monitor.recording.features.watchers import (
     AttentionWatcher,
@@ -23,7 +24,6 @@ from monitor.recording.features.watchers import (
 )
 from monitor.recording.model_names import ModelNames, NamedModule
 from monitor.recording.parameter_series import NamedParameter
-from monitor.recording.protocols import HookSet
 from monitor.series import LOCAL, Series
 
 
@@ -104,7 +104,7 @@ class FeatureCollector:
 
     def _watchers_of(self, hook: str, found: HookModules, config: MonitorConfig) -> Iterator[FeatureWatcher]:
         for module in found.modules:
-            if self.modules.backend.takes_hooks(module.module):
+            if self.modules.backend.modules.takes_hooks(module.module):
                 yield self._watcher(hook, module, found, config)
             else:
                 self.does_not_fit(hook, module.name, "it takes no hooks")
