@@ -13,7 +13,7 @@ from mindspore import Tensor, nn
 from mindspore.ops.composite import base
 
 from monitor.failures import LOGGER, Failures
-from monitor.mindspore import hooks
+from monitor.mindspore import hooks as cell_hooks
 from monitor.mindspore.autograd import (
     GRAPH_IS_THERE,
     RecomputeRepetitions,
@@ -25,11 +25,11 @@ from monitor.mindspore.autograd import (
 )
 from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher
-from monitor.recording.backend import Removable
+from monitor.recording.backend import HookSet
 from monitor.recording.model_names import NamedParts
 
 never_called: tuple[type, ...] = (nn.CellList, nn.CellDict)
-before_forward, after_forward, takes_hooks = hooks.before_forward, hooks.after_forward, hooks.takes_hooks
+before_forward, after_forward, takes_hooks = cell_hooks.before_forward, cell_hooks.after_forward, cell_hooks.takes_hooks
 repeating = in_backward
 
 
@@ -54,7 +54,7 @@ def parts(chunk: nn.Cell) -> NamedParts:
 
 
 class CellHooks:
-    """The hooks of a collector's cells (``ModuleHooks``). MindSpore calls none after a forward that raised."""
+    """The hooks of a collector's cells (``CallHooks``). MindSpore calls none after a forward that raised."""
 
     repetitions = RecomputeRepetitions
 
@@ -62,14 +62,15 @@ class CellHooks:
         self._failures = collector.failures
 
     def hook_module(
-        self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None]
-    ) -> tuple[Sequence[Removable], None]:
-        return self.hook_root(watcher.chunk, watcher.module, before, after), None
+        self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
+    ) -> None:
+        self.hook_root(watcher.chunk, watcher.module, before, after, hooks)
 
     def hook_root(
-        self, _chunk: int, root: nn.Cell, before: Callable[..., None], after: Callable[..., None]
-    ) -> Sequence[Removable]:
-        return [before_forward(root, before), after_forward(root, after)]
+        self, _chunk: int, root: nn.Cell, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
+    ) -> None:
+        hooks.add(before_forward(root, before))
+        hooks.add(after_forward(root, after))
 
     def is_running(self, root: nn.Cell, calls: int) -> bool:
         """Whether that many calls of the root are on this thread's stack."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from monitor.pytorch import hooks
+from monitor.pytorch import hooks as module_hooks
 from monitor.pytorch.autograd import CheckpointRepetitions
 from monitor.pytorch.compiled.hooks import ADVICE as EARLIER
 from monitor.pytorch.compiled.hooks import HOOK_GUARDS, TracedHook, TracedInputs, TracedOutputs
@@ -24,14 +24,12 @@ from monitor.pytorch.compiled.tracing import CallObserver, GuardedObserver, devi
 from monitor.pytorch.recorder import Recorder
 from monitor.recording import arguments
 from monitor.recording.activations import CallIndex, ModuleCall, ModuleCollector, ModuleWatcher
-from monitor.recording.backend import Removable
+from monitor.recording.backend import HookSet, Removable
 from monitor.recording.model_names import NamedParts
 from monitor.selection import ALL_TENSORS, NO_TENSORS
 
-Handles = tuple[Sequence[Removable], Callable[[], None] | None]
-
 never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
-takes_hooks = hooks.takes_hooks
+takes_hooks = module_hooks.takes_hooks
 
 
 def chunks_of(model: Any) -> Sequence[nn.Module]:
@@ -44,11 +42,11 @@ def parts(chunk: nn.Module) -> NamedParts:
 
 
 def before_forward(module: nn.Module, call: Callable[..., None], *, compiled: bool = False) -> Removable:
-    return hooks.before_forward(module, call, _reporting(call, module) if compiled else None)
+    return module_hooks.before_forward(module, call, _reporting(call, module) if compiled else None)
 
 
 def after_forward(module: nn.Module, call: Callable[..., None], *, always: bool = False, compiled: bool = False) -> Removable:
-    return hooks.after_forward(module, call, _reporting(call, module, ends=True) if compiled else None, always=always)
+    return module_hooks.after_forward(module, call, _reporting(call, module, ends=True) if compiled else None, always=always)
 
 
 def _reporting(call: Callable[..., None], module: nn.Module, *, ends: bool = False) -> TracedHook | None:
@@ -84,7 +82,7 @@ def _rehearsal() -> CodeType | None:
 
 
 class CompilableHooks:
-    """The hooks of a collector's modules, and their counterparts in compiled code (``ModuleHooks``)."""
+    """The hooks of a collector's modules, and their counterparts in compiled code (``CallHooks``)."""
 
     is_running = None
     repetitions = CheckpointRepetitions
@@ -94,28 +92,33 @@ class CompilableHooks:
         self._observed_roots: list[ObservedHook] = []
         HOOK_GUARDS.hold(self)
 
-    def hook_module(self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None]) -> Handles:
+    def hook_module(
+        self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
+    ) -> Callable[[], None] | None:
         module, name, wanted, failures = watcher.module, watcher.name, watcher.wanted, self._collector.failures
         if HOOK_GUARDS.came_late(module):
             failures.warn("compiled before", f"{name or type(module).__name__!r} {EARLIER}")
         if not TRACEABLE:
-            return _hooked(module, before, after), None
+            _hook(module, before, after, hooks)
+            return None
         observer = GuardedObserver(CompiledModule(watcher), failures, name)
         observed = ObservedHook(observer, device_of(module, self._collector.roots.get(watcher.chunk)))
         begins = TracedInputs(observed, wanted.input, wanted.input_grad)
         ends = TracedOutputs(observed, wanted.output, wanted.output_grad)
-        return _hooked(module, before, after, begins, ends), observed.forget_step
+        _hook(module, before, after, hooks, begins, ends)
+        return observed.forget_step
 
     def hook_root(
-        self, chunk: int, root: nn.Module, before: Callable[..., None], after: Callable[..., None]
-    ) -> Sequence[Removable]:
+        self, chunk: int, root: nn.Module, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
+    ) -> None:
         HOOK_GUARDS.meet(root)
         if not TRACEABLE:
-            return _hooked(root, before, after)
+            _hook(root, before, after, hooks)
+            return
         compiled = CompiledRoot(self._collector, chunk, before, after)
         observed = ObservedHook(GuardedObserver(compiled, self._collector.failures, ""), device_of(root))
         self._observed_roots.append(observed)
-        return _hooked(root, before, after, TracedHook(observed), TracedOutputs(observed, NO_TENSORS, ALL_TENSORS))
+        _hook(root, before, after, hooks, TracedHook(observed), TracedOutputs(observed, NO_TENSORS, ALL_TENSORS))
 
     def root_trains(self, root: nn.Module) -> bool:
         """Whether a forward of the whole model that begins now trains. The rehearsal of a pipeline stage does not."""
@@ -127,7 +130,8 @@ class CompilableHooks:
 
     def end_step(self) -> None:
         for observed in self._observed_roots:
-            observed.forget_step()
+            if observed.calls or observed.earlier:
+                observed.forget_step()
 
     def remove(self) -> None:
         HOOK_GUARDS.release(self)
@@ -136,14 +140,16 @@ class CompilableHooks:
 new_hooks = CompilableHooks
 
 
-def _hooked(
+def _hook(
     module: nn.Module,
     before: Callable[..., None],
     after: Callable[..., None],
+    hooks: HookSet,
     begins: TracedHook | None = None,
     ends: TracedHook | None = None,
-) -> Sequence[Removable]:
-    return [hooks.before_forward(module, before, begins), hooks.after_forward(module, after, ends, always=True)]
+) -> None:
+    hooks.add(module_hooks.before_forward(module, before, begins))
+    hooks.add(module_hooks.after_forward(module, after, ends, always=True))
 
 
 # --- What the operators in compiled code call, in place of hooks.

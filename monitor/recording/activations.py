@@ -121,7 +121,7 @@ class CallsOfStep(Protocol):
         """The root's forward failed: count the calls of the micro-step from 0 again."""
 
 
-class ModuleHooks(Protocol):
+class CallHooks(Protocol):
     """Hooks the modules of one ``ModuleCollector``. The adapter that a framework implements."""
 
     @property
@@ -129,15 +129,15 @@ class ModuleHooks(Protocol):
         """Whether that many calls of a root are on the stack. None if hooks are called after a forward that raised, too."""
 
     def hook_module(
-        self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None]
-    ) -> tuple[Sequence[Removable], Callable[[], None] | None]:
-        """Call ``before`` and ``after`` around each forward of a module, and whatever the framework adds to the two.
+        self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
+    ) -> Callable[[], None] | None:
+        """Call ``before`` and ``after`` around each forward of a module, and add each handle to ``hooks`` at once.
 
         Returns:
-            The handles of the hooks, and a function that drops the data of a step that has ended, if they keep any.
+            A function that drops the data of a step that has ended; None if the hooks keep no data.
         """
 
-    def hook_root(self, chunk: int, root: Any, before: Callable[..., None], after: Callable[..., None]) -> Sequence[Removable]:
+    def hook_root(self, chunk: int, root: Any, before: Callable[..., None], after: Callable[..., None], hooks: HookSet) -> None:
         """Likewise for the root of a chunk."""
 
     def root_trains(self, root: Any) -> bool:
@@ -186,14 +186,12 @@ class ModuleWatcher:
         self._wants_grads = wanted.input_grad.wanted or wanted.output_grad.wanted
         self._forget: Callable[[], None] | None = None
 
-    def attach(self, adapter: ModuleHooks, hooks: HookSet) -> None:
+    def attach(self, adapter: CallHooks, hooks: HookSet) -> None:
         """Register the forward pre-hook and the forward hook."""
         guarded = self.collector.failures.guarded
         before = guarded("reading the inputs", self._before, ADVICE, of=self.name)
         after = guarded("reading the outputs", self._after, ADVICE, of=self.name)
-        handles, self._forget = adapter.hook_module(self, before, after)
-        for handle in handles:
-            hooks.add(handle)
+        self._forget = adapter.hook_module(self, before, after, hooks)
 
     def forget_step(self) -> None:
         """Drop the data of the step that has ended."""
@@ -394,8 +392,7 @@ class ModuleCollector:
         self.roots[chunk] = root
         before = self.failures.guarded("counting micro-steps", partial(self._root_begins, chunk), advice)
         after = self.failures.guarded("following the backward of the model", partial(self._root_ends, chunk), advice)
-        for handle in self._adapter.hook_root(chunk, root, before, after):
-            self._root_hooks.add(handle)
+        self._adapter.hook_root(chunk, root, before, after, self._root_hooks)
 
     def watch(self, chunk: int, name: str, module: Any, wanted: ModuleSelection) -> None:
         if not self.backend.modules.takes_hooks(module):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from monitor.config.model import CcDistribution
     from monitor.coordinator.ownership import Ownership
     from monitor.failures import Failures
-    from monitor.recording.activations import ModuleCollector, ModuleHooks
+    from monitor.recording.activations import CallHooks, ModuleCollector
     from monitor.recording.features.reading import FeatureReading
     from monitor.recording.gradient_edges import BackwardEngine
     from monitor.recording.gradients import GradientCollector
@@ -268,7 +268,7 @@ class Modules(Protocol):
     def repeating(self) -> bool:
         """Whether a forward that begins now is a recomputation inside a backward."""
 
-    def new_hooks(self, collector: ModuleCollector) -> ModuleHooks:
+    def new_hooks(self, collector: ModuleCollector) -> CallHooks:
         """The hooks of the modules of a collector."""
 
 
