@@ -53,21 +53,6 @@ class ProcessTopology:
     chunks: int = 1
 
 
-class RunEnded(SystemExit):
-    """The monitor ends the run on every rank: ``print_struct`` or ``cc_log_only`` is done.
-
-    Raised from ``optimizer.step()`` after all files are complete. As a ``SystemExit`` with status 0 it passes through
-    ``except Exception`` and ends the process without a traceback.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(0)
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return self.reason
-
-
 class Run:
     """The state of a recording that outlives a step.
 
@@ -215,6 +200,21 @@ class Run:
     def close(self) -> bool:
         """Write queued steps within ``close_seconds``. Whether all were written. May be called repeatedly."""
         return self.pipeline.close()
+
+
+class RunEnded(SystemExit):
+    """The monitor ends the run on every rank: ``print_struct`` or ``cc_log_only`` is done.
+
+    Raised from ``optimizer.step()`` after all files are complete. As a ``SystemExit`` with status 0 it passes through
+    ``except Exception`` and ends the process without a traceback.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 def identity_of(place: ProcessTopology, name: str | int, failures: Failures) -> JobIdentity:
