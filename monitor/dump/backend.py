@@ -14,8 +14,7 @@ import numpy as np
 
 from monitor.dump.values import TensorLeaf
 from monitor.failures import Failures
-from monitor.recording.backend import Graph
-from monitor.recording.protocols import Removable
+from monitor.recording.backend import Autograd, Removable
 from monitor.recording.tensor_paths import TensorPaths
 
 
@@ -72,7 +71,7 @@ class DumpBackend(Protocol):
     module_prefix: str
     tensor: type
     leaves: TensorPaths
-    graph: Graph
+    graph: Autograd
 
     def computing(self) -> AbstractContextManager[object]:
         """A context whose operations no graph records."""

@@ -12,10 +12,8 @@ from monitor.dump.backend import DumpBackend
 from monitor.dump.session import Backward, CallName, Session
 from monitor.dump.values import GradientSlot, Trees, results
 from monitor.failures import Failures
-from monitor.recording.backend import Target
-from monitor.recording.following import follow_inputs, follow_result, joint_name, on_several_threads
-from monitor.recording.gradient_edges import SeveralThreadsError
-from monitor.recording.protocols import Removable
+from monitor.recording.backend import Removable, Target
+from monitor.recording.gradient_edges import SeveralThreadsError, follow_inputs, follow_result, joint_name, on_several_threads
 from monitor.recording.tensor_paths import HiddenError, hidden_result
 
 ADVICE = "Its entry is missing from the dump."

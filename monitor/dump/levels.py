@@ -16,7 +16,7 @@ from monitor.dump.calls import ADVICE, CallRecorder, RecordedCall
 from monitor.dump.session import Backward, CallName, OpenModule
 from monitor.dump.values import GradientSlot
 from monitor.failures import IN_HOOK
-from monitor.recording.protocols import HookSet
+from monitor.recording.backend import HookSet
 
 # --- The level ``debug``: single values of a program, saved by name.
 

@@ -5,7 +5,7 @@ try:
     from monitor.mindspore.dump import PrecisionDebugger
     from monitor.mindspore.dump.backend import seed_all
     from monitor.mindspore.trainer_mon import TrainerMon
-    from monitor.recording.protocols import RunEnded
+    from monitor.recording.run import RunEnded
 except ModuleNotFoundError as error:
     if error.name != "mindspore":  # MindSpore is installed, and another module is missing
         raise

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.reductions import MindSporeReductions
+from monitor.recording.backend import Removable
 from monitor.recording.gradients import GradientRows
 from monitor.recording.parameter_series import NamedParameter, ParameterSubset
 from monitor.recording.phases import OptimizerTurn
-from monitor.recording.protocols import Removable
 
 NOT_SUMMED: Final = (
     "each backward returns its own gradient, and MindSpore keeps no sum of them: with monitor_mbs_grad there is a row "

@@ -16,7 +16,7 @@ from mindspore import Tensor, nn
 from mindspore.ops import constexpr
 
 from monitor.failures import LOGGER
-from monitor.recording.protocols import Removable
+from monitor.recording.backend import Removable
 
 _COMPILED: Final = False
 """False in Python. The compiler reads True from a comment at its use."""

@@ -14,8 +14,7 @@ from mindspore import Tensor, nn
 
 from monitor.failures import Failures
 from monitor.mindspore.hooks import after_forward, before_forward
-from monitor.recording.backend import StepListener
-from monitor.recording.protocols import HookSet
+from monitor.recording.backend import HookSet, StepListener
 
 
 class GradientReceiver(Protocol):

@@ -12,7 +12,7 @@ import mindspore
 from mindspore import communication
 from mindspore.mint import distributed
 
-from monitor.coordinator.store import STORES, Rendezvous
+from monitor.coordinator.store import ASKED_PER_SECOND, STORES, Rendezvous
 from monitor.failures import LOGGER
 from monitor.recording.run import ProcessTopology
 
@@ -20,6 +20,8 @@ ADDRESS: Final = "MONITOR_STORE"
 """The environment variable with the ranks' meeting point, ``HOST:PORT``, if the launcher sets none."""
 
 LOOPBACK: Final = ("127.", "::1", "localhost")
+
+asked_per_second: float = ASKED_PER_SECOND
 
 
 def is_settled() -> bool:

@@ -48,3 +48,5 @@ def dtype_name(dtype: Any) -> str:
 # --- The tensors in a cell's arguments and results.
 
 TENSOR_PATHS: Final = TensorPaths(Tensor, (nn.Cell, typing.Type))
+
+paths: TensorPaths = TENSOR_PATHS

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from mindspore import nn
 
-from monitor.mindspore import backend
+from monitor.mindspore.backend import BACKEND
 from monitor.recording.backend import RecordingBackend
 from monitor.recording.trainer_mon import ModelMonitor
 
@@ -16,7 +16,7 @@ from monitor.recording.trainer_mon import ModelMonitor
 class TrainerMon(ModelMonitor):
     __doc__ = ModelMonitor.__doc__
 
-    _backend: ClassVar[RecordingBackend] = backend
+    _backend: ClassVar[RecordingBackend] = BACKEND
 
     def monitor_gnorm_with_ad(
         self,

@@ -4,7 +4,7 @@ try:
     from monitor.pytorch.dump import PrecisionDebugger
     from monitor.pytorch.dump.backend import seed_all
     from monitor.pytorch.trainer_mon import TrainerMon
-    from monitor.recording.protocols import RunEnded
+    from monitor.recording.run import RunEnded
 except ModuleNotFoundError as error:
     if error.name != "torch":  # torch is installed, and another module is missing
         raise

@@ -14,15 +14,14 @@ from torch.nn.parameter import is_lazy
 from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.frameworks.pipelining import stage_ranks
 from monitor.pytorch.hooks import first_after_accumulation, loop_hooks, untraced, when_backward_ends
-from monitor.pytorch.process_group import has_others, is_settled
+from monitor.pytorch.process_group import has_others, is_settled, stage_ranks
 from monitor.pytorch.reductions.memory import Groups, ReductionGroup
 from monitor.pytorch.reductions.seen import ObservedReductions
+from monitor.recording.backend import HookSet, Removable
 from monitor.recording.gradients import NOT_ACCUMULATED, SUMMED_EARLY, GradientRows
 from monitor.recording.parameter_series import NamedParameter, ParameterSubset
 from monitor.recording.phases import STILL_SCALED, OptimizerTurn
-from monitor.recording.protocols import HookSet, Removable
 from monitor.series import Ranks
 
 # --- Changes of gradients between the end of backward and the optimizer's step, such as clipping. Gradients are read at the

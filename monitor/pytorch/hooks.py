@@ -16,7 +16,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from monitor.recording import patches
-from monitor.recording.protocols import Removable
+from monitor.recording.backend import Removable
 
 # --- Functions that replace torch's own must be opaque to a compiler, as the originals are.
 

@@ -20,10 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from monitor.failures import Failures
 from monitor.pytorch.hooks import TorchCallPatch
-from monitor.recording import protocols
-from monitor.recording.backend import StepListener
+from monitor.recording import arguments
+from monitor.recording.arguments import MAX_WRAPPERS, held_by
+from monitor.recording.backend import HookSet, Removable, StepListener
 from monitor.recording.patches import CallListener, CallPatch
-from monitor.recording.protocols import MAX_WRAPPERS, HookSet, Removable, held_by
 from monitor.stats.torch.tensors import capturing
 
 # --- Steps that a GradScaler skips. After Inf, ``GradScaler.step`` does not call the optimizer and no hook runs: only a patch
@@ -40,7 +40,7 @@ def optimizers_in(given: Any) -> tuple[Optimizer, ...]:
     Raises:
         TypeError: An element is no optimizer, or there is none.
     """
-    return protocols.optimizers_in(given, innermost, _unwrapped)
+    return arguments.optimizers_in(given, innermost, _unwrapped)
 
 
 def containers_in(given: Any) -> Iterator[Optimizer]:

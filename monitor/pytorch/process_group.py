@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from monitor.dynamic.step_boundary import ASKED_PER_SECOND
 from monitor.recording.run import ProcessTopology
+from monitor.series import Ranks
+
+asked_per_second: float = ASKED_PER_SECOND
 
 
 def is_settled() -> bool:
@@ -57,6 +63,20 @@ def group_ranks(role: str, group: Any) -> tuple[int, ...] | None:
     except (AttributeError, KeyError, TypeError) as error:
         given = f"{role} is a {type(group).__name__}"
         raise TypeError(f"{given}: expected a process group of torch.distributed that was not destroyed.") from error
+
+
+def stage_ranks() -> Ranks | None:
+    """The ranks of the stages of the pipeline whose forward is running; None if none is."""
+    frame: FrameType | None = sys._getframe(1) if (called := _forward_of_a_stage()) is not None else None
+    while frame is not None and frame.f_code is not called:
+        frame = frame.f_back
+    group = None if frame is None else getattr(frame.f_locals.get("self"), "group", None)
+    return group_ranks("the group of the pipeline's stages", group)
+
+
+def _forward_of_a_stage() -> CodeType | None:
+    stage = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    return getattr(getattr(stage, "forward_one_chunk", None), "__code__", None)
 
 
 def versions() -> dict[str, str]:

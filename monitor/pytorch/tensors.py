@@ -13,7 +13,7 @@ from monitor.pytorch.frameworks.dtensor import activation_placement, layout_of, 
 from monitor.recording.tensor_paths import TensorPaths
 from monitor.stats.torch.tensors import beneath
 
-__all__ = ["activation_placement", "computing", "layout_of", "placement_of"]
+__all__ = ["activation_placement", "computing", "layout_of", "paths", "placement_of"]
 
 
 @contextmanager
@@ -28,3 +28,5 @@ def computing() -> Iterator[None]:
 TENSOR_PATHS: Final = TensorPaths(
     Tensor, (torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, nn.Module)
 )
+
+paths: TensorPaths = TENSOR_PATHS

@@ -8,16 +8,17 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from monitor.pytorch import backend
+from monitor.pytorch.backend import BACKEND
+from monitor.pytorch.modules import chunks_of
+from monitor.recording.arguments import count
 from monitor.recording.backend import RecordingBackend
-from monitor.recording.protocols import count
 from monitor.recording.trainer_mon import ModelMonitor
 
 
 class TrainerMon(ModelMonitor):
     __doc__ = ModelMonitor.__doc__
 
-    _backend: ClassVar[RecordingBackend] = backend
+    _backend: ClassVar[RecordingBackend] = BACKEND
 
     def reload_xy(self, xy_distribution: bool = False) -> None:
         """Switch the monitoring of activations on or off. Deprecated: dynamic start and stop switches it on all ranks
@@ -41,7 +42,7 @@ class TrainerMon(ModelMonitor):
         """Deprecated: ``set_monitor``. Without an optimizer, the first one that steps a parameter of the model is taken."""
         warnings.warn("monitor_gnorm_with_ad is deprecated: call set_monitor.", DeprecationWarning, stacklevel=2)
         micro_steps, start = count("grad_acc_steps", grad_acc_steps, 1), count("start_iteration", start_iteration, 0)
-        chunks = backend.chunks_of(model)
+        chunks = chunks_of(model)
         framework = self._framework(chunks, self._wrapped_optimizer if optimizer is None else optimizer)
         self._attach(framework, micro_steps, (dp_group, tp_group), start)
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, final
 
 from monitor.failures import Failures
-from monitor.recording.backend import RecordingBackend, Target
+from monitor.recording.backend import HookSet, RecordingBackend, Removable, Target
 from monitor.recording.dataflow import SeenModule
-from monitor.recording.following import follow_inputs, follow_result, on_several_threads, slots_of
-from monitor.recording.gradient_edges import SeveralThreadsError
-from monitor.recording.protocols import CallIndex, Calls, HookSet, Removable
+from monitor.recording.gradient_edges import SeveralThreadsError, follow_inputs, follow_result, on_several_threads, slots_of
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.step_clock import Clock
 from monitor.recording.tensor_paths import HiddenError, TensorPath, hidden_result
@@ -22,6 +21,67 @@ from monitor.selection import ModuleSelection, TensorChoice
 from monitor.series import Series
 
 ADVICE = "The rows of this module are missing."
+
+
+class CallIndex(NamedTuple):
+    """The index of a module's call in its step.
+
+    Attributes:
+        micro_step: The micro-step of the call's forward.
+        call: Number of earlier calls of the module in that micro-step.
+    """
+
+    micro_step: int
+    call: int
+
+
+class Repetitions(Protocol):
+    """Recognises the calls of one module that activation checkpointing repeats in one step. An adapter of ``Calls``."""
+
+    @property
+    def began(self) -> Callable[[CallIndex], None] | None:
+        """Receives each call that begins in forward; None if they need no memory."""
+
+    def repeated(self, counts: Mapping[int, int]) -> CallIndex | None:
+        """The call that a recomputation repeats; None if that call has a graph, or is unknown.
+
+        Args:
+            counts: Number of calls by micro-step.
+        """
+
+    def restart(self, micro_step: int) -> None:
+        """Reset the micro-step, whose forward failed."""
+
+
+@final
+class Calls:
+    """Counts the calls of one module in one step."""
+
+    def __init__(self, repetitions: Repetitions) -> None:
+        self._counts: Counter[int] = Counter()
+        self._repetitions = repetitions
+        self._began = repetitions.began
+
+    def begin(self, micro_step: int) -> CallIndex:
+        """The index of a call that begins in forward."""
+        place = CallIndex(micro_step, self._counts[micro_step])
+        self._counts[micro_step] += 1
+        if self._began is not None:
+            self._began(place)
+        return place
+
+    def begun(self, micro_step: int) -> int:
+        """Number of calls of a micro-step that have begun."""
+        return self._counts[micro_step]
+
+    def repeat(self) -> CallIndex | None:
+        """The index of the call that a recomputation in backward repeats, if it is known."""
+        return self._repetitions.repeated(self._counts)
+
+    def restart(self, micro_step: int) -> None:
+        """Reset the micro-step, whose forward failed."""
+        del self._counts[micro_step]
+        self._repetitions.restart(micro_step)
 
 
 @dataclass(slots=True)
@@ -61,143 +121,183 @@ class CallsOfStep(Protocol):
         """The root's forward failed: count the calls of the micro-step from 0 again."""
 
 
+class CallHooks(Protocol):
+    """Hooks the modules of one ``ModuleCollector``. The adapter that a framework implements."""
+
+    @property
+    def is_running(self) -> Callable[[Any, int], bool] | None:
+        """Whether that many calls of a root are on the stack. None if hooks are called after a forward that raised, too."""
+
+    def hook_module(
+        self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
+    ) -> Callable[[], None] | None:
+        """Call ``before`` and ``after`` around each forward of a module, and add each handle to ``hooks`` at once.
+
+        Returns:
+            A function that drops the data of a step that has ended; None if the hooks keep no data.
+        """
+
+    def hook_root(self, chunk: int, root: Any, before: Callable[..., None], after: Callable[..., None], hooks: HookSet) -> None:
+        """Likewise for the root of a chunk."""
+
+    def root_trains(self, root: Any) -> bool:
+        """Whether a forward of the whole model that begins now is part of training."""
+
+    def backward_begins(self, x: Any, call: Callable[[Any], None]) -> None:
+        """Call ``call`` when a backward reaches the result ``x`` of a forward, if a backward can start from ``x``."""
+
+    def repetitions(self) -> Repetitions:
+        """Recognises repeated calls of one module in one step."""
+
+    def end_step(self) -> None:
+        """Drop the data of the step that has ended."""
+
+    def remove(self) -> None:
+        """The collector has removed its hooks."""
+
+
+@final
 class ModuleWatcher:
     """The hooks of one module.
 
     Its series are created when a tensor is first seen, since the number of tensors is unknown before.
 
     Attributes:
+        calls: Counts the calls in the step in progress; None before the first.
+        open_calls: The calls that have begun and not ended, by thread. None is a call that is not recorded.
         is_attached: Whether gradients are still recorded. Hooks on a graph exist as long as the graph.
     """
 
     def __init__(self, module: Any, name: str, chunk: int, wanted: ModuleSelection, collector: ModuleCollector) -> None:
-        self._module = module
-        self._name = name
-        self._chunk = chunk
-        self._wanted = wanted
+        self.module = module
+        self.name = name
+        self.chunk = chunk
+        self.wanted = wanted
+        self.collector = collector
         self._micro_steps = tuple(range(collector.clock.micro_steps))
-        self._collector = collector
-        self._backend, self._graph = collector.backend, collector.backend.graph
-        self._leaves = collector.backend.leaves
+        self._tensors, self._graph = collector.backend.tensors, collector.backend.autograd
+        self._leaves, self._repeating = self._tensors.paths, collector.backend.modules.repeating
         self._recorder = collector.recorder
         self._clock = collector.clock
         self._watched: dict[tuple[str, str, int], RecordedSeries] = {}
-        self._calls: Calls | None = None
-        self._open: dict[int, list[ModuleCall | None]] = {}
+        self.calls: Calls | None = None
+        self.open_calls: dict[int, list[ModuleCall | None]] = {}
         self.is_attached = True
         self._wants_grads = wanted.input_grad.wanted or wanted.output_grad.wanted
+        self._forget: Callable[[], None] | None = None
 
-    def attach(self, hooks: HookSet) -> None:
+    def attach(self, adapter: CallHooks, hooks: HookSet) -> None:
         """Register the forward pre-hook and the forward hook."""
-        guarded = self._collector.failures.guarded
-        before = guarded("reading the inputs", self._before, ADVICE, of=self._name)
-        after = guarded("reading the outputs", self._after, ADVICE, of=self._name)
-        hooks.add(self._backend.before_forward(self._module, before))
-        hooks.add(self._backend.after_forward(self._module, after, always=True))
+        guarded = self.collector.failures.guarded
+        before = guarded("reading the inputs", self._before, ADVICE, of=self.name)
+        after = guarded("reading the outputs", self._after, ADVICE, of=self.name)
+        self._forget = adapter.hook_module(self, before, after, hooks)
 
     def forget_step(self) -> None:
         """Drop the data of the step that has ended."""
-        self._calls = None
-        self._open.clear()
+        self.calls = None
+        self.open_calls.clear()
+        if self._forget is not None:
+            self._forget()
 
     def seen(self) -> SeenModule:
-        return SeenModule(self._chunk, self._name, self._watched)
+        return SeenModule(self.chunk, self.name, self._watched)
 
     def restart(self, chunk: int, micro_step: int) -> None:
         """The root's forward failed: count the calls of the micro-step from 0 again."""
-        if chunk == self._chunk and self._calls is not None:
-            self._calls.restart(micro_step)
-            self._open.clear()
+        if chunk == self.chunk and self.calls is not None:
+            self.calls.restart(micro_step)
+            self.open_calls.clear()
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A replica of the module shares the hooks and runs on its own thread. Its calls do not count.
         if not self._recorder.active:
             return
         thread = get_ident()
-        if not self._backend.repeating():  # a recomputation may run on a thread of the device
-            self._collector.threads.add(thread)
-        if module is not self._module:
+        if not self._repeating():  # a recomputation may run on a thread of the device
+            self.collector.threads.add(thread)
+        if module is not self.module:
             return
-        call = self._begin(module)
-        self._open.setdefault(thread, []).append(call)
+        call = self.begin()
+        self.open_calls.setdefault(thread, []).append(call)
         if call is None:
             return
         leaves = self._leaves.inputs(args, kwargs)
         found = len(args) + len(kwargs)
-        if call.records_forward and self._wanted.input.wanted:
-            self._record_forward("input", self._fitting("input", self._wanted.input, found), leaves, call)
+        if call.records_forward and self.wanted.input.wanted:
+            self._record_forward("input", self.fitting("input", self.wanted.input, found), leaves, call)
         if self._wants_grads and self._graph.recording():
-            if self._wanted.input_grad.wanted:
-                choice = self._fitting("input_grad", self._wanted.input_grad, found)
+            if self.wanted.input_grad.wanted:
+                choice = self.fitting("input_grad", self.wanted.input_grad, found)
                 inputs = [(leaf.tensor, "input" + leaf.suffix, choice.takes(leaf.position)) for leaf in leaves]
                 call.targets = slots_of(self._graph, inputs, "input_")
             call.start = self._graph.sequence_nr()
 
     def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Called after forward, without a result if it raised."""
-        opened = self._open.get(get_ident())
-        if not opened or module is not self._module:
+        opened = self.open_calls.get(get_ident())
+        if not opened or module is not self.module:
             return
         call = opened.pop()
         leaves = self._leaves.outputs(result)
         if call is None or not leaves or not self._recorder.active:
             return
         found = self._leaves.length(result)
-        if call.records_forward and self._wanted.output.wanted:
-            self._record_forward("output", self._fitting("output", self._wanted.output, found), leaves, call)
+        if call.records_forward and self.wanted.output.wanted:
+            self._record_forward("output", self.fitting("output", self.wanted.output, found), leaves, call)
         if self._wants_grads and self._graph.recording():
             self._watch_gradients(call, leaves, found, result)
 
-    def _begin(self, module: Any) -> ModuleCall | None:
+    def begin(self) -> ModuleCall | None:
         """The call that begins now; None if it is not recorded."""
-        if not self._collector.counts(self._chunk, module):
+        if not self.collector.counts(self.chunk, self.module):
             return None
-        if self._calls is None:
-            self._calls = self._backend.new_calls()
-            self._collector.remember(self)
-        if not self._backend.repeating():
-            return ModuleCall(self._calls.begin(self._clock.micro_step(self._chunk)), records_forward=True)
-        place = self._calls.repeat()
+        if self.calls is None:
+            self.calls = Calls(self.collector.repetitions())
+            self.collector.remember(self)
+        if not self._repeating():
+            return ModuleCall(self.calls.begin(self._clock.micro_step(self.chunk)), records_forward=True)
+        place = self.calls.repeat()
         return None if place is None else ModuleCall(place, records_forward=False)
 
     def _record_forward(self, direction: str, choice: TensorChoice, leaves: list[TensorPath], call: ModuleCall) -> None:
         for leaf in leaves:
             if choice.takes(leaf.position):
-                watched = self._series("actv", direction + leaf.suffix, call.place.call, leaf.tensor)
+                watched = self.series("actv", direction + leaf.suffix, call.place.call, leaf.tensor)
                 self._recorder.record(watched, leaf.tensor, call.place.micro_step)
 
     def _watch_gradients(self, call: ModuleCall, leaves: list[TensorPath], found: int, result: Any) -> None:
         outputs = [leaf for leaf in leaves if self._graph.requires_grad(leaf.tensor)]
         handles: list[Removable] = []
-        if self._wanted.output_grad.wanted:
-            for leaf in self._differentiable(self._fitting("output_grad", self._wanted.output_grad, found), outputs):
+        if self.wanted.output_grad.wanted:
+            for leaf in self._differentiable(self.fitting("output_grad", self.wanted.output_grad, found), outputs):
                 write = self._result_writer(leaf, call)
                 handles += follow_result(self._graph, leaf.tensor, call.start, write)
         if call.targets:
             writer = partial(self._writer, place=call.place)
             results = self._all_results(outputs, result)
             handles += self._follow_inputs(call, results, writer)
-        self._collector.until_step_ends(handles)
+        self.collector.until_step_ends(handles)
 
     def _follow_inputs(
         self, call: ModuleCall, results: list[Any], writer: Callable[[str], Callable[[Any], None]]
     ) -> list[Removable]:
-        others_call = len(self._collector.threads) > 1
+        others_call = len(self.collector.threads) > 1
         try:
             return follow_inputs(self._graph, call.targets, call.start, results, writer, others_call=others_call)
         except SeveralThreadsError:
-            self._collector.failures.warn("operations of several threads", on_several_threads(self._name))
+            self.collector.failures.warn("operations of several threads", on_several_threads(self.name))
             return []
 
     def _result_writer(self, leaf: TensorPath, call: ModuleCall) -> Callable[[Any], None]:
         write = self._writer("output" + leaf.suffix, call.place)
         if self._graph.made_since(leaf.tensor, 0):
             return write
-        micro_step, micro_steps = call.place.micro_step, self._collector.micro_steps_of(leaf.tensor)
+        micro_step, micro_steps = call.place.micro_step, self.collector.micro_steps_of(leaf.tensor)
         micro_steps.add(micro_step)
 
         def write_own(gradient: Any) -> None:  # backwards of other micro-batches reach a parameter as well
-            if self._collector.runs_backward_of(self._chunk, micro_step, micro_steps):
+            if self.collector.runs_backward_of(self.chunk, micro_step, micro_steps):
                 write(gradient)
 
         return write_own
@@ -210,7 +310,7 @@ class ModuleWatcher:
         try:
             held = self._leaves.held(result)
         except HiddenError as error:
-            self._collector.failures.warn("hidden results", hidden_result(self._name, error))
+            self.collector.failures.warn("hidden results", hidden_result(self.name, error))
             return []
         known = {id(x) for x in results}
         return results + [x for x in held if id(x) not in known and self._graph.requires_grad(x)]
@@ -220,35 +320,37 @@ class ModuleWatcher:
 
         def write(gradient: Any) -> None:
             # A function may return no gradient for an input. Hooks then receive None.
-            if gradient is not None and self.is_attached and self._collector.belongs(step):
-                self._recorder.record(self._series("actv_grad", slot, number, gradient), gradient, micro_step)
+            if gradient is not None and self.is_attached and self.collector.belongs(step):
+                self._recorder.record(self.series("actv_grad", slot, number, gradient), gradient, micro_step)
 
-        guarded: Callable[[Any], None] = self._collector.failures.guarded(
-            "reading gradients of activations", write, ADVICE, of=self._name
+        guarded: Callable[[Any], None] = self.collector.failures.guarded(
+            "reading gradients of activations", write, ADVICE, of=self.name
         )
         return guarded
 
-    def _series(self, kind: str, slot: str, call: int, seen: Any) -> RecordedSeries:
+    def series(self, kind: str, slot: str, call: int, seen: Any) -> RecordedSeries:
+        """The series of one tensor of a call."""
         watched = self._watched.get((kind, slot, call))
         if watched is None:
-            name = f"{self._name}.{slot}" + (f"#{call}" if call else "")
-            watched = self._watched[kind, slot, call] = RecordedSeries(Series(kind, self._chunk, name), self._micro_steps)
-            self._recorder.table.series.place(watched.series, self._backend.activation_placement(seen))
+            name = f"{self.name}.{slot}" + (f"#{call}" if call else "")
+            watched = self._watched[kind, slot, call] = RecordedSeries(Series(kind, self.chunk, name), self._micro_steps)
+            self._recorder.table.series.place(watched.series, self._tensors.activation_placement(seen))
         return watched
 
     def _differentiable(self, choice: TensorChoice, leaves: list[TensorPath]) -> list[TensorPath]:
         return [leaf for leaf in leaves if self._graph.requires_grad(leaf.tensor) and choice.takes(leaf.position)]
 
-    def _fitting(self, slot: str, choice: TensorChoice, found: int) -> TensorChoice:
+    def fitting(self, slot: str, choice: TensorChoice, found: int) -> TensorChoice:
         """The choice; all tensors if a target expects another number of tensors than the call has."""
         if choice.length is None or choice.length == found:
             return choice
-        message = f"targets expects {choice.length} elements in {slot} of {self._name!r}, but there are {found}."
+        message = f"targets expects {choice.length} elements in {slot} of {self.name!r}, but there are {found}."
         advice = "All of them are recorded. Correct the number in targets."
-        self._collector.failures.warn(f"length of {self._name}.{slot}", f"{message} {advice}")
+        self.collector.failures.warn(f"length of {self.name}.{slot}", f"{message} {advice}")
         return TensorChoice(wanted=True, length=None, index=None)
 
 
+@final
 class ModuleCollector:
     """All watched modules of one attachment, and the root hooks that count micro-steps.
 
@@ -256,6 +358,8 @@ class ModuleCollector:
         tracking: For each chunk, whether calls count. Off during a root forward outside training (evaluation, no_grad, the
             shape inference of a pipeline stage).
         threads: The threads that have called modules in this step.
+        roots: The roots by chunk.
+        repetitions: Creates the ``Repetitions`` of one module in one step.
     """
 
     def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: RecordingBackend) -> None:
@@ -265,7 +369,7 @@ class ModuleCollector:
         self.failures = failures
         self.tracking = [True] * clock.chunks
         self.threads: set[int] = set()
-        self._roots: dict[int, Any] = {}
+        self.roots: dict[int, Any] = {}
         self._open_roots: list[list[OpenRoot]] = [[] for _ in range(clock.chunks)]
         self._watchers: list[ModuleWatcher] = []
         self._called: list[CallsOfStep] = []
@@ -274,42 +378,42 @@ class ModuleCollector:
         self._begun_in_pass: set[tuple[int, int]] = set()
         self._root_hooks = HookSet()
         self._hooks = HookSet()
-        self._until_step_ends = HookSet()
+        self._until_step_ends: list[Removable] = []
+        self._adapter = backend.modules.new_hooks(self)
+        self.repetitions, self._is_running = self._adapter.repetitions, self._adapter.is_running
+        self._trains, self._repeating = backend.modules.trains, backend.modules.repeating
+        self._current_pass = backend.autograd.engine.current_pass
 
     def watch_root(self, chunk: int, root: Any) -> None:
         """Count the micro-steps of a chunk by its root's forwards. Must be called before ``watch`` of the same root."""
-        if not self.backend.takes_hooks(root):
+        if not self.backend.modules.takes_hooks(root):
             return
         advice = "Micro-steps may be miscounted."
-        self._roots[chunk] = root
+        self.roots[chunk] = root
         before = self.failures.guarded("counting micro-steps", partial(self._root_begins, chunk), advice)
         after = self.failures.guarded("following the backward of the model", partial(self._root_ends, chunk), advice)
-        self._hook_root(chunk, root, before, after)
+        self._adapter.hook_root(chunk, root, before, after, self._root_hooks)
 
     def watch(self, chunk: int, name: str, module: Any, wanted: ModuleSelection) -> None:
-        if not self.backend.takes_hooks(module):
+        if not self.backend.modules.takes_hooks(module):
             said = f"{name!r} is a {type(module).__name__}, which takes no hooks. Its activations are not recorded."
             self.failures.warn("modules without hooks", said)
             return
-        watcher = self._new_watcher(module, name, chunk, wanted)
-        watcher.attach(self._hooks)
+        watcher = ModuleWatcher(module, name, chunk, wanted, self)
+        watcher.attach(self._adapter, self._hooks)
         self._watchers.append(watcher)
 
-    def _new_watcher(self, module: Any, name: str, chunk: int, wanted: ModuleSelection) -> ModuleWatcher:
-        return ModuleWatcher(module, name, chunk, wanted, self)
-
-    def _hook_root(self, _chunk: int, root: Any, before: Callable[..., None], after: Callable[..., None]) -> None:
-        self._root_hooks.add(self.backend.before_forward(root, before))
-        self._root_hooks.add(self.backend.after_forward(root, after, always=True))
-
-    def until_step_ends(self, handles: list[Removable]) -> None:
+    def until_step_ends(self, handles: Sequence[Removable]) -> None:
         """Keep handles of hooks on tensors that may outlive the step, such as leaves, and remove them when the step ends."""
-        for handle in handles:
-            self._until_step_ends.add(handle)
+        self._until_step_ends += handles
 
     def counts(self, chunk: int, module: Any) -> bool:
         """Whether a call of a module that begins now belongs to training. The call may be a recomputation."""
-        return self.tracking[chunk] and self.backend.trains(module)
+        if self._is_running is not None and self._open_roots[chunk]:
+            if self._is_running(self.roots[chunk], 1):
+                return self.tracking[chunk]  # also for calls that are not recorded: the backward may repeat them
+            self._forward_raised(chunk)
+        return self.tracking[chunk] and self._trains(module)
 
     def remember(self, watcher: CallsOfStep) -> None:
         """Register a watcher whose module is called for the first time in this step."""
@@ -324,7 +428,7 @@ class ModuleCollector:
 
     def micro_steps_of(self, leaf: Any) -> set[int]:
         """The micro-steps of this step in which a leaf tensor was a result."""
-        return self._leaves.setdefault(self.backend.graph.gradient_target(leaf), set())
+        return self._leaves.setdefault(self.backend.autograd.gradient_target(leaf), set())
 
     def runs_backward_of(self, chunk: int, micro_step: int, among: Collection[int]) -> bool:
         """Whether the backward in progress belongs only to ``micro_step``.
@@ -332,7 +436,7 @@ class ModuleCollector:
         Args:
             among: The micro-steps to which it may belong.
         """
-        if self._pass == self.backend.graph.current_pass():
+        if self._pass == self._current_pass():
             return {begun for begun in self._begun_in_pass if begun[0] == chunk} == {(chunk, micro_step)}
         # No result of the root showed which micro-step the backward belongs to.
         return len(among) == 1 or (self.clock.backward[chunk] < 0 and self.clock.forward[chunk] == micro_step)
@@ -342,7 +446,8 @@ class ModuleCollector:
         return [watcher.seen() for watcher in self._called if isinstance(watcher, ModuleWatcher)]
 
     def end_step(self) -> None:
-        self._until_step_ends.remove()
+        while self._until_step_ends:
+            self._until_step_ends.pop().remove()
         self.threads.clear()
         for calls in self._open_roots:
             calls.clear()
@@ -350,6 +455,7 @@ class ModuleCollector:
             watcher.forget_step()
         self._called.clear()
         self._leaves.clear()
+        self._adapter.end_step()
 
     def unwatch(self) -> None:
         """Remove the hooks of all modules. Micro-steps are still counted."""
@@ -363,19 +469,22 @@ class ModuleCollector:
         """Remove every hook."""
         self.unwatch()
         self._root_hooks.remove()
+        self._adapter.remove()
 
     def _root_begins(self, chunk: int, root: Any, _args: Any, _kwargs: Any) -> None:
-        if not self.recorder.active or self.backend.repeating() or root is not self._roots[chunk]:
+        if self._is_running is not None and self._open_roots[chunk] and not self._is_running(root, 2):
+            self._forward_raised(chunk)  # of the two, one is the call that begins now
+        if not self.recorder.active or self._repeating() or root is not self.roots[chunk]:
             return
         self.threads.add(get_ident())
-        self.tracking[chunk] = self.backend.root_trains(root)
-        if self.tracking[chunk] and not self._in_tracked_root(chunk):
+        self.tracking[chunk] = self._adapter.root_trains(root)
+        if self.tracking[chunk] and not self.in_tracked_root(chunk):
             self.clock.forward_begins(chunk)
             self.recorder.micro_step_begins(chunk, self.clock.micro_steps)
             self._check_micro_step(self.clock.forward[chunk])
         self._open_roots[chunk].append(OpenRoot(self.tracking[chunk], sys.exc_info()[1]))
 
-    def _in_tracked_root(self, chunk: int) -> bool:
+    def in_tracked_root(self, chunk: int) -> bool:
         """Whether a training forward of the root is open. A nested one does not begin a micro-step: Lightning runs a training
         step as the forward of its module, which calls the module again.
         """
@@ -383,7 +492,7 @@ class ModuleCollector:
 
     def _root_ends(self, chunk: int, root: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Called after the root's forward. If it raised, the exception is being handled."""
-        if not self._open_roots[chunk] or self.backend.repeating() or root is not self._roots[chunk]:
+        if not self._open_roots[chunk] or self._repeating() or root is not self.roots[chunk]:
             return
         call = self._open_roots[chunk].pop()
         self.tracking[chunk] = self._open_roots[chunk][-1].tracked if self._open_roots[chunk] else True
@@ -391,13 +500,21 @@ class ModuleCollector:
             return
         if sys.exc_info()[1] is call.handled:
             self._follow_backward(chunk, result)
-        elif not self._in_tracked_root(chunk):
+        elif not self.in_tracked_root(chunk):
             self._restart_micro_step(chunk)
 
     def _follow_backward(self, chunk: int, result: Any) -> None:
-        begins = partial(self._backward_begins, chunk, self.clock.forward[chunk])
-        for leaf in self.backend.leaves.outputs(result):
-            self.backend.graph.backward_begins(leaf.tensor, begins)
+        begins = partial(self.backward_begins, chunk, self.clock.forward[chunk])
+        for leaf in self.backend.tensors.paths.outputs(result):
+            self._adapter.backward_begins(leaf.tensor, begins)
+
+    def _forward_raised(self, chunk: int) -> None:
+        """Close the open forwards of a root, which raised, in a framework that calls no hook then."""
+        tracked = self.in_tracked_root(chunk)
+        self._open_roots[chunk].clear()
+        self.tracking[chunk] = True
+        if tracked:
+            self._restart_micro_step(chunk)
 
     def _restart_micro_step(self, chunk: int) -> None:
         """Undo a micro-step whose forward failed. If the loop continues, the next forward takes its number."""
@@ -406,9 +523,10 @@ class ModuleCollector:
         for watcher in self._called:
             watcher.restart(chunk, micro_step)
 
-    def _backward_begins(self, chunk: int, micro_step: int, _gradient: Any) -> None:
+    def backward_begins(self, chunk: int, micro_step: int, _gradient: Any) -> None:
+        """A backward reaches a result of a chunk."""
         self.clock.backward[chunk] = micro_step
-        if self._pass != (now := self.backend.graph.current_pass()):
+        if self._pass != (now := self._current_pass()):
             self._pass = now
             self._begun_in_pass.clear()
         self._begun_in_pass.add((chunk, micro_step))

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from monitor.pipeline.process import PROCESS
+from monitor.recording.activations import ModuleCollector
 from monitor.recording.attachment_spec import Attached, AttachmentSpec, Host
+from monitor.recording.backend import HookSet
 from monitor.recording.features.collector import FeatureCollector
 from monitor.recording.gradients import GradientCollector
 from monitor.recording.model_names import ModelNames, NamedModule
@@ -24,7 +26,6 @@ from monitor.recording.phases import (
     OptimizerTurn,
     OptimizerTurns,
 )
-from monitor.recording.protocols import HookSet
 from monitor.recording.recorder import RecordedSeries
 from monitor.recording.sealing import StepSealer
 from monitor.recording.step_clock import Clock, Schedule
@@ -87,7 +88,7 @@ class Attachment:
         self.sealer = StepSealer(host, self.clock, watch, dataflow_written=collected > 0)
         self._forks = PROCESS.forks
         self._hooks = HookSet()
-        self.modules = self._backend.new_modules(self._recorder, self.clock, self._failures)
+        self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend)
         self.collectors = Collectors()
         self._held = OptimizerParameters((), watch.framework)
         try:
@@ -115,7 +116,7 @@ class Attachment:
         """Stop recording between two steps, until ``use``."""
         self.schedule, self._scaling_said = Schedule(self.clock.step, 1, 0), ""
         self._remove_hooks()
-        self.modules = self._backend.new_modules(self._recorder, self.clock, self._failures)
+        self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend)
         self.collectors = Collectors()
 
     def _attach(self) -> None:
@@ -133,8 +134,8 @@ class Attachment:
             self.collectors.add(collector)
         self.expected = attached.kinds | (_of_activations(modules) if config.xy_distribution else set())
         begins = self._failures.guarded("beginning a forward", self._forward_begins)
-        for root in filter(self._backend.takes_hooks, watch.chunks):
-            self._hooks.add(self._backend.before_forward(root, begins, compiled=True))
+        for root in filter(self._backend.modules.takes_hooks, watch.chunks):
+            self._hooks.add(self._backend.modules.before_forward(root, begins, compiled=True))
 
     def _configured(self, attached: Attached, modules: Sequence[NamedModule]) -> Iterator[Collector]:
         """Create the configured collectors, in the order of their calls."""
@@ -146,14 +147,14 @@ class Attachment:
         if config.print_struct:
             yield StructureCollector(attached, modules)
         if config.wg_distribution:
-            gradients = GradientCollector(attached, backend.new_gradients)
+            gradients = GradientCollector(attached, backend.factories.new_gradients)
             attached = replace(attached, is_reduced=gradients.is_reduced)
             yield gradients
         if config.mv_distribution:
             yield MomentCollector(attached)
         if config.param_distribution:
             yield WeightCollector(attached)
-        yield from backend.new_updates(attached)
+        yield from backend.factories.new_updates(attached)
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
         """Hook the selected modules."""
@@ -169,7 +170,7 @@ class Attachment:
 
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
         self._failures.reraise_deferred()
-        trains = self._backend.trains(root)
+        trains = self._backend.modules.trains(root)
         self.begun = self.begun or trains
         if not self._steps.evaluating:
             self.collectors.each(Collector.end_turn, None)  # data of a step that raised

@@ -113,7 +113,7 @@ class Attached:
         """The placement, as far as it is known. A parameter of unknown placement is written by every rank."""
         find = self.failures.guarded("placing a parameter", self.watch.framework.placement, of=parameter.name)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
-        known = (None if seen is None else self.backend.placement_of(seen)) or find(kind, parameter) or LOCAL
+        known = (None if seen is None else self.backend.tensors.placement_of(seen)) or find(kind, parameter) or LOCAL
         known = self._term(kind, parameter, known)
         placed = self.watch.ownership.placed(kind, known, tensor_parallel=split)
         if split:

@@ -1,34 +1,32 @@
 """The adapter interface that a framework implements: access to its tensors, modules, optimizers, autograd and ranks.
 
-The modules ``monitor.pytorch.backend`` and ``monitor.mindspore.backend`` implement ``RecordingBackend``. Tensors, modules and
-optimizers are ``Any`` here: common code passes them on without using them.
+``monitor.pytorch.backend`` and ``monitor.mindspore.backend`` build a ``RecordingBackend`` from modules that implement these
+protocols. Tensors, modules and optimizers are ``Any`` here: common code passes them on without using them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
-
-from monitor.config.model import CcDistribution
-from monitor.failures import Failures
-from monitor.recording.collectives import Communication
-from monitor.recording.features.reading import FeatureReading
-from monitor.recording.model_names import NamedParts
-from monitor.recording.parameter_series import NamedParameter
-from monitor.recording.protocols import Calls, Removable
-from monitor.recording.recorder import TensorReader
-from monitor.recording.run import ProcessTopology
-from monitor.recording.step_clock import Clock
-from monitor.recording.tensor_paths import TensorPaths
-from monitor.series import Placement, SeriesTable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 if TYPE_CHECKING:
-    from monitor.recording.activations import ModuleCollector
+    from monitor.config.model import CcDistribution
+    from monitor.failures import Failures
+    from monitor.recording.activations import CallHooks, ModuleCollector
     from monitor.recording.attachment_spec import Attached
+    from monitor.recording.collectives import Communication
+    from monitor.recording.features.reading import FeatureReading
+    from monitor.recording.gradient_edges import BackwardEngine
     from monitor.recording.gradients import GradientRows, GradientSource
+    from monitor.recording.model_names import NamedParts
+    from monitor.recording.parameter_series import NamedParameter
     from monitor.recording.phases import Collector
-
+    from monitor.recording.recorder import TensorReader
+    from monitor.recording.run import ProcessTopology
+    from monitor.recording.tensor_paths import TensorPaths
+    from monitor.series import Placement, SeriesTable
 
 Target = Any
 """The place in the graph that a gradient flows to. Hashable; equal for the same gradient."""
@@ -37,8 +35,33 @@ Write = Callable[[Any], None]
 """Receives a gradient."""
 
 
-class Graph(Protocol):
+class Removable(Protocol):
+    """The handle that frameworks return for a hook."""
+
+    def remove(self) -> None: ...
+
+
+class HookSet:
+    """Handles of registered hooks."""
+
+    def __init__(self) -> None:
+        self._handles: list[Removable] = []
+
+    def add(self, handle: Removable) -> None:
+        self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Remove every hook."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+class Autograd(Protocol):
     """The autograd graph of the tensors of a call."""
+
+    @property
+    def engine(self) -> BackwardEngine[Any]:
+        """Hooks on the graph, and the number of the backward in progress."""
 
     def recording(self) -> bool:
         """Whether operations are recorded for a backward now."""
@@ -66,21 +89,8 @@ class Graph(Protocol):
             SeveralThreadsError: Other threads may have created some of these nodes.
         """
 
-    def watch(self, target: Target, edges: Any, write: Write) -> list[Removable]:
-        """Call ``write(gradient)`` once in each backward, with the sum of the gradients on these edges to the target.
-
-        Returns:
-            The handles of hooks on the target, which may outlive the graph.
-        """
-
     def on_gradient(self, x: Any, write: Write) -> Removable:
         """Call ``write(gradient)`` with the whole gradient of ``x``."""
-
-    def current_pass(self) -> int:
-        """The number of the backward in progress, different for every backward."""
-
-    def backward_begins(self, x: Any, call: Write) -> None:
-        """Call ``call`` when a backward reaches the result ``x`` of a forward, if a backward can start from ``x``."""
 
 
 class StepNotifier(Protocol):
@@ -135,6 +145,8 @@ class StepListener(Protocol):
 class FrameworkAdapter(Protocol):
     """Reads gradients, weights and moments of parameters, and knows their placement on the ranks.
 
+    Nine methods, because each place of a parameter's data decides both how it is read and which ranks hold it.
+
     Attributes:
         name: Name in messages and the manifest.
         chunks: The model as passed to ``set_monitor``.
@@ -175,26 +187,14 @@ class FrameworkAdapter(Protocol):
         """Call ``listener`` at every step from now on."""
 
 
-class RecordingBackend(Protocol):
-    """The interface of a framework.
+class Tensors(Protocol):
+    """Access to tensors.
 
     Attributes:
-        leaves: Finds tensors in arguments and results.
-        graph: The autograd graph.
-        reading_of_features: Computes features.
-        never_called: Classes of modules that only contain others.
-        optimizer_expected: The accepted types of optimizers, in words.
-        asked_per_second: The maximum rate of requests of all ranks together to the job's store.
+        paths: Finds tensors in arguments and results.
     """
 
-    leaves: TensorPaths
-    graph: Graph
-    reading_of_features: FeatureReading
-    never_called: tuple[type, ...]
-    optimizer_expected: str
-    asked_per_second: float
-
-    # tensors
+    paths: TensorPaths
 
     def computing(self) -> AbstractContextManager[object]:
         """A context for the monitor's own operations: autograd does not record them, and they change no state of the user."""
@@ -208,7 +208,15 @@ class RecordingBackend(Protocol):
     def activation_placement(self, x: Any) -> Placement:
         """The placement of an activation or its gradient."""
 
-    # modules
+
+class Modules(Protocol):
+    """Access to modules and their calls.
+
+    Attributes:
+        never_called: Classes of modules that only contain others.
+    """
+
+    never_called: tuple[type, ...]
 
     def chunks_of(self, model: Any) -> Sequence[Any]:
         """The chunks of a virtual pipeline, or the one module as a list of itself.
@@ -242,15 +250,21 @@ class RecordingBackend(Protocol):
     def trains(self, module: Any) -> bool:
         """Whether a call of the module that begins now is part of training."""
 
-    def root_trains(self, root: Any) -> bool:
-        """Whether a forward of the whole model that begins now is part of training."""
-
     def repeating(self) -> bool:
         """Whether a forward that begins now is a recomputation inside a backward."""
 
-    def new_calls(self) -> Calls: ...
+    def new_hooks(self, collector: ModuleCollector) -> CallHooks:
+        """The hooks of the modules of a collector."""
 
-    # the job
+
+class ProcessGroups(Protocol):
+    """The ranks of the job.
+
+    Attributes:
+        asked_per_second: The maximum rate of requests of all ranks together to the job's store.
+    """
+
+    asked_per_second: float
 
     def is_settled(self) -> bool:
         """Whether rank and world size are final."""
@@ -276,14 +290,20 @@ class RecordingBackend(Protocol):
     def versions(self) -> dict[str, str]:
         """The versions of the framework and of the device's runtime, for the manifest."""
 
-    # the framework's own collectors
+
+class Factories(Protocol):
+    """Creates the objects of a framework.
+
+    Attributes:
+        optimizer_expected: The accepted types of optimizers, in words.
+    """
+
+    optimizer_expected: str
 
     def framework_of(self, chunks: Sequence[Any], optimizer: Any, *, main_grad: bool) -> Any:
         """The ``FrameworkAdapter`` of a model and its optimizers. Raises ``TypeError`` and ``ValueError``."""
 
     def new_reader(self, series: SeriesTable, eps: float, *, magnitudes: bool) -> TensorReader: ...
-
-    def new_modules(self, recorder: Any, clock: Clock, failures: Failures) -> ModuleCollector: ...
 
     def new_gradients(self, rows: GradientRows) -> GradientSource:
         """Take gradients from now on, and record them in ``rows``."""
@@ -293,3 +313,16 @@ class RecordingBackend(Protocol):
 
     def communication(self, wanted: CcDistribution, failures: Failures) -> Communication | None:
         """Observe communication from now on, if configured and possible; logs a warning if it is impossible."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RecordingBackend:
+    """A framework. Code that runs in each step keeps the protocol that it calls, to save a lookup."""
+
+    tensors: Tensors
+    autograd: Autograd
+    modules: Modules
+    job: ProcessGroups
+    features: FeatureReading
+    factories: Factories

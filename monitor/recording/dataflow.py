@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.coordinator.dataflow import MOST_EDGES, MOST_PASSES, Edge, Flow, Pass
-from monitor.recording.following import places_of
+from monitor.recording.gradient_edges import places_of
 from monitor.recording.recorder import RecordedSeries
 from monitor.series import KINDS
 from monitor.stats.table import NOT_AN_ALIAS, StatsTable

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, final
 
 from monitor.recording.attachment_spec import Attached
+from monitor.recording.backend import HookSet, Removable
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.phases import Collector, OptimizerTurn
-from monitor.recording.protocols import HookSet, Removable
 
 NOT_ACCUMULATED: Final = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
 EACH_MICRO_BATCH: Final = "gradients are aggregated after every micro-batch: a row holds the last micro-batch's alone"
@@ -155,8 +155,8 @@ class GradientCollector(Collector):
         self._frozen = set(self._source.hooked)
         self._hook_thawed()
         ends = self._failures.guarded("ending a forward", self._forward_ends)
-        for root in filter(self._backend.takes_hooks, attached.watch.chunks):
-            self._hooks.add(self._backend.after_forward(root, ends, compiled=True))
+        for root in filter(self._backend.modules.takes_hooks, attached.watch.chunks):
+            self._hooks.add(self._backend.modules.after_forward(root, ends, compiled=True))
 
     def begin_step(self, *, before_a_turn: bool) -> None:
         if not self._recorder.active:
@@ -174,7 +174,7 @@ class GradientCollector(Collector):
     def forward_begins(self, root: Any) -> None:
         self._reductions.forward_begins(root)
         early = max(self._clock.forward) < self._clock.micro_steps - 1
-        if early and self._backend.has_others() and self._framework.aggregates(root):
+        if early and self._backend.job.has_others() and self._framework.aggregates(root):
             self._rows.note_local(AGGREGATED_EARLY)
 
     def _forward_ends(self, *_: Any) -> None:

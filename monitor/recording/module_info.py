@@ -15,9 +15,9 @@ from typing import Any, Final, final
 
 from monitor.coordinator.output import write_whole
 from monitor.recording.attachment_spec import Attached
+from monitor.recording.backend import HookSet
 from monitor.recording.model_names import NamedModule
 from monitor.recording.phases import Collector
-from monitor.recording.protocols import HookSet
 from monitor.recording.tensor_paths import TensorPath, described
 
 MAX_FRAMES: Final = 64
@@ -42,9 +42,9 @@ class StackCollector(Collector):
         self._written = False
         self._hooks = HookSet()
         for one in modules:
-            if one.wanted is not None and self._backend.takes_hooks(one.module):
+            if one.wanted is not None and self._backend.modules.takes_hooks(one.module):
                 hook = self._failures.guarded("taking the stack", partial(self._take, _key(one)), of=_key(one))
-                self._hooks.add(self._backend.before_forward(one.module, hook))
+                self._hooks.add(self._backend.modules.before_forward(one.module, hook))
 
     def end_step(self, *, collected: bool) -> None:
         del collected
@@ -69,7 +69,7 @@ class StackCollector(Collector):
         write_whole(directory / "stack_info.csv", text.getvalue().encode())
 
     def _take(self, key: str, module: Any, _args: Any, _kwargs: Any) -> None:
-        if key not in self.stacks and self._backend.trains(module) and not self._backend.repeating():
+        if key not in self.stacks and self._backend.modules.trains(module) and not self._backend.modules.repeating():
             self.stacks[key] = call_stack(sys._getframe(1))
 
 
@@ -102,14 +102,14 @@ class StructureCollector(Collector):
     """
 
     def __init__(self, attached: Attached, modules: Iterable[NamedModule]) -> None:
-        self._backend, self._leaves = attached.backend, attached.backend.leaves
+        self._backend, self._leaves = attached.backend, attached.backend.tensors.paths
         self._hooks = HookSet()
         self._structure: dict[str, dict[str, Description]] = {}
         for one in modules:
-            if self._backend.takes_hooks(one.module):
+            if self._backend.modules.takes_hooks(one.module):
                 describe = partial(self._describe, _key(one))
                 hook = attached.failures.guarded("describing the structure", describe, of=_key(one))
-                self._hooks.add(self._backend.after_forward(one.module, hook))
+                self._hooks.add(self._backend.modules.after_forward(one.module, hook))
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -124,15 +124,15 @@ class StructureCollector(Collector):
         write_whole(path, json.dumps(self._structure, indent=4, ensure_ascii=False).encode())
 
     def _describe(self, key: str, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        if key in self._structure or not self._backend.trains(module) or self._backend.repeating():
+        if key in self._structure or not self._backend.modules.trains(module) or self._backend.modules.repeating():
             return
         inputs, outputs = self._leaves.inputs(args, kwargs), self._leaves.outputs(result)
         taken, given = described(args, kwargs), self._leaves.described_result(result)
         self._structure[key] = {
             "input": _leaves(taken, inputs),
             "output": _leaves(given, outputs),
-            "input_grad": _leaves(taken, inputs, self._backend.graph.requires_grad),
-            "output_grad": _leaves(given, outputs, self._backend.graph.requires_grad),
+            "input_grad": _leaves(taken, inputs, self._backend.autograd.requires_grad),
+            "output_grad": _leaves(given, outputs, self._backend.autograd.requires_grad),
         }
 
 

@@ -63,7 +63,7 @@ class ParameterSeries:
 
     def __init__(self, kind: str, attached: Attached, micro_steps: tuple[int, ...]) -> None:
         self.kind = kind
-        self._tensors = attached.backend
+        self._tensors = attached.backend.tensors
         self._recorder = attached.recorder
         self._series_of = attached.series_of
         self._failures = attached.failures

@@ -59,7 +59,7 @@ class Recording:
         self._backend = backend
         self._start_step = start_step
         self.series = SeriesTable()
-        reader = backend.new_reader(self.series, spec.config.eps, magnitudes=spec.config.counts_magnitudes)
+        reader = backend.factories.new_reader(self.series, spec.config.eps, magnitudes=spec.config.counts_magnitudes)
         self._recorder = Recorder(reader)
         self._opened: Run | None = None
         self._closed = False
@@ -119,8 +119,8 @@ class Recording:
             here.world_size,
             here.store,
             f"monitor/dynamic/{identity.job_id}",
-            self._backend.initialized,
-            self._backend.asked_per_second,
+            self._backend.job.initialized,
+            self._backend.job.asked_per_second,
         )
 
     def attach(self, watch: AttachmentSpec, names: ModelNames, start_step: int) -> None:
@@ -140,7 +140,7 @@ class Recording:
             here = self._where()
             self._failures.rank = here.rank
             beside = next(iter(OPEN.runs()), None)
-            self._opened = Run(self._spec, here, beside, self.series, self._backend.versions(), self._listening)
+            self._opened = Run(self._spec, here, beside, self.series, self._backend.job.versions(), self._listening)
             OPEN.add(self)
             if self.switching is not None:
                 self.switching.opened(self._opened)
@@ -207,7 +207,7 @@ class Recording:
         nothing, and plain frameworks do not change them. Loss scales and clipping are applied later.
         """
         watch = self.attachment.watch
-        plain = watch.framework.name in ("torch", "mindspore") and not self._backend.has_others()
+        plain = watch.framework.name in ("torch", "mindspore") and not self._backend.job.has_others()
         rows_are_of_steps = not watch.config.monitor_mbs_grad and self.local_gradients_note is None
         return self._recorder.has_rows and plain and rows_are_of_steps
 
@@ -283,13 +283,13 @@ def role_of(framework: FrameworkAdapter, backend: RecordingBackend, dp: Any, tp:
 def names_of(framework: FrameworkAdapter, backend: RecordingBackend) -> Iterator[str]:
     """The names of all parameters, chunk by chunk."""
     for chunk, root in enumerate(framework.chunks):
-        for name, _ in backend.parts(root).parameters:
+        for name, _ in backend.modules.parts(root).parameters:
             yield f"{chunk}:{clean_name(name)}"
 
 
 def _training(framework: FrameworkAdapter, backend: RecordingBackend) -> tuple[str, str]:
     """The classes of the model's optimizers, and whether the model is trained: an average of weights is not."""
-    parameters = (parameter for root in framework.chunks for _, parameter in backend.parts(root).parameters)
+    parameters = (parameter for root in framework.chunks for _, parameter in backend.modules.parts(root).parameters)
     trained = any(getattr(parameter, "requires_grad", False) for parameter in parameters)
     classes = dict.fromkeys(type(one).__name__ for one in framework.optimizers)  # each class once
     return "+".join(classes), "trained" if trained else "frozen"
@@ -304,7 +304,7 @@ def is_staged(framework: FrameworkAdapter, backend: RecordingBackend, pp: Any) -
 def _ranks_of(pp: Any, backend: RecordingBackend) -> Any:
     """The ranks of a group; None if it is no group. ``set_monitor`` raises an error where it needs the group."""
     try:
-        return backend.group_ranks("process_group", pp)
+        return backend.job.group_ranks("process_group", pp)
     except (TypeError, ValueError):
         return None
 

@@ -236,6 +236,21 @@ def _as_dict(config: MonitorConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+class RunEnded(SystemExit):
+    """The monitor ends the run on every rank: ``print_struct`` or ``cc_log_only`` is done.
+
+    Raised from ``optimizer.step()`` after all files are complete. As a ``SystemExit`` with status 0 it passes through
+    ``except Exception`` and ends the process without a traceback.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 # --- The end of a process that still records: first submit the steps in progress, then close all pipelines in parallel.
 
 

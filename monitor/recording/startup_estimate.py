@@ -85,11 +85,11 @@ class _Job:
             kept = sum(self._kept(kind) for kind in OF_PARAMETERS if kind.name in loads and not kind.columns)
             loads[REPLICA_KIND] = KindLoad(kept, kept, len(self._monitored))
         if config.xy_distribution:
-            called = [module for module in names.modules() if not isinstance(module.module, self._backend.never_called)]
+            called = [module for module in names.modules() if not isinstance(module.module, self._backend.modules.never_called)]
             wanted = [module.wanted for module in called if module.wanted is not None]
             loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
             loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)
-        for hook, found in modules_by_hook(names, config, self._backend.reading_of_features).items():
+        for hook, found in modules_by_hook(names, config, self._backend.features).items():
             loads[hook] = self._of_modules(len(found.modules), each if hook in MICRO_STEP_KINDS else 1)
         if config.counts_magnitudes:
             loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if has_op(MAGNITUDES, kind)}

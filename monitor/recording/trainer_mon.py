@@ -16,13 +16,13 @@ from monitor.coordinator.manifest_format import RECORDINGS, RecordedModel
 from monitor.coordinator.output import base_directory, prepare
 from monitor.coordinator.ownership import Ownership, no_rank_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
+from monitor.recording.arguments import count, given
 from monitor.recording.attachment_spec import AttachmentSpec
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
 from monitor.recording.current_step import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
 from monitor.recording.model_names import ModelNames
-from monitor.recording.protocols import RunEnded, count, given
 from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of
-from monitor.recording.run import RecordingSpec
+from monitor.recording.run import RecordingSpec, RunEnded
 from monitor.recording.startup_estimate import announce
 from monitor.recording.step_clock import Schedule
 from monitor.recording.switching import with_recording_off
@@ -94,7 +94,7 @@ class ModelMonitor:
         self._base = prepare(base)
         self._process_group = process_group
         self._main_grad = params_have_main_grad
-        self._failures = Failures(self._backend.place().rank)
+        self._failures = Failures(self._backend.job.place().rank)
         self._ops = self._known(self._config.ops)
         self._warn_if_no_activations()
         self._recordings: list[Recording] = []
@@ -103,7 +103,7 @@ class ModelMonitor:
         self._listening: dict[str, WatcherFactory] = {}
         # Start now: the first step may communicate before a model is attached.
         self._communication = (
-            None if self._dynamic else self._backend.communication(self._config.cc_distribution, self._failures)
+            None if self._dynamic else self._backend.factories.communication(self._config.cc_distribution, self._failures)
         )
 
     @property
@@ -150,7 +150,9 @@ class ModelMonitor:
             ValueError: ``grad_acc_steps`` or ``start_iteration`` is out of range.
         """
         micro_steps, start = count("grad_acc_steps", grad_acc_steps, 1), count("start_iteration", start_iteration, 0)
-        framework = self._framework(self._backend.chunks_of(model), given(optimizer, self._backend.optimizer_expected))
+        framework = self._framework(
+            self._backend.modules.chunks_of(model), given(optimizer, self._backend.factories.optimizer_expected)
+        )
         self._attach(framework, micro_steps, (dp_group, tp_group), start)
 
     def set_wrapped_optimizer(self, optimizer: Any) -> None:
@@ -199,13 +201,15 @@ class ModelMonitor:
 
     def _framework(self, chunks: Sequence[Any], optimizer: Any) -> FrameworkAdapter:
         try:
-            found: FrameworkAdapter = self._backend.framework_of(chunks, optimizer, main_grad=self._main_grad_of(chunks))
+            found: FrameworkAdapter = self._backend.factories.framework_of(
+                chunks, optimizer, main_grad=self._main_grad_of(chunks)
+            )
         except EarlierFailure as failure:
             raise failure.error from None
         return found
 
     def _names(self, watch: AttachmentSpec) -> ModelNames:
-        names = ModelNames([self._backend.parts(chunk) for chunk in watch.chunks], watch.config)
+        names = ModelNames([self._backend.modules.parts(chunk) for chunk in watch.chunks], watch.config)
         for said in (names.selection.warning(), names.selection.notice()):
             if said is not None:
                 LOGGER.warning("[rank %d] %s", watch.ownership.rank, said)
@@ -222,10 +226,10 @@ class ModelMonitor:
         names = self._names(watch)
         dp_group, tp_group = groups
         groups_of = watch.framework.groups
-        where = partial(self._backend.place, groups_of, len(watch.chunks), pp=self._process_group, dp=dp_group, tp=tp_group)
+        where = partial(self._backend.job.place, groups_of, len(watch.chunks), pp=self._process_group, dp=dp_group, tp=tp_group)
         spec = RecordingSpec(self._config, self._config_path, self._base, watched, self._failures)
         recording = Recording(spec, where, self._backend, start, self._listening)
-        if self._backend.is_settled() and watch.ownership.monitored:
+        if self._backend.job.is_settled() and watch.ownership.monitored:
             recording.open()
         try:
             self._hook(recording, watch, names, start, watch_of)
@@ -281,7 +285,7 @@ class ModelMonitor:
         if recording is not self._recordings[0] or (self._communication is not None and self._communication.wanted == wanted):
             return
         self._close_communication()
-        self._communication = self._backend.communication(wanted, self._failures)
+        self._communication = self._backend.factories.communication(wanted, self._failures)
         if self._communication is not None:
             recording.record_communication(self._communication)
             recording.attachment.on_first_step = partial(self._after_first_step, recording)
@@ -381,7 +385,7 @@ class ModelMonitor:
         return known
 
     def _ownership(self, framework: FrameworkAdapter, dp_group: Any, tp_group: Any, module_ranks: Sequence[int]) -> Ownership:
-        here, group_ranks = self._backend.place(), self._backend.group_ranks
+        here, group_ranks = self._backend.job.place(), self._backend.job.group_ranks
         given = {"dp_group": dp_group, "tp_group": tp_group, "process_group": self._process_group}
         dp, tp, pp = (group_ranks(role, group) for role, group in given.items())
         staged = is_staged(framework, self._backend, self._process_group)

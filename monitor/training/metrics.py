@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Final, Protocol, Self
 from monitor.config import MonitorConfig
 from monitor.coordinator.output import prepare
 from monitor.failures import LOGGER, Failures
-from monitor.recording.protocols import RunEnded
-from monitor.recording.run import ProcessTopology
+from monitor.recording.run import ProcessTopology, RunEnded
 from monitor.recording.trainer_mon import ModelMonitor
 from monitor.training.config import TrainingConfig, load_training_config
 from monitor.training.expert_load import ExpertCounts

@@ -14,8 +14,9 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import _no_grad
 
 from monitor.failures import EarlierFailure
-from monitor.mindspore import calls
-from monitor.mindspore.calls import (
+from monitor.mindspore import autograd
+from monitor.mindspore.autograd import (
+    engine,
     gradient_target,
     in_backward,
     made_since,
@@ -24,7 +25,6 @@ from monitor.mindspore.calls import (
     recording,
     requires_grad,
     sequence_nr,
-    watch,
 )
 
 SHAPE = (3, 4)
@@ -69,7 +69,7 @@ class Watched:
     def after(self, _cell: nn.Cell, _args: Any, _kwargs: Any, result: Any) -> None:
         outputs = result if isinstance(result, tuple) else (result,)
         self.edges = producers(outputs, [self.target], self.start)[self.target]
-        self.kept += watch(self.target, self.edges, self.take)
+        self.kept += engine.watch(self.target, self.edges, self.take)
 
     def take(self, gradient: Tensor) -> None:
         self.seen.append(gradient.asnumpy().copy())
@@ -354,7 +354,7 @@ def test_an_error_of_training_that_a_question_meets_is_training_s() -> None:
 
 
 def test_without_a_graph_to_ask_nothing_requires_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "GRAPH_IS_THERE", False)
+    monkeypatch.setattr(autograd, "GRAPH_IS_THERE", False)
     w, told = weight(), []
 
     def function(x: Tensor) -> Tensor:

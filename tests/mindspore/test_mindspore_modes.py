@@ -12,8 +12,7 @@ from mindspore import Tensor, nn
 from training import Net, train
 
 from monitor.failures import Failures
-from monitor.mindspore.backend import chunks_of
-from monitor.mindspore.calls import compiled, observable, refuse_graph_mode, warn_of_evaluation
+from monitor.mindspore.modules import chunks_of, compiled, observable, refuse_graph_mode, warn_of_evaluation
 
 
 class Compiled(nn.Cell):

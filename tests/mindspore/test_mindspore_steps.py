@@ -13,7 +13,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.nn.cell import _pynative_executor
 from training import Net, array, inputs
 
-from monitor.mindspore import calls
+from monitor.mindspore import modules
 
 KINDS = ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_origin", "param_updated")
 STEPS = 3
@@ -242,8 +242,8 @@ def test_a_batch_of_several_forwards_is_one_batch(output: Output) -> None:
 
 
 def test_cells_that_are_recomputed_are_left_out_where_a_repetition_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "GRAPH_IS_THERE", False)
+    monkeypatch.setattr(modules, "GRAPH_IS_THERE", False)
     net = Net()
-    assert [name for name, _ in calls.observable(net).cells] == ["", "a", "b"]
+    assert [name for name, _ in modules.observable(net).cells] == ["", "a", "b"]
     net.b.recompute()
-    assert [name for name, _ in calls.observable(net).cells] == ["", "a"]
+    assert [name for name, _ in modules.observable(net).cells] == ["", "a"]

@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
 from monitor.dump.values import HostRow, KernelResult, TensorLeaf
 from monitor.failures import EarlierFailure, Failures
-from monitor.mindspore import calls
-from monitor.mindspore.calls import ENGINE, observable
+from monitor.mindspore import autograd
+from monitor.mindspore.autograd import engine
 from monitor.mindspore.dump.apis import MindSporeApiInterception
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
+from monitor.mindspore.modules import observable
 from monitor.mindspore.process_group import initialized
 from monitor.mindspore.tensors import TENSOR_PATHS, computing
-from monitor.recording.backend import Graph
-from monitor.recording.protocols import Removable, chunks_of
+from monitor.recording.arguments import chunks_of
+from monitor.recording.backend import Autograd, Removable
 from monitor.stats.host.array_kernel import NumpyKernel, Raw, is_readable
 from monitor.stats.mindspore.arithmetic import on_the_host
 from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, combined
@@ -125,7 +126,7 @@ framework: str = "mindspore"
 module_prefix: str = "Cell"
 tensor: type = Tensor
 leaves = TENSOR_PATHS
-graph: Graph = calls
+graph: Autograd = autograd
 
 
 def new_reader(*, checksums: bool) -> MindSporeDumpReader:
@@ -174,7 +175,7 @@ def being_called() -> Sequence[int]:
 
 
 def backward_pass() -> int:
-    return ENGINE.current_pass()
+    return engine.current_pass()
 
 
 def rank() -> int | None:

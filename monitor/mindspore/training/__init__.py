@@ -7,7 +7,7 @@ from monitor.mindspore.training.callbacks import (
     TrainingMetricsCallback,
     TrainingStateMonitor,
 )
-from monitor.recording.protocols import RunEnded
+from monitor.recording.run import RunEnded
 
 __all__ = [
     "MFLossMonitor",

@@ -18,7 +18,7 @@ from monitor.failures import Failures
 from monitor.mindspore.hooks import after_forward
 from monitor.mindspore.process_group import place
 from monitor.mindspore.trainer_mon import TrainerMon
-from monitor.recording.protocols import HookSet
+from monitor.recording.backend import HookSet
 from monitor.stats.mindspore.tensors import on_host
 from monitor.training.metrics import NotARouterError
 from monitor.training.step import NoCounterError, Number, Tokens

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from monitor.failures import Failures
 from monitor.pytorch.compiled.tracing import Named, TracedCall, TracedCalls, follow
-from monitor.recording.protocols import Removable
+from monitor.recording.backend import Removable
 from monitor.stats.torch.tensors import beneath
 
 # --- Which tensors of compiled code hold the same numbers. Running compiled code writes to one tensor over and over, so neither
@@ -117,32 +117,34 @@ class ObservedHook:
 
     Attributes:
         handle: The tensor whose address identifies the hook. Never read.
+        calls: The calls by the addresses of their tags; empty in eager code.
+        earlier: Those of the step before.
     """
 
     def __init__(self, observer: Observer, device: torch.device) -> None:
         with beneath():
             self.handle = torch.empty(1, dtype=torch.int64, device=device)
         self.observer = observer
-        self._calls: dict[int, object] = {}
-        self._earlier: dict[int, object] = {}
+        self.calls: dict[int, object] = {}
+        self.earlier: dict[int, object] = {}
         _OBSERVED[self.handle.data_ptr()] = self
 
     def note(self, tag: Tensor, call: object | None) -> None:
         """``tag`` identifies ``call`` from now on. An earlier tensor at its address was freed."""
         address = tag.data_ptr()
-        self._earlier.pop(address, None)
+        self.earlier.pop(address, None)
         if call is None:
-            self._calls.pop(address, None)
+            self.calls.pop(address, None)
         else:
-            self._calls[address] = call
+            self.calls[address] = call
 
     def call(self, tag: Tensor) -> object | None:
         address = tag.data_ptr()
-        return self._calls[address] if address in self._calls else self._earlier.get(address)
+        return self.calls[address] if address in self.calls else self.earlier.get(address)
 
     def forget_step(self) -> None:
         """Drop the calls of the step before the one that has ended, whose own backward may still come."""
-        self._earlier, self._calls = self._calls, {}
+        self.earlier, self.calls = self.calls, {}
 
 
 _OPEN: Final = TracedCalls()

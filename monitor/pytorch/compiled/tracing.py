@@ -1,8 +1,8 @@
 """Follows gradients of a module's inputs and outputs while its call is traced.
 
 AOTAutograd traces forward and backward together, over a graph of autograd. So gradients are found as in eager code: by hooks on
-results, and on the edges through which the call returns gradients of its inputs (``input_gradients``). A module's inputs are
-not replaced, and no sum is regrouped.
+results, and on the edges through which the call returns gradients of its inputs (``recording/gradient_edges.py``). A module's
+inputs are not replaced, and no sum is regrouped.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from monitor.failures import Failures
-from monitor.pytorch import calls as input_gradients
-from monitor.pytorch.calls import Target, sequence_nr
+from monitor.pytorch import autograd
+from monitor.pytorch.autograd import Target, sequence_nr
 from monitor.recording.activations import ADVICE
-from monitor.recording.backend import Graph
-from monitor.recording.following import follow_inputs, follow_result, slots_of
-from monitor.recording.protocols import Removable
+from monitor.recording.backend import Autograd, Removable
+from monitor.recording.gradient_edges import follow_inputs, follow_result, slots_of
 
-GRAPH: Final[Graph] = input_gradients
+GRAPH: Final[Autograd] = autograd
 
 MOST_OPEN: Final = 64
 """Most nested calls of one module. Further open calls must have raised."""

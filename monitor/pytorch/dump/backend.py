@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
 from monitor.dump.values import Copy, HostRow, KernelResult, TensorLeaf
 from monitor.failures import Failures
-from monitor.pytorch import calls
+from monitor.pytorch import autograd
 from monitor.pytorch.dump.apis import TorchApiInterception, traced
 from monitor.pytorch.hooks import after_forward, before_forward, takes_hooks
 from monitor.pytorch.process_group import initialized
 from monitor.pytorch.tensors import TENSOR_PATHS, computing
-from monitor.recording.backend import Graph
-from monitor.recording.protocols import Removable, chunks_of
+from monitor.recording.arguments import chunks_of
+from monitor.recording.backend import Autograd, Removable
 from monitor.stats.partials import COLUMNS, Floats
 from monitor.stats.torch.dispatch import reduce_into
 from monitor.stats.torch.host_kernel import TorchHostKernel
@@ -170,7 +170,7 @@ framework: str = "pytorch"
 module_prefix: str = "Module"
 tensor: type = Tensor
 leaves = TENSOR_PATHS
-graph: Graph = calls
+graph: Autograd = autograd
 
 
 def new_reader(*, checksums: bool) -> TorchReader:
@@ -204,7 +204,7 @@ def parameters_of(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def on_parameter(parameter: Tensor, take: Callable[[Tensor], None]) -> Removable | None:
     if not parameter.requires_grad:
         return None
-    return calls.on_gradient(parameter, take)
+    return autograd.on_gradient(parameter, take)
 
 
 def being_called() -> None:

@@ -19,10 +19,10 @@ from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.optimizer_steps import innermost
 from monitor.pytorch.process_group import group_ranks
-from monitor.recording.backend import StepListener
+from monitor.recording.arguments import MAX_WRAPPERS
+from monitor.recording.backend import HookSet, StepListener
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.patches import CallListener, CallPatch
-from monitor.recording.protocols import MAX_WRAPPERS, HookSet
 from monitor.series import Placement, Ranks, Shard, ranks_of
 
 # --- The engine of DeepSpeed that trains a model. The monitor does not import DeepSpeed: if it is in use, it is imported

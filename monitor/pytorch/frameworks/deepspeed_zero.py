@@ -19,10 +19,10 @@ from monitor.pytorch.frameworks.deepspeed import DeepSpeed, RepackedDeepSpeed, S
 from monitor.pytorch.frameworks.framework import LocalGradients
 from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.pytorch.hooks import first_after_accumulation
+from monitor.recording.backend import HookSet, Removable
 from monitor.recording.gradients import EACH_MICRO_BATCH
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.patches import CallListener, CallPatch
-from monitor.recording.protocols import HookSet, Removable
 from monitor.series import Placement, Shard
 
 # --- Without ZeRO, in reduced precision: every rank steps a float32 copy of all weights.

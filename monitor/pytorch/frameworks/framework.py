@@ -24,9 +24,9 @@ from monitor.pytorch.frameworks.dtensor import Layout, Meshes, layouts_of, mesh_
 from monitor.pytorch.frameworks.optimizer_state import MomentFinder, SteppedTensor, placement_of_moments
 from monitor.pytorch.optimizer_steps import OptimizerSteps, containers_in, optimizers_in, wrappers_in
 from monitor.pytorch.process_group import group_ranks
-from monitor.recording.backend import StepListener, StepNotifier
+from monitor.recording.arguments import only
+from monitor.recording.backend import Removable, StepListener, StepNotifier
 from monitor.recording.parameter_series import NamedParameter
-from monitor.recording.protocols import Removable, only
 from monitor.series import LOCAL, MOMENT_KINDS, Placement, Ranks, ranks_of
 
 

@@ -23,9 +23,9 @@ from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.process_group import group_ranks
 from monitor.recording import patches
+from monitor.recording.backend import Removable
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.patches import CallListener
-from monitor.recording.protocols import Removable
 from monitor.series import LOCAL, Placement, Ranks, Shard, ranks_of
 
 GROUP: Final = "the process group of FullyShardedDataParallel"

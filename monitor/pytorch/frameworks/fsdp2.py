@@ -19,9 +19,9 @@ from monitor.pytorch.frameworks.dtensor import layout_of, placed, placement_of, 
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.recording import patches
+from monitor.recording.backend import Removable
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.patches import CallListener
-from monitor.recording.protocols import Removable
 from monitor.series import LOCAL, Placement, Ranks
 
 PARAMETER_ATTRIBUTES: Final = ("sharded_param", "sharded_state", "is_dtensor", "_module_info", "unsharded_accumulated_grad")

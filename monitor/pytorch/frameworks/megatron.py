@@ -20,10 +20,9 @@ from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.frameworks.megatron_shards import MasterWeights, MegatronLayout, members
 from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.pytorch.hooks import TorchCallPatch
-from monitor.recording.backend import StepListener, StepNotifier
+from monitor.recording.backend import HookSet, Removable, StepListener, StepNotifier
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.patches import CallListener, CallPatch
-from monitor.recording.protocols import HookSet, Removable
 from monitor.series import Placement
 
 # --- Patches of calls inside Megatron for which it has no hooks: the beginning of a gradient reduction, and its optimizers'

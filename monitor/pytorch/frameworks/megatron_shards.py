@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.pytorch.optimizer_steps import innermost
 from monitor.pytorch.process_group import group_ranks
+from monitor.recording.arguments import MAX_WRAPPERS
 from monitor.recording.parameter_series import NamedParameter
-from monitor.recording.protocols import MAX_WRAPPERS
 from monitor.series import LOCAL, Placement, Ranks, Shard, ranks_of
 
 

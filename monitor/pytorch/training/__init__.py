@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from monitor.pytorch.training import backend
-from monitor.recording.protocols import RunEnded
+from monitor.recording.run import RunEnded
 from monitor.training.metrics import MetricsBackend, RunMetrics
 
 __all__ = ["RunEnded", "TrainingMetrics"]

@@ -17,13 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
-from monitor.pytorch import backend
+from monitor.pytorch import modules, tensors
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.optimizer_steps import optimizers_in
 from monitor.pytorch.process_group import place
 from monitor.pytorch.trainer_mon import TrainerMon
+from monitor.recording.backend import HookSet
 from monitor.recording.patches import CallListener
-from monitor.recording.protocols import HookSet
 from monitor.selection import clean_name, without_module
 from monitor.stats.torch.tensors import local_shard
 from monitor.training.metrics import NotARouterError
@@ -98,7 +98,7 @@ class TorchRouters:
         self.names = tuple(chosen)
         for name, module in chosen.items():
             count = failures.guarded("counting what went to each expert", partial(self._count, name), of=name)
-            self._hooks.add(backend.after_forward(module, count))
+            self._hooks.add(modules.after_forward(module, count))
 
     def step(self) -> dict[str, Tokens]:
         """See ``monitor.training.metrics.Routers``."""
@@ -109,9 +109,9 @@ class TorchRouters:
         self._hooks.remove()
 
     def _count(self, name: str, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
-        if not module.training or backend.repeating():
+        if not module.training or modules.repeating():
             return
-        with backend.computing():
+        with tensors.computing():
             counts = counts_of(module, result)
             known = self._counts.get(name)
             self._counts[name] = counts if known is None else known.add_(counts)

@@ -11,12 +11,12 @@ from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
 from monitor.recording.activations import ModuleCollector
 from monitor.recording.attachment_spec import Attached
+from monitor.recording.backend import HookSet
 from monitor.recording.features.reading import NOT_CALLED
 from monitor.recording.features.watchers import FeatureWatcher, HookModules, modules_by_hook, warning
 from monitor.recording.model_names import ModelNames
 from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.phases import Collector
-from monitor.recording.protocols import HookSet
 from monitor.series import LOCAL, WATCHED_KINDS, Series
 
 
@@ -33,7 +33,7 @@ class FeatureCollector(Collector):
     def __init__(self, attached: Attached, names: ModelNames, modules: ModuleCollector) -> None:
         self.attached = attached
         self.modules = modules
-        self.reading = attached.backend.reading_of_features
+        self.reading = attached.backend.features
         self._framework = attached.framework
         self._ownership = ownership = attached.watch.ownership
         self._failures, config = attached.failures, attached.config
@@ -98,7 +98,7 @@ class FeatureCollector(Collector):
     def _watchers_of(self, hook: str, found: HookModules, config: MonitorConfig) -> Iterator[FeatureWatcher]:
         watcher = _watcher_of(hook)
         for module in found.modules:
-            if self.attached.backend.takes_hooks(module.module):
+            if self.attached.backend.modules.takes_hooks(module.module):
                 yield watcher(module, self, found, config)
             else:
                 self.does_not_fit(hook, module.name, "it takes no hooks")

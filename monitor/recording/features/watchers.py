@@ -9,12 +9,12 @@ from math import prod
 from typing import Any, Final, NamedTuple, Protocol
 
 from monitor.config import MonitorConfig
-from monitor.recording.activations import ModuleCollector
+from monitor.recording.activations import CallIndex, Calls, ModuleCollector
 from monitor.recording.attachment_spec import Attached
+from monitor.recording.backend import HookSet
 from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing
 from monitor.recording.model_names import ModelNames, NamedModule
 from monitor.recording.parameter_series import NamedParameter
-from monitor.recording.protocols import CallIndex, Calls, HookSet
 from monitor.recording.recorder import RecordedSeries
 from monitor.selection import Ambiguous, Unmatched, ambiguity_notice, unmatched_text
 from monitor.series import WATCHED_KINDS, Series
@@ -137,10 +137,10 @@ class FeatureWatcher(ABC):
             self._calls.restart(micro_step)
 
     def _before_forward(self, hooks: HookSet, what: str, call: Callable[..., None]) -> None:
-        hooks.add(self._backend.before_forward(self._module, self._hook(what, call)))
+        hooks.add(self._backend.modules.before_forward(self._module, self._hook(what, call)))
 
     def _after_forward(self, hooks: HookSet, what: str, call: Callable[..., None]) -> None:
-        hooks.add(self._backend.after_forward(self._module, self._hook(what, call), always=True))
+        hooks.add(self._backend.modules.after_forward(self._module, self._hook(what, call), always=True))
 
     def _hook(self, what: str, call: Callable[..., None]) -> Callable[..., None]:
         def hidden(*args: Any) -> None:
@@ -155,10 +155,10 @@ class FeatureWatcher(ABC):
 
     def _begin(self, module: Any) -> CallIndex | None:
         """The call that begins now; None if it is not part of training, or is a recomputation."""
-        if self._backend.repeating() or not self._modules.counts(self._chunk, module):
+        if self._backend.modules.repeating() or not self._modules.counts(self._chunk, module):
             return None
         if self._calls is None:
-            self._calls, self.called = self._backend.new_calls(), True
+            self._calls, self.called = Calls(self._modules.repetitions()), True
             self._modules.remember(self)
         return self._calls.begin(self._clock.micro_step(self._chunk))
 
@@ -287,7 +287,7 @@ class RouterLogitWatcher(FeatureWatcher):
         if formed is None:
             self._misfit(NO_LOGITS)
             return
-        for leaf in self._backend.leaves.outputs(result)[:1]:
+        for leaf in self._backend.tensors.paths.outputs(result)[:1]:
             self._record(place.call, {COUNT: formed.tokens, SUM: formed.entropy}, leaf.tensor, place.micro_step)
 
     def _logits(self, result: Any, experts: int | None) -> Any:

@@ -13,7 +13,7 @@ from networks import InPlace, OneLayer
 from torch import Tensor, nn
 from watching import EVERYTHING, Output, attached, train, warnings_in
 
-from monitor.pytorch import activations
+from monitor.pytorch import modules
 from monitor.pytorch.compiled.hooks import HookGuards
 
 
@@ -71,7 +71,7 @@ class Regions(nn.Module):
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever else in this process has a monitor."""
-    monkeypatch.setattr(activations, "HOOK_GUARDS", HookGuards())
+    monkeypatch.setattr(modules, "HOOK_GUARDS", HookGuards())
     torch._dynamo.reset()
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
         yield

@@ -142,6 +142,6 @@ def test_calls_of_earlier_steps_are_let_go_of(output: Output) -> None:
     with attached(output, model, optimizer, **EVERYTHING):
         train(compiled, optimizer, 5, batch(0))
         hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-        kept = [(len(hook._traced._observed._calls), len(hook._traced._observed._earlier)) for hook in hooks]
+        kept = [(len(hook._traced._observed.calls), len(hook._traced._observed.earlier)) for hook in hooks]
     assert {now for now, _ in kept} == {0}
     assert 1 <= max(before for _, before in kept) <= 2  # a call's beginning and its end

@@ -1,87 +1,10 @@
-"""Small shared parts of attaching: hook handles, call indices, ``RunEnded``, and checks of ``set_monitor``'s arguments."""
+"""Checks of the arguments of ``set_monitor``, before anything is attached. They find the chunks and the optimizers."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
-
-
-class Removable(Protocol):
-    """The handle that frameworks return for a hook."""
-
-    def remove(self) -> None: ...
-
-
-class HookSet:
-    """Handles of registered hooks."""
-
-    def __init__(self) -> None:
-        self._handles: list[Removable] = []
-
-    def add(self, handle: Removable) -> None:
-        self._handles.append(handle)
-
-    def remove(self) -> None:
-        """Remove every hook."""
-        while self._handles:
-            self._handles.pop().remove()
-
-
-class CallIndex(NamedTuple):
-    """The index of a module's call in its step.
-
-    Attributes:
-        micro_step: The micro-step of the call's forward.
-        call: Number of earlier calls of the module in that micro-step.
-    """
-
-    micro_step: int
-    call: int
-
-
-class Calls:
-    """Counts the calls of one module in one step."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-
-    def begin(self, micro_step: int) -> CallIndex:
-        """The index of a call that begins in forward."""
-        place = CallIndex(micro_step, self._counts[micro_step])
-        self._counts[micro_step] += 1
-        return place
-
-    def begun(self, micro_step: int) -> int:
-        """Number of calls of a micro-step that have begun."""
-        return self._counts[micro_step]
-
-    def repeat(self) -> CallIndex | None:
-        """For a recomputation in backward: the index of the repeated call; None if that call has a graph, or is unknown."""
-        return None
-
-    def restart(self, micro_step: int) -> None:
-        """Reset the micro-step, whose forward failed."""
-        del self._counts[micro_step]
-
-
-class RunEnded(SystemExit):
-    """The monitor ends the run on every rank: ``print_struct`` or ``cc_log_only`` is done.
-
-    Raised from ``optimizer.step()`` after all files are complete. As a ``SystemExit`` with status 0 it passes through
-    ``except Exception`` and ends the process without a traceback.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(0)
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return self.reason
-
-
-# --- Checks of the arguments of ``set_monitor``, before anything is attached.
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 

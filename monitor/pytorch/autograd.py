@@ -1,6 +1,4 @@
-"""Numbers the calls of a module, recognises repetitions by activation checkpointing, and observes gradients of a call's
-inputs.
-"""
+"""Access to PyTorch's autograd graph: gradients of a call's inputs, and repetitions by activation checkpointing."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Final
@@ -20,9 +18,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
-from monitor.recording import protocols
+from monitor.recording.activations import CallIndex
+from monitor.recording.backend import Removable
 from monitor.recording.gradient_edges import BackwardEngine, before, walk
-from monitor.recording.protocols import CallIndex, Removable
 
 # --- The gradient that a module returns for one of its inputs, observed without changing the graph. A full module backward hook
 # inserts identities, which regroup sums of gradients and change bits. Instead, the pre-hook notes the gradient edge of each
@@ -39,7 +37,6 @@ _FORWARDING_NODE: Final[Any] = BackwardHookFunction._backward_cls
 
 sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 recording: Callable[[], bool] = torch.is_grad_enabled
-current_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def requires_grad(x: Tensor) -> bool:
@@ -63,12 +60,6 @@ def on_gradient(x: Tensor, write: Write) -> Removable:
 
     handle: Removable = x.register_hook(hook)
     return handle
-
-
-def backward_begins(x: Tensor, call: Write) -> None:
-    """Call ``call`` when a backward reaches the result ``x`` of a forward, if a backward can begin from ``x``."""
-    if x.requires_grad and x.grad_fn is not None:
-        x.register_hook(call)
 
 
 def gradient_target(x: Tensor) -> Target:
@@ -103,17 +94,12 @@ def _only_forwards(node: Node) -> bool:
     return type(node) is _FORWARDING_NODE
 
 
-def watch(target: Target, edges: list[Edge], write: Write) -> list[Removable]:
-    """See ``BackwardEngine.watch``."""
-    return ENGINE.watch(target, edges, write)
-
-
 def _add(one: Tensor, other: Tensor) -> Tensor:
     with torch.no_grad():
         return one + other
 
 
-ENGINE: Final[BackwardEngine[Tensor]] = BackwardEngine(current_pass, _add)
+engine: BackwardEngine[Tensor] = BackwardEngine(torch._C._current_graph_task_id, _add)
 
 
 def recomputing() -> bool:
@@ -140,8 +126,8 @@ class _Begun:
         return run[position] if len(run) > position and None not in run else None
 
 
-class Calls(protocols.Calls):
-    """The calls of one module in one step.
+class CheckpointRepetitions:
+    """Recognises the calls of one module that ``torch.utils.checkpoint`` repeats in one step (``Repetitions``).
 
     Non-reentrant checkpointing repeats calls whose graph exists already; the repetition is ignored. Reentrant checkpointing
     calls a module first without a graph, and again with one when backward reaches the segment's node. That node was made just
@@ -150,16 +136,15 @@ class Calls(protocols.Calls):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._begun: dict[int, _Begun] = {}
         self._repeated: Counter[tuple[int, int]] = Counter()
 
-    def begin(self, micro_step: int) -> CallIndex:
-        place = super().begin(micro_step)
-        self._note(place)
-        return place
+    def began(self, place: CallIndex) -> None:
+        begun = self._begun.setdefault(threading.get_ident(), _Begun())
+        begun.numbers.append(sequence_nr())
+        begun.places.append(None if torch.is_grad_enabled() else place)
 
-    def repeat(self) -> CallIndex | None:
+    def repeated(self, _counts: Mapping[int, int]) -> CallIndex | None:
         node = torch._C._current_autograd_node()
         if not isinstance(node, BackwardCFunction) or _is_unpacking():
             return None
@@ -171,13 +156,11 @@ class Calls(protocols.Calls):
         place = found.pop() if len(found) == 1 else None
         if place is not None and not torch.is_grad_enabled():
             # A checkpoint within a checkpoint: this repetition will itself be repeated.
-            self._note(place)
+            self.began(place)
         return place
 
-    def _note(self, place: CallIndex) -> None:
-        begun = self._begun.setdefault(threading.get_ident(), _Begun())
-        begun.numbers.append(sequence_nr())
-        begun.places.append(None if torch.is_grad_enabled() else place)
+    def restart(self, micro_step: int) -> None:
+        """Keep the failed calls: their segments may still have a backward."""
 
 
 def _is_unpacking() -> bool:

@@ -1,0 +1,181 @@
+"""Access to MindSpore's autograd graph: gradients of a call's inputs, and calls of cells that a recomputation repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from mindspore import Parameter, Tensor, mint
+from mindspore.common import _no_grad
+from mindspore.nn.cell import _pynative_executor
+
+from monitor.failures import EarlierFailure
+from monitor.mindspore import hooks
+from monitor.recording.activations import CallIndex
+from monitor.recording.backend import Removable
+from monitor.recording.gradient_edges import BackwardEngine, walk
+
+
+class RecomputeRepetitions:
+    """Recognises the calls of one cell that ``mindspore.recompute`` repeats in one step (``Repetitions``).
+
+    One function runs a forward and its backward. So it repeats calls of the latest micro-step. If the cell
+    had one call there, that call is repeated.
+    """
+
+    began = None
+
+    def __init__(self) -> None:
+        self._repeated: set[int] = set()
+
+    def repeated(self, counts: Mapping[int, int]) -> CallIndex | None:
+        if not counts:
+            return None
+        micro_step = max(counts)
+        if counts[micro_step] != 1 or micro_step in self._repeated:
+            return None
+        self._repeated.add(micro_step)
+        return CallIndex(micro_step, 0)
+
+    def restart(self, micro_step: int) -> None:
+        self._repeated.discard(micro_step)
+
+
+# --- The gradient of one cell's inputs, observed without changing the graph.
+#
+# ``Cell.register_backward_hook`` makes the cell a function of its own, which regroups sums of gradients and changes bits. So
+# the monitor finds the edges itself. The pre-hook notes where the gradient of each input goes, and the number of the graph's
+# newest node. The forward hook walks back from the outputs over the nodes made during the call. A hook on each edge into the
+# input then reads the gradient.
+#
+# MindSpore shows its graph in attributes with an underscore, which only this file uses. A version without them has no rows of
+# inputs. A query about a tensor's graph waits until earlier calls were issued, though not until they were computed. It may
+# raise an error of those calls: then ``EarlierFailure`` is raised.
+
+GRAPH_IS_THERE: Final = hasattr(Tensor, "_grad_node") and hasattr(_pynative_executor, "get_current_autodiff_engine_id")
+"""Whether this version of MindSpore shows its graph. If not, ``requires_grad`` returns False for every tensor."""
+LEAF: Final = 2**64 - 1
+"""The sequence number of a tensor that no operation has made."""
+
+Write = Callable[[Tensor], None]
+T = TypeVar("T")
+
+
+class GraphNode:
+    """A node of the backward graph. MindSpore creates a new object for each query; objects of the same node are equal."""
+
+    __slots__ = ("_id", "_node")
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        self._id: int = node._unique_id()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GraphNode) and other._id == self._id
+
+    def __hash__(self) -> int:
+        return hash(self._id)
+
+    @property
+    def next_functions(self) -> tuple[tuple[GraphNode | None, int], ...]:
+        return tuple((None if node is None else GraphNode(node), index) for node, index in self._node.next_functions)
+
+    def _sequence_nr(self) -> int:
+        number: int = self._node._sequence_nr()
+        return number
+
+    def register_hook(self, fn: Callable[[Any, Any], None], /) -> Removable:
+        handle: Removable = self._node.register_hook(fn)
+        return handle
+
+    def register_prehook(self, fn: Callable[[Any], None], /) -> Removable:
+        handle: Removable = self._node.register_prehook(fn)
+        return handle
+
+
+Target = tuple[GraphNode, int]
+"""A gradient edge: the node that will receive the gradient, and the index of its input."""
+Edge = tuple[GraphNode, int]
+"""A producer: the node and the index of its ``next_functions`` through which it feeds a target."""
+
+
+def recording() -> bool:
+    """Whether operations called now are recorded for a backward. Does not wait."""
+    return bool(_pynative_executor.requires_grad())
+
+
+def current_pass() -> int:
+    """The number of the backward in progress; -1 if there is none, or if backwards cannot be told apart."""
+    number: int = _pynative_executor.get_current_autodiff_engine_id() if GRAPH_IS_THERE else -1
+    return number
+
+
+def in_backward() -> bool:
+    """Whether the caller runs inside a backward: a forward that begins now repeats an earlier one."""
+    return current_pass() >= 0
+
+
+def sequence_nr() -> int:
+    """A number below the sequence numbers of all later nodes. 0 if no nodes are made."""
+    if not (GRAPH_IS_THERE and recording()):
+        return 0
+    # MindSpore does not show the number. A view of a tensor outside the model gets the next one, and computes nothing.
+    return _queried(lambda: int(_probe().view(1)._grad_node._sequence_nr()))
+
+
+def requires_grad(x: Tensor) -> bool:
+    """Whether the graph has a node for the gradient of ``x``.
+
+    Each floating-point argument of the differentiated function has one. No gradient arrives for arguments that it is not
+    differentiated by.
+    """
+    return GRAPH_IS_THERE and bool(x.is_floating_point()) and _queried(lambda: x._requires_grad and x._grad_node is not None)
+
+
+def gradient_target(x: Tensor) -> Target:
+    """The current gradient edge of ``x``, which requires a gradient. In-place operations change it, so it is noted before the
+    call.
+    """
+    return _queried(lambda: (GraphNode(x._grad_node), x._output_index))
+
+
+def made_since(x: Tensor, start: int) -> bool:
+    """Whether ``x`` is the result of an operation called after ``sequence_nr`` was ``start``. Its hooks go with the graph."""
+    node = _queried(lambda: x._grad_node) if GRAPH_IS_THERE else None
+    return node is not None and start < node._sequence_nr() < LEAF
+
+
+def producers(
+    outputs: Iterable[Tensor], targets: Iterable[Target], start: int, *, others_call: bool = False
+) -> dict[Target, list[Edge]]:
+    """The edges into each target from nodes with sequence number ``start`` or later. All threads share the numbers."""
+    del others_call
+    ends = _queried(lambda: [node for x in outputs if (node := x._grad_node) is not None])
+    return walk([GraphNode(node) for node in ends], targets, start)
+
+
+def on_gradient(x: Tensor, write: Write) -> Removable:
+    """Call ``write(gradient)`` with the sum over all consumers of ``x``, once in each backward that reaches ``x``."""
+    return _queried(lambda: hooks.on_gradient(x, lambda gradient: None if gradient is None else write(gradient)))
+
+
+def _queried(ask: Callable[[], T]) -> T:
+    try:
+        return ask()
+    except Exception as error:
+        raise EarlierFailure(error) from error
+
+
+@cache
+def _probe() -> Parameter:
+    return Parameter(Tensor(np.zeros(1, np.float32)), name="monitor")
+
+
+def _add(one: Tensor, other: Tensor) -> Tensor:
+    with _no_grad():
+        return mint.add(one, other)
+
+
+engine: BackwardEngine[Tensor] = BackwardEngine(current_pass, _add)

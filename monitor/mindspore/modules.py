@@ -1,0 +1,206 @@
+"""Access to MindSpore's cells: the hooks that they take, which calls train, and forwards that raised."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, Final
+
+import mindspore as ms
+from mindspore import Tensor, nn
+from mindspore.ops.composite import base
+
+from monitor.failures import LOGGER, Failures
+from monitor.mindspore import hooks as cell_hooks
+from monitor.mindspore.autograd import (
+    GRAPH_IS_THERE,
+    RecomputeRepetitions,
+    in_backward,
+    made_since,
+    on_gradient,
+    recording,
+    requires_grad,
+)
+from monitor.recording import arguments
+from monitor.recording.activations import ModuleCollector, ModuleWatcher
+from monitor.recording.backend import HookSet
+from monitor.recording.model_names import NamedParts
+
+never_called: tuple[type, ...] = (nn.CellList, nn.CellDict)
+before_forward, after_forward, takes_hooks = cell_hooks.before_forward, cell_hooks.after_forward, cell_hooks.takes_hooks
+repeating = in_backward
+
+
+def chunks_of(model: Any) -> Sequence[nn.Cell]:
+    """The chunks of a virtual pipeline; a single cell becomes a list.
+
+    Raises:
+        TypeError: One of them is no cell.
+        ValueError: In graph mode everything is compiled, so nothing can be recorded.
+    """
+    chunks = arguments.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
+    refuse_graph_mode()
+    for chunk in chunks:
+        if said := observable(chunk).warning():
+            LOGGER.warning("%s", said)
+    return chunks
+
+
+def parts(chunk: nn.Cell) -> NamedParts:
+    """The cells that take hooks, and all parameters. Compiled cells take none."""
+    return NamedParts(observable(chunk).cells, chunk.parameters_and_names())
+
+
+class CellHooks:
+    """The hooks of a collector's cells (``CallHooks``). MindSpore calls none after a forward that raised."""
+
+    repetitions = RecomputeRepetitions
+
+    def __init__(self, collector: ModuleCollector) -> None:
+        self._failures = collector.failures
+
+    def hook_module(
+        self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
+    ) -> None:
+        self.hook_root(watcher.chunk, watcher.module, before, after, hooks)
+
+    def hook_root(
+        self, _chunk: int, root: nn.Cell, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
+    ) -> None:
+        hooks.add(before_forward(root, before))
+        hooks.add(after_forward(root, after))
+
+    def is_running(self, root: nn.Cell, calls: int) -> bool:
+        """Whether that many calls of the root are on this thread's stack."""
+        frame: FrameType | None = sys._getframe(1)
+        found = 0
+        while frame is not None and found < calls:
+            found += frame.f_code is nn.Cell.__call__.__code__ and frame.f_locals.get("self") is root
+            frame = frame.f_back
+        return found == calls
+
+    def root_trains(self, root: nn.Cell) -> bool:
+        """Whether a forward of the whole model that begins now trains, regardless of its training flag."""
+        training = trains(root)
+        if training:
+            warn_of_evaluation(root, self._failures)
+        return training
+
+    def backward_begins(self, x: Tensor, call: Callable[[Tensor], None]) -> None:
+        if requires_grad(x) and made_since(x, 0):  # a hook on a parameter would stay for every later backward
+            on_gradient(x, call)
+
+    def end_step(self) -> None:
+        """Keeps no data."""
+
+    def remove(self) -> None:
+        """Keeps no data."""
+
+
+new_hooks = CellHooks
+
+
+# --- The cells that take hooks in MindSpore's modes.
+#
+# MindSpore calls no hooks inside compiled code. It calls the hooks of a compiled cell itself, but not those of cells inside it.
+
+_DIFFERENTIATING: Final[CodeType | None] = getattr(getattr(base, "_pynative_func_grad_forward", None), "__code__", None)
+"""The code that calls every function that is differentiated."""
+
+_REPEATS: Final = "_recompute_cell"
+"""The attribute through which ``Cell.recompute`` calls a cell. It is no part of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observable:
+    """The cells of a model.
+
+    Attributes:
+        cells: The cells that take hooks, by name, in the order of ``cells_and_names``.
+        hiding: The names of compiled cells that contain other cells, which take no hooks.
+    """
+
+    cells: Sequence[tuple[str, nn.Cell]]
+    hiding: Sequence[str]
+
+    def warning(self) -> str:
+        """The warning for the user; empty if no cell is hidden."""
+        if not self.hiding:
+            return ""
+        names = ", ".join(repr(name) if name else "the model" for name in self.hiding)
+        return f"Cells inside {names} are compiled (@jit) and have no rows: take @jit off to record them."
+
+
+def refuse_graph_mode() -> None:
+    """Refuse graph mode, before anything is attached.
+
+    Raises:
+        ValueError: The mode is GRAPH_MODE, in which every cell is compiled and no hook is called.
+    """
+    if ms.get_context("mode") == ms.GRAPH_MODE:
+        to_do = "call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) before set_monitor"
+        raise ValueError(f"mode is GRAPH_MODE, so MindSpore calls no hooks and nothing can be recorded: {to_do}.")
+
+
+def compiled(cell: nn.Cell) -> bool:
+    """Whether ``jit`` is around the cell's ``construct``. A compiled function that calls the cell is not detected."""
+    return bool(getattr(cell.construct, "__wrapped_by_jit__", False))
+
+
+def observable(root: nn.Cell) -> Observable:
+    """The cells of a model that take hooks. A cell used both inside a compiled cell and elsewhere takes none."""
+    named = [(name, cell) for name, cell in root.cells_and_names() if _REPEATS not in name.split(".")]
+    hiding = {name: inside for name, cell in named if compiled(cell) and (inside := _inside(cell))}
+    hidden: set[int] = set().union(*hiding.values())
+    if not GRAPH_IS_THERE:  # a repetition could not be distinguished from a call
+        repeated = [name.split(".") for name, _ in root.cells_and_names()]
+        hidden |= {id(cell) for name, cell in named if any(_repeats(name, one) for one in repeated)}
+    cells = [(name, cell) for name, cell in named if id(cell) not in hidden]
+    # A compiled cell inside another compiled cell is hidden by the outer one.
+    outermost = [name for name, cell in cells if name in hiding]
+    return Observable(cells, outermost)
+
+
+def _repeats(name: str, parts: list[str]) -> bool:
+    """Whether the cell ``name`` is recomputed, or lies in a recomputed cell, to which the path ``parts`` leads."""
+    if _REPEATS not in parts:
+        return False
+    within = parts[: parts.index(_REPEATS)]
+    return name.split(".")[: len(within)] == within if within else True
+
+
+def trains(cell: nn.Cell) -> bool:
+    """Whether a call of the cell that begins now trains: its operations are recorded for a backward.
+
+    MindSpore also records operations that do not train: everything after a differentiated function has raised, and every call
+    of a cell with ``set_grad``.
+    """
+    return recording() and (_DIFFERENTIATING is None or _is_trained(cell))
+
+
+def _is_trained(cell: nn.Cell) -> bool:
+    """Whether a backward will follow: a differentiated function is on the stack, or a cell that requires gradients. In
+    evaluation the cell must have an optimizer.
+    """
+    sign = "requires_grad" if cell.training else "optimizer"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _DIFFERENTIATING:
+            return True
+        if frame.f_code is nn.Cell.__call__.__code__ and getattr(frame.f_locals.get("self"), sign, None) not in (None, False):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def warn_of_evaluation(root: nn.Cell, failures: Failures) -> None:
+    """Warn once that a differentiated model was never put in training mode, so that its dropout has no effect."""
+    if not root.training:
+        said = "A model is trained with its training flag off: its gradients are recorded, but Dropout and BatchNorm act as in"
+        failures.warn("training flag", f"{said} evaluation. Call set_train(True) on it unless that is meant.")
+
+
+def _inside(cell: nn.Cell) -> set[int]:
+    return {id(inner) for _, inner in cell.cells_and_names() if inner is not cell}

@@ -1,0 +1,241 @@
+"""Access to PyTorch's modules: hooks in eager and compiled code, and which calls train.
+
+``torch.distributed.pipelining`` rehearses a stage whose input shapes are unknown, before the first micro-batch. The forward and
+backward of empty tensors look like training, and no public hook announces them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from monitor.pytorch import hooks as module_hooks
+from monitor.pytorch.autograd import CheckpointRepetitions
+from monitor.pytorch.compiled.hooks import ADVICE as EARLIER
+from monitor.pytorch.compiled.hooks import HOOK_GUARDS, TracedHook, TracedInputs, TracedOutputs
+from monitor.pytorch.compiled.operators import TRACEABLE, ObservedHook
+from monitor.pytorch.compiled.tracing import CallObserver, GuardedObserver, device_of
+from monitor.pytorch.tensor_reader import TorchTensorReader
+from monitor.recording import arguments
+from monitor.recording.activations import CallIndex, ModuleCall, ModuleCollector, ModuleWatcher
+from monitor.recording.backend import HookSet, Removable
+from monitor.recording.model_names import NamedParts
+from monitor.selection import ALL_TENSORS, NO_TENSORS
+
+never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
+takes_hooks = module_hooks.takes_hooks
+
+
+def chunks_of(model: Any) -> Sequence[nn.Module]:
+    """The chunks of a virtual pipeline, or the one module as a list of itself. Raises ``TypeError`` and ``ValueError``."""
+    return arguments.chunks_of(model, nn.Module, "torch.nn.Module")
+
+
+def parts(chunk: nn.Module) -> NamedParts:
+    return NamedParts(chunk.named_modules(), chunk.named_parameters())
+
+
+def before_forward(module: nn.Module, call: Callable[..., None], *, compiled: bool = False) -> Removable:
+    return module_hooks.before_forward(module, call, _reporting(call, module) if compiled else None)
+
+
+def after_forward(module: nn.Module, call: Callable[..., None], *, always: bool = False, compiled: bool = False) -> Removable:
+    return module_hooks.after_forward(module, call, _reporting(call, module, ends=True) if compiled else None, always=always)
+
+
+def _reporting(call: Callable[..., None], module: nn.Module, *, ends: bool = False) -> TracedHook | None:
+    """A hook of compiled code that reports calls, if this version of torch keeps operators in order."""
+    return TracedHook(ObservedHook(CallObserver(call, module), device_of(module)), ends=ends) if TRACEABLE else None
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether a call of the module that begins now is a training call. Under a transform of ``torch.func`` it is not: the
+    tensors are placeholders and hold no numbers.
+    """
+    return module.training and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def repeating() -> bool:
+    """Whether a backward pass is running on this thread: a forward inside one repeats an earlier forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def rehearsing() -> bool:
+    """Whether the forward that begins is a stage's rehearsal. Free if there are no stages."""
+    rehearsal = _rehearsal()
+    frame: FrameType | None = sys._getframe(1) if rehearsal is not None else None
+    while frame is not None and frame.f_code is not rehearsal:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _rehearsal() -> CodeType | None:
+    """Code of the rehearsing function. Versions of torch that infer shapes with meta tensors, without gradients, have none."""
+    stage = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "PipelineStage", None)
+    return getattr(getattr(stage, "_forward_metadata_inference", None), "__code__", None)
+
+
+class CompilableHooks:
+    """The hooks of a collector's modules, and their counterparts in compiled code (``CallHooks``)."""
+
+    is_running = None
+    repetitions = CheckpointRepetitions
+
+    def __init__(self, collector: ModuleCollector) -> None:
+        self._collector = collector
+        self._observed_roots: list[ObservedHook] = []
+        HOOK_GUARDS.hold(self)
+
+    def hook_module(
+        self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
+    ) -> Callable[[], None] | None:
+        module, name, wanted, failures = watcher.module, watcher.name, watcher.wanted, self._collector.failures
+        if HOOK_GUARDS.came_late(module):
+            failures.warn("compiled before", f"{name or type(module).__name__!r} {EARLIER}")
+        if not TRACEABLE:
+            _hook(module, before, after, hooks)
+            return None
+        observer = GuardedObserver(CompiledModule(watcher), failures, name)
+        observed = ObservedHook(observer, device_of(module, self._collector.roots.get(watcher.chunk)))
+        begins = TracedInputs(observed, wanted.input, wanted.input_grad)
+        ends = TracedOutputs(observed, wanted.output, wanted.output_grad)
+        _hook(module, before, after, hooks, begins, ends)
+        return observed.forget_step
+
+    def hook_root(
+        self, chunk: int, root: nn.Module, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
+    ) -> None:
+        HOOK_GUARDS.meet(root)
+        if not TRACEABLE:
+            _hook(root, before, after, hooks)
+            return
+        compiled = CompiledRoot(self._collector, chunk, before, after)
+        observed = ObservedHook(GuardedObserver(compiled, self._collector.failures, ""), device_of(root))
+        self._observed_roots.append(observed)
+        _hook(root, before, after, hooks, TracedHook(observed), TracedOutputs(observed, NO_TENSORS, ALL_TENSORS))
+
+    def root_trains(self, root: nn.Module) -> bool:
+        """Whether a forward of the whole model that begins now trains. The rehearsal of a pipeline stage does not."""
+        return trains(root) and torch.is_grad_enabled() and not rehearsing()
+
+    def backward_begins(self, x: Tensor, call: Callable[[Tensor], None]) -> None:
+        if x.requires_grad and x.grad_fn is not None:
+            x.register_hook(call)
+
+    def end_step(self) -> None:
+        for observed in self._observed_roots:
+            if observed.calls or observed.earlier:
+                observed.forget_step()
+
+    def remove(self) -> None:
+        HOOK_GUARDS.release(self)
+
+
+new_hooks = CompilableHooks
+
+
+def _hook(
+    module: nn.Module,
+    before: Callable[..., None],
+    after: Callable[..., None],
+    hooks: HookSet,
+    begins: TracedHook | None = None,
+    ends: TracedHook | None = None,
+) -> None:
+    hooks.add(module_hooks.before_forward(module, before, begins))
+    hooks.add(module_hooks.after_forward(module, after, ends, always=True))
+
+
+# --- What the operators in compiled code call, in place of hooks.
+
+
+class CompiledCall(NamedTuple):
+    """A call in compiled code, and the step that it belongs to."""
+
+    call: ModuleCall
+    step: int
+
+
+class CompiledModule:
+    """The calls of one module in compiled code."""
+
+    def __init__(self, watcher: ModuleWatcher) -> None:
+        self._watcher = watcher
+        self._collector, self._clock = watcher.collector, watcher.collector.clock
+        self._recorder = watcher.collector.recorder
+        self._reader = cast(TorchTensorReader, self._recorder.reader)
+
+    def begins(self, tag: Tensor) -> CompiledCall | None:
+        if not self._recorder.active and tag.is_cpu:  # a capture on a device may be replayed in collected steps
+            return None
+        call = self._watcher.begin() or self._repeated()
+        self._watcher.open_calls.setdefault(get_ident(), []).append(call)
+        return self._compiled(call, tag)
+
+    def ends(self, tag: Tensor) -> CompiledCall | None:
+        opened = self._watcher.open_calls.get(get_ident())
+        return self._compiled(opened.pop() if opened else None, tag)
+
+    def _compiled(self, call: ModuleCall | None, tag: Tensor) -> CompiledCall | None:
+        if call is None:
+            return None
+        self._reader.keep_micro_step(tag, self._watcher.chunk)
+        return CompiledCall(call, self._clock.step)
+
+    def _repeated(self) -> ModuleCall | None:
+        """The call that a checkpoint around compiled code repeats in a backward."""
+        micro_step, calls = self._clock.backward[self._watcher.chunk], self._watcher.calls
+        if micro_step < 0 or calls is None or not repeating():
+            return None
+        return ModuleCall(CallIndex(micro_step, 0), records_forward=False) if calls.begun(micro_step) == 1 else None
+
+    def sees(self, x: Tensor, call: CompiledCall, tag: Tensor, slot: str, found: int, value: int) -> None:
+        (micro_step, number), records_forward = call.call.place, call.call.records_forward
+        if records_forward and call.step == self._clock.step:
+            watcher = self._watcher
+            side = "input" if slot.startswith("input") else "output"
+            watcher.fitting(side, watcher.wanted.input if side == "input" else watcher.wanted.output, found)
+            self._reader.record_value(watcher.series("actv", slot, number, x), x, micro_step, value, tag)
+
+    def sees_gradient(self, gradient: Tensor, call: CompiledCall, tag: Tensor, slot: str, value: int) -> None:
+        micro_step, number = call.call.place
+        if self._watcher.is_attached and (not tag.is_cpu or self._collector.belongs(call.step)):
+            series = self._watcher.series("actv_grad", slot, number, gradient)
+            self._reader.record_value(series, gradient, micro_step, value, tag)
+
+    def keep(self, handles: Sequence[Removable]) -> None:
+        self._collector.until_step_ends(handles)
+
+
+class CompiledRoot:
+    """A whole model that is compiled together with its hooks."""
+
+    def __init__(self, collector: ModuleCollector, chunk: int, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._collector = collector
+        self._chunk = chunk
+        self._before = before
+        self._after = after
+
+    def begins(self, _tag: Tensor) -> None:
+        self._before(self._collector.roots[self._chunk], (), {})
+
+    def ends(self, _tag: Tensor) -> int | None:
+        """The micro-step, if the call that ends trains."""
+        tracked = self._collector.in_tracked_root(self._chunk)
+        self._after(self._collector.roots[self._chunk], (), {}, None)
+        return self._collector.clock.forward[self._chunk] if tracked else None
+
+    def sees(self, *_: Any) -> None:
+        """Ignored: the modules' own hooks read inputs and outputs."""
+
+    def sees_gradient(self, gradient: Tensor, call: int, *_: Any) -> None:
+        self._collector.backward_begins(self._chunk, call, gradient)
+
+    def keep(self, handles: Sequence[Removable]) -> None:
+        self._collector.until_step_ends(handles)
