@@ -159,17 +159,17 @@ def _moment(name: str, *, estimated: bool = True) -> Kind:
     return _of_step(name, "mv_distribution", group="moment", role="MOMENT", **more)
 
 
-def _feature(name: str, phase: Literal["forward", "step"], watcher: str, suffix: str, **more: Any) -> Kind:
+def _feature(
+    name: str, phase: Literal["forward", "step"], watcher: str, suffix: str, *columns: Column, of_elements: bool = False
+) -> Kind:
     """A kind of the modules that ``l2_targets`` names: measured in every forward, or of a weight when a forward begins.
 
     Args:
         watcher: ``module:class`` within ``monitor.recording.features``.
     """
-    forward = phase == "forward"
-    more = {"of_elements": False, "replicated": not forward, "per_micro_step": forward, **more}
-    return Kind(
-        name, "recording_l2_features", "module", phase, watcher=f"monitor.recording.features.{watcher}", suffix=suffix, **more
-    )
+    forward, path = phase == "forward", f"monitor.recording.features.{watcher}"
+    own: Any = {"columns": columns, "of_elements": of_elements, "watcher": path, "suffix": suffix}
+    return Kind(name, "recording_l2_features", "module", phase, replicated=not forward, per_micro_step=forward, **own)
 
 
 REPLICA_KIND: Final = "replica"
@@ -206,7 +206,8 @@ KIND_TABLE: Final = (
         "forward",
         "watchers:AttentionWatcher",
         "attention",
-        columns=(Column("entropy", "mean", "sum"), Column("softmax_max", "mean", "sumsq")),
+        Column("entropy", "mean", "sum"),
+        Column("softmax_max", "mean", "sumsq"),
     ),
     # Elements, matrices (1), the square of the Frobenius norm, the spectral norm.
     _feature(
@@ -214,11 +215,9 @@ KIND_TABLE: Final = (
         "step",
         "watchers:LinearWatcher",
         "linear",
-        columns=(
-            Column("sr", "stable rank", combines="never"),
-            Column("kernel_norm", "spectral norm", combines="never"),
-            Column("frobenius_norm", "Frobenius norm", combines="norm"),
-        ),
+        Column("sr", "stable rank", combines="never"),
+        Column("kernel_norm", "spectral norm", combines="never"),
+        Column("frobenius_norm", "Frobenius norm", combines="norm"),
         of_elements=True,
     ),
     # Pairs of experts, matrices (1), the sum of the cosines of the pairs.
@@ -227,7 +226,7 @@ KIND_TABLE: Final = (
         "step",
         "watchers:RouterWeightWatcher",
         "moe_router",
-        columns=(Column("router_weight_similarity", "mean of one matrix", "sum", "never"),),
+        Column("router_weight_similarity", "mean of one matrix", "sum", "never"),
     ),
     # Tokens, and over them the sum of the entropy of the softmax over the experts.
     _feature(
@@ -235,7 +234,7 @@ KIND_TABLE: Final = (
         "forward",
         "watchers:RouterLogitWatcher",
         "moe_router",
-        columns=(Column("per_token_expert_entropy", "mean", "sum"),),
+        Column("per_token_expert_entropy", "mean", "sum"),
     ),
     # Elements, the squares of the norms of the update and of the weight before it.
     _of_step(

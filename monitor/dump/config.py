@@ -54,23 +54,21 @@ class DumpLevel:
 
     Attributes:
         apis: Whether calls of APIs are recorded.
-        sources: Other sources of entries between ``start`` and ``stop``: names in ``SOURCES`` of ``monitor/dump/levels.py``.
+        sources: Other sources of entries, which need the model: names in ``SOURCES`` of ``monitor/dump/levels.py``.
         values: Whether ``save`` records values.
-        needs_model: Whether ``start`` needs the model.
         file: The file with its entries.
     """
 
     apis: bool = False
     sources: tuple[str, ...] = ()
     values: bool = False
-    needs_model: bool = False
     file: Literal["dump.json", "debug.json"] = "dump.json"
 
 
 LEVELS: Final = {
-    "L0": DumpLevel(sources=("modules",), needs_model=True),
+    "L0": DumpLevel(sources=("modules",)),
     "L1": DumpLevel(apis=True),
-    "mix": DumpLevel(apis=True, sources=("modules",), needs_model=True),
+    "mix": DumpLevel(apis=True, sources=("modules",)),
     "debug": DumpLevel(values=True, file="debug.json"),
 }
 NOT_HERE: Final = {

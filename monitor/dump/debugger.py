@@ -256,7 +256,7 @@ class Debugger:
 
     def _checked(self, model: Any, token_range: Sequence[int] | None, rank_id: int | None) -> Sequence[Any]:
         level = self.config.level
-        if model is None and (self.config.records.needs_model or token_range is not None):
+        if model is None and (self.config.records.sources or token_range is not None):
             what = "token_range" if token_range is not None else f"level {level}"
             raise ValueError(f"{what} needs the model: call start(model).")
         if rank_id is not None and (isinstance(rank_id, bool) or not isinstance(rank_id, int) or rank_id < 0):

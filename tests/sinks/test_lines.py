@@ -182,7 +182,7 @@ def test_a_step_without_histograms_has_none_beside_one_that_has_them(rank: Rank)
 
 
 def test_high_micro_steps_of_few_rows_cost_no_cell_each(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "TextCache", counted := Counted(lines.TextCache))
+    monkeypatch.setattr(row_text, "TextCache", counted := Counted(row_text.TextCache))
     micro_steps = [0, 90_000, -1, 5]
     steps = [
         rank.step(
