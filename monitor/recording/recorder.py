@@ -40,6 +40,7 @@ NewMemory = Callable[[int, Device, int, int | slice], PageMemory]
 """Returns the memory of a page: from its number of rows, its device, its number of columns, and the columns to clear."""
 
 
+@final
 class LiveRows:
     """The rows of every series in the live table.
 
