@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from evidence import examples
-from journals import Noted
+from journals import Noted, threads_of_dynamic_monitoring
 
 from monitor.config import MonitorConfig, load_config
 from monitor.dynamic import Controller, JobConnection, Switch
@@ -62,12 +62,12 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traini
     training = Training(path)
     yield training
     training.control.close()
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("monitor-")] == []
+    assert threads_of_dynamic_monitoring() == []
 
 
 def test_without_a_change_no_step_has_news(training: Training) -> None:
     assert [training.begin() for _ in range(5)] == [None] * 5
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("monitor-")] == ["monitor-settings"]
+    assert threads_of_dynamic_monitoring() == ["monitor-settings"]
 
 
 def test_a_change_holds_from_the_step_after_it_was_seen(training: Training) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from evidence import examples, sampled
 from hanging import until
-from journals import Noted
+from journals import Noted, threads_of_dynamic_monitoring
 from serving import served
 
 from monitor.config import load_config
@@ -42,7 +42,7 @@ def _dynamic_monitoring(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_thread_left() -> Iterator[None]:
     yield
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("monitor-")] == []
+    assert threads_of_dynamic_monitoring() == []
 
 
 class OldClient(dist.TCPStore):  # type: ignore[misc]

@@ -34,7 +34,11 @@ def fails(*_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [f"{backend.__name__}.new_gradients", f"{attachment.__name__}.WeightCollector", f"{trainer_mon.__name__}.ModelNames"],
+    [
+        f"{backend.__name__}.TorchFactories.new_gradients",
+        f"{attachment.__name__}.WeightCollector",
+        f"{trainer_mon.__name__}.ModelNames",
+    ],
 )
 def test_what_cannot_be_put_in_force_is_said_and_nothing_is_recorded_until_the_next_change(
     output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
@@ -59,7 +63,7 @@ def test_a_first_step_that_cannot_be_begun_with_keeps_training_and_the_next_chan
 ) -> None:
     with training(output, **GRADIENTS) as one:
         with monkeypatch.context() as patched:
-            patched.setattr(f"{backend.__name__}.new_gradients", fails)
+            patched.setattr(f"{backend.__name__}.TorchFactories.new_gradients", fails)
             one.train(2)
         one.edit(**GRADIENTS, step_interval=2)
         one.train(3)
