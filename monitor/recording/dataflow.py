@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.coordinator.dataflow import MOST_EDGES, MOST_PASSES, Edge, Flow, Pass
+from monitor.coordinator.series_file import MOST_EDGES, MOST_PASSES, Edge, Flow, Pass
 from monitor.recording.gradient_edges import places_of
 from monitor.recording.recorder import RecordedSeries
 from monitor.series import KINDS

@@ -12,10 +12,8 @@ from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 from watching import EVERYTHING, Output, attached, train
 
-from monitor.coordinator import dataflow
-from monitor.coordinator.dataflow import Flow, Pass
 from monitor.coordinator.manifest_format import read_manifest
-from monitor.coordinator.series_file import read_flow, read_series
+from monitor.coordinator.series_file import Flow, Pass, read_flow, read_series
 from monitor.recording import dataflow as observing
 from monitor.series import Series
 
