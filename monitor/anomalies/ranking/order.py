@@ -1,7 +1,7 @@
 """Orders events in time, across ranks whose clocks cannot be compared.
 
 Steps come one after another. A step has the weights that it began with, then forwards and backwards, then the optimizer's
-inputs, then its results. Forwards and backwards are in the turns of the schedule (``monitor.coordinator.pipeline_order``). If the
+inputs, then its results. Forwards and backwards are in the turns of the schedule (``coordinator.pipeline_order``). If the
 schedule is unknown, they are ordered by micro-step, and in each from stage to stage and back. Then, too, no event comes before
 one that it depends on, but micro-batches that took turns are listed apart.
 """
