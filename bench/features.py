@@ -31,7 +31,7 @@ from tables import Progress, aligned, save
 from worker import Training
 
 from monitor.pytorch import TrainerMon
-from monitor.pytorch.features.attention import Scores, spread
+from monitor.pytorch.features.reading import Scores, spread
 
 WARM_UP_ROUNDS = 3
 SAMPLES = ((1024, 1), (8192, 1), (8192, 8), (32768, 1))

@@ -38,8 +38,8 @@ from formats import complete
 from tables import Progress, aligned, save
 from writer import ELEMENTS, NDIGITS, OPS, gradients
 
-from monitor.coordinator.identity import JobIdentity, RankDirectory
 from monitor.coordinator.manifest import Manifest, RankFacts
+from monitor.coordinator.output import JobIdentity, RankDirectory
 from monitor.failures import Failures
 from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
 from monitor.sinks import make_sink

@@ -34,8 +34,8 @@ from writer import NDIGITS, OPS
 from monitor.anomalies.listeners import Alerts, EventFiles
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import FindingListener, Scanner
-from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import Manifest, RankFacts
+from monitor.coordinator.output import JobIdentity
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.delivery import Delivery
 from monitor.series import NO_MICRO_STEP, SeriesTable

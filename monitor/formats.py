@@ -25,7 +25,7 @@ class Format:
         bytes_per_histogram: More bytes of a row with a histogram, measured with normally distributed numbers. What is not
             named is not written.
         steps_per_record: By default, where the configuration does not set ``step_count_per_record``.
-        merged: Whether ``trainermon merge`` can read its rows back; the reader is in ``monitor/merge/read_shards.py``.
+        merged: Whether ``trainermon merge`` can read its rows back; the reader is in ``monitor/merge/tables.py``.
     """
 
     sink: str

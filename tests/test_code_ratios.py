@@ -25,7 +25,16 @@ def test_modules_are_neither_fragments_nor_long(package: Ratios) -> None:
 
 
 def test_imports_take_little_of_the_code(package: Ratios) -> None:
-    assert package.imports <= 0.097
+    assert package.imports <= 0.084
+
+
+def test_names_of_classes_say_what_they_are(package: Ratios) -> None:
+    assert package.namesakes == []
+    assert package.share_used_twice <= 0.03
+
+
+def test_constructors_take_few_parameters(package: Ratios) -> None:
+    assert package.long_constructors == []
 
 
 def test_sentences_are_short_and_plain(package: Ratios) -> None:

@@ -109,7 +109,7 @@ def test_it_runs_the_example_of_the_readme_without_a_compiler(programs: Path, tm
 def test_built_without_a_compiler_it_holds_the_same_modules_in_python_only(tmp_path: Path) -> None:
     wheel = build(tmp_path, CC="/bin/false")
     programs = install(wheel, tmp_path / "environment")
-    asked = "from monitor.stats.host.array_kernel import native_kernel; from monitor.sinks.row_text import is_native"
+    asked = "from monitor.stats.host.array_kernel import native_kernel; from monitor.sinks.csv import is_native"
     printed = run(programs / "python", "-c", f"{asked}; print(native_kernel(0.0), is_native())", cwd=tmp_path)
     assert printed.split() == ["None", "False"]
 

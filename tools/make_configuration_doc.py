@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from monitor import MonitorConfig
-from monitor.config.errors import FieldSchema, SchemaNode
+from monitor.config.jsonc import FieldSchema, SchemaNode
 from monitor.config.model import Capability
 
 DOCUMENT: Final = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from monitor.config.errors import explain, path_text, shown
-from monitor.config.jsonc import Document, JsonError, Path, parse
+from monitor.config.jsonc import Document, JsonError, Path, explain, parse, path_text, shown
 from monitor.config.model import HISTOGRAM_FORMATS, MonitorConfig, OnAlert
 from monitor.failures import LOGGER
 from monitor.formats import FORMATS

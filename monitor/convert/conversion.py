@@ -15,8 +15,8 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from monitor.coordinator.identity import timestamp_of
 from monitor.coordinator.manifest_format import StepsRecord
+from monitor.coordinator.output import timestamp_of
 from monitor.coordinator.resume import Span, span_between
 from monitor.failures import LOGGER
 from monitor.merge.discovery import RankRun, SetAside, discover, runs_of

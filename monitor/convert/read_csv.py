@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
 from monitor.convert.conversion import DATA_TYPES, ConversionError, Request
-from monitor.coordinator.identity import RankDirectory, timestamp_fields
 from monitor.coordinator.manifest_format import MANIFEST_FILE, NO_STEPS, StepsRecord
+from monitor.coordinator.output import RankDirectory, timestamp_fields
 from monitor.coordinator.resume import Span
 from monitor.merge.discovery import NO_END, Found, SetAside, discover, runs_of
-from monitor.merge.read_shards import ForeignError, Shard, csv_rows, csv_shards_in
+from monitor.merge.tables import ForeignError, Shard, csv_rows, csv_shards_in
 from monitor.stats.ops import INTEGER_OPS, TEXT_OPS
 
 

@@ -20,12 +20,10 @@ from threading import Lock
 from typing import Any, Final
 
 from monitor.coordinator import manifest_format
-from monitor.coordinator.dataflow import MOST_EDGES, Flow
-from monitor.coordinator.identity import JobIdentity
-from monitor.coordinator.output import DirectoryLock, write_whole
+from monitor.coordinator.manifest_format import StepRange
+from monitor.coordinator.output import DirectoryLock, JobIdentity, write_whole
 from monitor.coordinator.resume import Earlier, Timeline
-from monitor.coordinator.series_file import Measured, SeriesFile
-from monitor.coordinator.step_ranges import StepRange
+from monitor.coordinator.series_file import MOST_EDGES, Flow, Measured, SeriesFile
 from monitor.failures import Failures
 from monitor.series import SeriesTable
 from monitor.stats.table import StepRows

@@ -11,24 +11,28 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from monitor.coordinator.identity import RankDirectory, timestamp_fields
 from monitor.coordinator.manifest_format import (
+    LAST_STEP,
     MANIFEST_FILE,
+    MOST_RANGES_OF_A_CAUSE,
     EarlierRun,
     ManifestError,
     ManifestRecord,
     RecordedModel,
     RecordedSteps,
+    Rest,
+    StepRange,
+    StepRanges,
+    StepsByCause,
     StepsRecord,
     WatchedRecord,
     read_manifest,
 )
-from monitor.coordinator.output import DirectoryLock, lock_directory, prepare, remove_drafts
-from monitor.coordinator.step_ranges import LAST_STEP, MOST_RANGES_OF_A_CAUSE, Rest, StepRange, StepRanges, StepsByCause
+from monitor.coordinator.output import DirectoryLock, RankDirectory, lock_directory, prepare, remove_drafts, timestamp_fields
 from monitor.failures import LOGGER, Failures
 from monitor.formats import FORMATS
 from monitor.sinks import recovery_of
-from monitor.sinks.recovery import recover_all
+from monitor.sinks.files import recover_all
 from monitor.stats.table import Status
 
 Span = tuple[str, str]

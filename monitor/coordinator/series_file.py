@@ -4,8 +4,7 @@ Gzipped JSON of columns with one entry a series, in the order of their numbers. 
 ``layouts``; a layout of -1 means that the series was not measured yet. ``varies`` lists the series whose shape or dtype has
 changed since the first measurement. ``placement`` indexes ``placements``; -1 means that only this rank holds the series.
 Placements index ``groups``, which holds each set of ranks once: a job of thousands of ranks has few different sets.
-``flow_from`` and ``flow_to`` are the ends of edges between series, and ``passes`` the order of micro-batches, see
-``monitor.coordinator.dataflow``.
+``flow_from`` and ``flow_to`` are the ends of edges between series, and ``passes`` the order of micro-batches, see ``Flow``.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from dataclasses import dataclass
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
-from monitor.coordinator.dataflow import NO_FLOW, Edge, Flow, Pass, edges_of_parameters
 from monitor.coordinator.manifest_format import (
     SCHEMA_VERSION,
     ManifestError,
@@ -34,7 +32,7 @@ from monitor.coordinator.manifest_format import (
     known_version,
     parsed,
 )
-from monitor.series import LOCAL, Placement, Ranks, Series, SeriesTable, Shard
+from monitor.series import KIND_TABLE, LOCAL, Placement, Ranks, Series, SeriesTable, Shard
 from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 SERIES_LIMIT: Final = 256 * 2**20
@@ -44,6 +42,56 @@ NOT_MEASURED: Final = -1
 LOCAL_PLACEMENT: Final = -1
 
 T = TypeVar("T", bound=Hashable)
+
+MOST_EDGES: Final = 200_000
+"""At most so many edges are kept; a single module with a thousand inputs and outputs has a million."""
+
+MOST_PASSES: Final = 20_000
+
+_FED_BY: Final = {kind.name: kind.fed_by for kind in KIND_TABLE}
+
+
+class Edge(NamedTuple):
+    """Two series by their numbers: the tensor of ``source`` was an input of the tensor of ``target``."""
+
+    source: int
+    target: int
+
+
+class Pass(NamedTuple):
+    """The forward or the backward of one micro-batch through one chunk of the model."""
+
+    forward: bool
+    vpp_stage: int
+    micro_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The dataflow of one rank in one step.
+
+    Attributes:
+        edges: Each edge once. Edges lead from earlier to later measurements, so the graph has no cycle.
+        passes: In the order in which the rank began them.
+        cut: Whether edges or passes were left out.
+    """
+
+    edges: tuple[Edge, ...] = ()
+    passes: tuple[Pass, ...] = ()
+    cut: bool = False
+
+
+NO_FLOW: Final = Flow()
+
+
+def edges_of_parameters(series: Sequence[Series]) -> Iterator[Edge]:
+    """The edges between the kinds of each parameter: from its local gradient over the aggregated one to the new weight."""
+    number = {one: index for index, one in enumerate(series)}
+    for target, one in enumerate(series):
+        for kind in _FED_BY.get(one.kind, ()):
+            source = number.get(Series(kind, one.vpp_stage, one.name))
+            if source is not None:
+                yield Edge(source, target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
-from monitor.config.errors import explain, path_text, shown
-from monitor.config.jsonc import JsonError, Path, parse
+from monitor.config.jsonc import JsonError, Path, explain, parse, path_text, shown
 from monitor.config.loading import ConfigError, content_of, unused_warning, without
 from monitor.failures import LOGGER
 

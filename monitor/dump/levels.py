@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from monitor.config.errors import shown
-from monitor.config.jsonc import JsonError, parse
+from monitor.config.jsonc import JsonError, parse, shown
 from monitor.config.loading import ConfigError, content_of
 from monitor.dump.calls import ADVICE, CallRecorder, RecordedCall
 from monitor.dump.session import Backward, CallName, OpenModule

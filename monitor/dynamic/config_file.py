@@ -16,8 +16,7 @@ from typing import Any, Final, NamedTuple
 from filelock import FileLock, Timeout
 
 from monitor.config import ConfigError, MonitorConfig
-from monitor.config.errors import path_text, shown
-from monitor.config.jsonc import SPACE_OR_COMMENT, Document, JsonError, Path, parse
+from monitor.config.jsonc import SPACE_OR_COMMENT, Document, JsonError, Path, parse, path_text, shown
 from monitor.config.loading import config_in, content_of
 from monitor.coordinator.output import NO_LOCKS_HERE, write_whole
 from monitor.failures import LOGGER, Failures

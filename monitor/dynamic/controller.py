@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any, Final, Protocol
 
 from monitor.config import MonitorConfig
-from monitor.config.errors import shown
+from monitor.config.jsonc import shown
 from monitor.coordinator.manifest_format import ConfigurationRecord
 from monitor.dynamic.config_file import ConfigWatcher
 from monitor.dynamic.consensus import ConsensusProtocol, JobConnection, Participant, SingleProcess, StoreParticipant

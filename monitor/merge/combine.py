@@ -16,11 +16,9 @@ from pyarrow.compute import binary_join  # type: ignore[attr-defined]
 from monitor.coordinator.ownership import OF_PARAMETERS
 from monitor.merge import tables
 from monitor.merge.discovery import SetAside
-from monitor.merge.gather import Source, Told, of_piece, read
-from monitor.merge.rows import Rows, counts_elements, gathered
+from monitor.merge.rows import Rows, Source, Told, counts_elements, gathered, of_piece, read
 from monitor.merge.statistics import WEIGHTED, WHOLE_ONLY, Flags, Index, Statistics, combined
-from monitor.merge.survey import UNKNOWN
-from monitor.merge.tensors import Catalogue
+from monitor.merge.tensors import UNKNOWN, Catalogue
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import FEATURES, own_columns

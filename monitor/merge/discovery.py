@@ -16,8 +16,8 @@ from typing import Any, Final
 from pydantic import Field
 
 from monitor.coordinator import manifest_format
-from monitor.coordinator.identity import RankDirectory
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, Natural, StrictRecord
+from monitor.coordinator.output import RankDirectory
 from monitor.coordinator.resume import Span, in_order
 from monitor.coordinator.series_file import MeasuredSeries, read_series
 from monitor.formats import FORMATS

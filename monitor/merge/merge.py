@@ -21,12 +21,10 @@ from monitor.coordinator.resume import Span
 from monitor.merge.combine import ROLES, RUNS, Outcome, Piece, reduce
 from monitor.merge.discovery import Found, RankRun, choose, discover, runs_of, unmerged_formats
 from monitor.merge.execution import MergeError, NothingRecordedError, draft_of, engine, run
-from monitor.merge.gather import Share, Source, files_of, put_in_order
-from monitor.merge.read_shards import Shard
 from monitor.merge.report import Report
-from monitor.merge.survey import SHARDS, Findings, Visit, look
-from monitor.merge.tables import SUFFIXES, Columns, Format, Index, write_file
-from monitor.merge.tensors import Kind, LayerNames, catalogue
+from monitor.merge.rows import Share, Source, files_of, put_in_order
+from monitor.merge.tables import SUFFIXES, Columns, Format, Index, Shard, write_file
+from monitor.merge.tensors import SHARDS, Findings, Kind, LayerNames, Visit, catalogue, look
 from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Ranks
 from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5_files import ALL_STEPS
@@ -213,7 +211,7 @@ class Planner:
         """The work on one kind.
 
         Args:
-            shards: In the columns ``SHARDS`` of ``monitor.merge.survey``.
+            shards: In the columns ``SHARDS`` of ``monitor.merge.tensors``.
             replicas: That are to be compared with them.
         """
         both = pa.concat_tables([shards, replicas])

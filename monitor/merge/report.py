@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
-from monitor.coordinator.manifest_format import StepsRecord
+from monitor.coordinator.manifest_format import StepRange, StepRanges, StepsRecord, without_pairs
 from monitor.coordinator.resume import collected_every, newest_step, steps_between
-from monitor.coordinator.step_ranges import StepRange, StepRanges, without_pairs
 from monitor.merge.combine import NOT_RECORDED, Disagreement, Outcome
 from monitor.merge.discovery import NO_END, RankRun, SetAside
 from monitor.series import NO_MICRO_STEP

@@ -4,26 +4,257 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from monitor.merge.gather import is_exact
+from monitor.coordinator.manifest_format import StepsRecord
+from monitor.merge.discovery import SetAside
 from monitor.merge.statistics import Flags, Index, Statistics
-from monitor.merge.survey import UNKNOWN
-from monitor.merge.tables import Columns, Texts, order_by
-from monitor.merge.tensors import Catalogue
-from monitor.series import MICRO_STEP_KINDS, NO_MICRO_STEP
-from monitor.sinks.arrow import HISTOGRAM, counts_of
+from monitor.merge.tables import Columns, ForeignError, Shard, Texts, order_by, read_batch, starts_of_runs, write_file
+from monitor.merge.tensors import UNKNOWN, Catalogue
+from monitor.series import DIRECTION_KIND, MICRO_STEP_KINDS, NO_MICRO_STEP
+from monitor.sinks.arrow import HISTOGRAM, TEXT, counts_of
+from monitor.sinks.files import StepSpan
 from monitor.stats.features import OF_ELEMENTS, own_columns
 from monitor.stats.histograms import BINS, MAGNITUDES, Counts
 from monitor.stats.ops import CALLS
-from monitor.stats.partials import COLUMNS, COUNT, EMPTY, PARTIALS, WRITES, Floats, Partials
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, PARTIAL_TABLE, PARTIALS, WRITES, Floats, Partials
+
+# --- The rows of one kind that some directories have, each with its place in the job.
+#
+# The process that combines rows reads them from shards. Where what is combined at a time is only a small part of each
+# shard, that would unpack every shard again and again; so there the shards are read once, some directories at a time,
+# and their rows are put down in order of steps, unpacked, where every piece finds its own in one place.
+
+IDENTITY: Final = [
+    ("run", pa.int32()),  # place of the directory among those of the job
+    ("series", pa.int32()),  # row of the catalogue, UNKNOWN where it has none
+    ("vpp_stage", pa.int64()),
+    ("name", TEXT),  # null where the catalogue knows it
+    ("step", pa.int64()),
+    ("micro_step", pa.int64()),
+    ("call_id", pa.int64()),
+    ("shape", TEXT),
+    ("dtype", TEXT),
+    (CALLS, pa.int64()),  # 0 where the row combines none
+]
+
+_MOSTLY_ZERO: Final = {True: (CALLS, *(one.name for one in PARTIAL_TABLE if one.seldom)), False: (CALLS,)}
+"""Columns of exact rows, and of rounded ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What one directory has of the steps at hand.
+
+    Attributes:
+        run: Place of the directory among those of the job.
+        end: Steps from here on do not count.
+        abandoned: Nor do these.
+        shards: Of the kind.
+        replicas: To be compared with it.
+    """
+
+    run: int
+    rank: int
+    end: int
+    abandoned: StepsRecord
+    written: StepsRecord
+    shards: tuple[Shard, ...]
+    replicas: tuple[Shard, ...]
+
+
+@dataclass
+class Told:
+    """What reading has to tell.
+
+    Attributes:
+        duplicates: By rank, steps that stood in several files.
+        newest: By directory, the last step of which rows were found.
+    """
+
+    duplicates: dict[int, list[int]] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)
+    set_aside: list[SetAside] = field(default_factory=list)
+
+
+def read(sources: Iterable[Source], steps: StepSpan, columns: Columns, catalogue: Catalogue, told: Told) -> list[pa.Table]:
+    """The rows that count, directory by directory, in tables of exact rows or of rounded ones, after ``IDENTITY``."""
+    tables = []
+    for source in sources:
+        for shards, replicas in ((source.shards, False), (source.replicas, True)):
+            for table, exact in _rows_that_count(source, shards, steps, columns, told):
+                schema = columns.exact(IDENTITY) if exact else columns.rounded(IDENTITY)
+                tables.append(_placed(table, schema, source, catalogue, replicas=replicas, shared=not exact))
+    return [table for table in tables if len(table)]
+
+
+def _rows_that_count(
+    source: Source, shards: Iterable[Shard], steps: StepSpan, columns: Columns, told: Told
+) -> Iterator[tuple[pa.Table, bool]]:
+    """Each step once: from the file that has partials, and of several the last."""
+    seen: dict[int, bool] = {}
+    for shard in sorted(shards, key=lambda one: (one.exact, one.steps, one.path.name), reverse=True):
+        if not shard.exact and _has_all(source.written, shard, steps, seen):
+            continue  # the same rows with less in them
+        try:
+            table = shard.read(steps, columns)
+        except ForeignError as error:
+            told.set_aside.append(SetAside(str(shard.path), str(error)))
+            continue
+        column = table["step"].to_numpy()
+        there = np.unique(column[starts_of_runs([column])]).tolist()
+        told.duplicates.setdefault(source.rank, []).extend(step for step in there if seen.get(step) == shard.exact)
+        fresh = [step for step in there if step not in seen and step < source.end and not source.abandoned.holds(step)]
+        seen |= dict.fromkeys(fresh, shard.exact)
+        told.newest[source.run] = max(told.newest.get(source.run, -1), *fresh, -1)
+        yield (table if fresh == there else table.filter(np.isin(column, fresh))), shard.exact
+
+
+def _has_all(written: StepsRecord, shard: Shard, steps: StepSpan, seen: Mapping[int, bool]) -> bool:
+    """Whether every step that the manifest puts into a file of CSV was found with its partials."""
+    if not any(seen.values()):
+        return False
+    within = written.between(max(shard.steps.first, steps.first), min(shard.steps.last, steps.last))
+    return within.count > 0 and all(seen.get(step, False) for step in within.steps())
+
+
+def _placed(
+    table: pa.Table, schema: pa.Schema, source: Source, catalogue: Catalogue, *, replicas: bool, shared: bool
+) -> pa.Table:
+    """With the directory and the series of each row.
+
+    Args:
+        shared: Whether the file may hold rows of another kind.
+    """
+    series = _series(table, source.rank, catalogue, replicas=replicas)
+    if replicas or (shared and catalogue.kind == DIRECTION_KIND):  # a file of replicas holds those of every kind
+        own = series != UNKNOWN
+        table, series = table.filter(own), series[own]
+    elif shared and catalogue.others is not None and (series == UNKNOWN).any():
+        own = (series != UNKNOWN) | (_series(table, source.rank, catalogue.others, replicas=False) == UNKNOWN)
+        table, series = table.filter(own), series[own]
+    columns = {
+        **{name: table[name] for name in table.column_names},
+        "run": pa.array(np.full(len(table), source.run, dtype=np.int32)),
+        "series": pa.array(series.astype(np.int32)),
+        "name": _unless_known(table["name"], series),
+        "micro_step": table["micro_step"].fill_null(NO_MICRO_STEP),
+        "call_id": table["call_id"].fill_null(UNKNOWN),
+        CALLS: table[CALLS].fill_null(0),
+    }
+    return pa.table([columns[one.name] for one in schema], schema=schema)
+
+
+def _series(table: pa.Table, rank: int, catalogue: Catalogue, *, replicas: bool) -> Index:
+    """Of each row."""
+    name = table["name"].combine_chunks()
+    series = np.full(len(table), UNKNOWN)
+    chunk = table["vpp_stage"].to_numpy()
+    for one in np.unique(chunk[starts_of_runs([chunk])]).tolist():
+        numbers = catalogue.numbers(rank, one, name.dictionary, replicas=replicas)
+        rows = chunk == one
+        series[rows] = numbers[name.indices.to_numpy()[rows]]
+    return series
+
+
+def _unless_known(name: pa.ChunkedArray, series: Index) -> pa.Array:
+    if (series != UNKNOWN).all():
+        return pa.nulls(len(series), TEXT)
+    texts = name.combine_chunks()
+    return pa.DictionaryArray.from_arrays(pa.array(texts.indices.to_numpy(), mask=series != UNKNOWN), texts.dictionary)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Directories whose rows one worker puts down in order of steps.
+
+    Attributes:
+        steps: All that the pieces need.
+        pieces: Ascending.
+        catalogue: The file of the kind's catalogue; None where no manifest knows of it.
+        others: Of the kind whose rows stand in the same files of CSV, if there is one.
+        output: What the names of the files begin with.
+    """
+
+    columns: Columns
+    steps: StepSpan
+    pieces: tuple[StepSpan, ...]
+    sources: tuple[Source, ...]
+    catalogue: Path | None
+    others: Path | None
+    output: Path
+
+    @property
+    def kind(self) -> str:
+        return self.columns.kind
+
+
+def put_in_order(share: Share) -> Told:
+    """Read the shards, and put the rows down so that those of each piece stand together.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    told = Told()
+    catalogue = Catalogue.read(share.catalogue, share.kind, share.others)
+    tables = read(share.sources, share.steps, share.columns, catalogue, told)
+    schemas = share.columns.exact(IDENTITY), share.columns.rounded(IDENTITY)
+    for schema, path in zip(schemas, files_of(share.output), strict=True):
+        columns = {one.name: [table[one.name] for table in tables if table.schema == schema] for one in schema}
+        tables = [table for table in tables if table.schema != schema]
+        if columns["step"]:
+            _write(columns, schema, share.pieces, path)
+    return told
+
+
+def of_piece(shares: Sequence[Path], piece: int) -> list[pa.Table]:
+    """What was put down for one piece, in tables as of ``read``; what is zero, or nothing, may be left out."""
+    tables = (read_batch(path, piece) for share in shares for path in files_of(share) if path.exists())
+    return [table for table in tables if len(table)]
+
+
+def is_exact(names: Collection[str]) -> bool:
+    """Whether these are the columns of rows whose partials are known."""
+    return "sumsq" in names
+
+
+def files_of(output: Path) -> tuple[Path, Path]:
+    """Where the rows of a share stand, those that are exact and those that are not; each if there are any."""
+    return output.with_name(f"{output.name}-exact.arrow"), output.with_name(f"{output.name}-rounded.arrow")
+
+
+def _write(columns: dict[str, list[pa.ChunkedArray]], schema: pa.Schema, pieces: Sequence[StepSpan], path: Path) -> None:
+    """A batch a piece.
+
+    Args:
+        columns: Each in parts. It is emptied, so that nothing is held twice but the column at hand.
+    """
+    step = np.concatenate([part.to_numpy() for part in columns["step"]])
+    order = order_by([step])
+    edges = np.searchsorted(step if order is None else step[order], [*(one.first for one in pieces), pieces[-1].last + 1])
+    made = {one.name: _in_order(columns.pop(one.name), one.type, order) for one in schema}
+    zero = _MOSTLY_ZERO[is_exact(schema.names)]
+    made = {name: column for name, column in made.items() if name not in zero or column.to_numpy().any()}
+    if HISTOGRAM in made and made[HISTOGRAM].null_count == len(made[HISTOGRAM]):
+        del made[HISTOGRAM]
+    rows = pa.RecordBatch.from_arrays([*made.values()], names=[*made])
+    write_file(path, (rows.slice(first, end - first) for first, end in pairwise(edges.tolist())), rows.schema)
+
+
+def _in_order(parts: list[pa.ChunkedArray], kind: pa.DataType, order: Index | None) -> pa.Array:
+    column = pa.chunked_array([chunk for part in parts for chunk in part.chunks], type=kind).unify_dictionaries()
+    parts.clear()
+    joined = column.combine_chunks()
+    return joined if order is None else joined.take(pa.array(order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +318,7 @@ def gathered(tables: Sequence[pa.Table], ranks: Index, catalogue: Catalogue, kep
     """The rows of these tables in order of steps, of one step as the tables stand.
 
     Args:
-        tables: In order of ranks, as ``monitor.merge.gather.read`` gives them.
+        tables: In order of ranks, as ``monitor.merge.rows.read`` gives them.
         ranks: Of each directory of the job.
     """
     found = _Gathering(tables)

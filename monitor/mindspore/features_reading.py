@@ -10,6 +10,7 @@ import mindspore as ms
 from mindspore import Tensor, mint, nn
 
 from monitor.mindspore.features import Scores, dtype_of_routing, entropy_from, entropy_of, norms_of, similarity_of_rows, spread
+from monitor.recording.attachment_spec import NamedParameter
 from monitor.recording.features.reading import (
     MATRIX_NAMES,
     NO_SCORES,
@@ -23,7 +24,6 @@ from monitor.recording.features.reading import (
     places_of,
     queries_and_keys,
 )
-from monitor.recording.parameter_series import NamedParameter
 from monitor.series import Placement
 from monitor.stats.mindspore.tensors import has_data
 

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.reductions import MindSporeReductions
+from monitor.recording.attachment_spec import NamedParameter, ParameterSubset
 from monitor.recording.backend import Removable
-from monitor.recording.gradients import GradientRows
-from monitor.recording.parameter_series import NamedParameter, ParameterSubset
+from monitor.recording.parameters import GradientRows
 from monitor.recording.phases import OptimizerTurn
 
 NOT_SUMMED: Final = (

@@ -9,8 +9,8 @@ from typing import Any, Final
 from mindspore import Parameter, Tensor, nn
 
 from monitor.mindspore.features_reading import is_floating_point
-from monitor.recording import arguments
-from monitor.recording.arguments import MAX_WRAPPERS
+from monitor.recording import attachment_spec
+from monitor.recording.attachment_spec import MAX_WRAPPERS
 from monitor.stats.mindspore.tensors import has_data, on_host
 
 
@@ -26,7 +26,7 @@ def optimizers_in(given: Any) -> tuple[nn.Cell, ...]:
         cell: nn.Cell = one
         return cell
 
-    return arguments.optimizers_in(given, checked, lambda one: one)
+    return attachment_spec.optimizers_in(given, checked, lambda one: one)
 
 
 def innermost(optimizer: Any, called: str = "optimizer") -> nn.Cell:

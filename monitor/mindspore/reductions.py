@@ -22,8 +22,8 @@ from monitor.coordinator.ownership import Ownership, reaches
 from monitor.failures import Failures
 from monitor.mindspore.collective_operators import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener
 from monitor.mindspore.process_group import has_others, is_settled
+from monitor.recording.attachment_spec import NamedParameter
 from monitor.recording.collectives import Operator
-from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.series import Ranks
 from monitor.stats.mindspore.arithmetic import on_the_host

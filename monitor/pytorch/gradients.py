@@ -18,9 +18,9 @@ from monitor.pytorch.hooks import first_after_accumulation, loop_hooks, untraced
 from monitor.pytorch.process_group import has_others, is_settled, stage_ranks
 from monitor.pytorch.reductions.memory import Groups, ReductionGroup
 from monitor.pytorch.reductions.seen import ObservedReductions
+from monitor.recording.attachment_spec import NamedParameter, ParameterSubset
 from monitor.recording.backend import HookSet, Removable
-from monitor.recording.gradients import NOT_ACCUMULATED, SUMMED_EARLY, GradientRows
-from monitor.recording.parameter_series import NamedParameter, ParameterSubset
+from monitor.recording.parameters import NOT_ACCUMULATED, SUMMED_EARLY, GradientRows
 from monitor.recording.phases import STILL_SCALED, OptimizerTurn
 from monitor.series import Ranks
 

@@ -17,15 +17,23 @@ from torch import Tensor, nn
 
 from monitor.pytorch import hooks as module_hooks
 from monitor.pytorch.autograd import CheckpointRepetitions
-from monitor.pytorch.compiled.hooks import ADVICE as EARLIER
-from monitor.pytorch.compiled.hooks import HOOK_GUARDS, TracedHook, TracedInputs, TracedOutputs
-from monitor.pytorch.compiled.operators import TRACEABLE, ObservedHook
-from monitor.pytorch.compiled.tracing import CallObserver, GuardedObserver, device_of
+from monitor.pytorch.compiled.operators import COMPILED_HOOK_ADVICE as EARLIER
+from monitor.pytorch.compiled.operators import (
+    HOOK_GUARDS,
+    TRACEABLE,
+    CallObserver,
+    GuardedObserver,
+    ObservedHook,
+    TracedHook,
+    TracedInputs,
+    TracedOutputs,
+    device_of,
+)
 from monitor.pytorch.tensor_reader import TorchTensorReader
-from monitor.recording import arguments
+from monitor.recording import attachment_spec
 from monitor.recording.activations import CallIndex, ModuleCall, ModuleCollector, ModuleWatcher
+from monitor.recording.attachment_spec import NamedParts
 from monitor.recording.backend import HookSet, Removable
-from monitor.recording.model_names import NamedParts
 from monitor.selection import ALL_TENSORS, NO_TENSORS
 
 never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
@@ -34,7 +42,7 @@ takes_hooks = module_hooks.takes_hooks
 
 def chunks_of(model: Any) -> Sequence[nn.Module]:
     """The chunks of a virtual pipeline, or the one module as a list of itself. Raises ``TypeError`` and ``ValueError``."""
-    return arguments.chunks_of(model, nn.Module, "torch.nn.Module")
+    return attachment_spec.chunks_of(model, nn.Module, "torch.nn.Module")
 
 
 def parts(chunk: nn.Module) -> NamedParts:

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from monitor.pytorch.frameworks.dtensor import part_like
-from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
-from monitor.recording.attachment_spec import Attached
-from monitor.recording.parameter_series import ComputedRow, NamedParameter
+from monitor.pytorch.frameworks.framework import SteppedTensor
+from monitor.recording.attachment_spec import Attached, ComputedRow, NamedParameter
 from monitor.recording.parameters import RatioCollector
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import DIRECTION_KIND

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, Protocol, final
 
 from monitor.failures import Failures
 from monitor.recording.backend import HookSet, RecordingBackend, Removable, Target
-from monitor.recording.dataflow import SeenModule
 from monitor.recording.gradient_edges import SeveralThreadsError, follow_inputs, follow_result, on_several_threads, slots_of
-from monitor.recording.recorder import RecordedSeries, Recorder
+from monitor.recording.recorder import RecordedSeries, Recorder, SeenModule
 from monitor.recording.step_clock import Clock
 from monitor.recording.tensor_paths import HiddenError, TensorPath, hidden_result
 from monitor.selection import ModuleSelection, TensorChoice

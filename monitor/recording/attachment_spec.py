@@ -2,20 +2,181 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from numbers import Integral
+from typing import Any, Final, NamedTuple, TypeVar
 
-from monitor.config import MonitorConfig
+from monitor.config import MonitorConfig, Target
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
-from monitor.recording.parameter_series import NamedParameter, ParameterSeries
-from monitor.recording.recorder import Recorder
+from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.run import Run
 from monitor.recording.step_clock import Clock
-from monitor.series import LOCAL, NO_MICRO_STEP, REPLICA_KIND, Placement, Series, ranks_of
+from monitor.selection import Ambiguous, ChunkNames, ModuleSelection, TargetSelection, Unmatched, clean_name, squashed
+from monitor.series import GRADIENT_KINDS, LOCAL, NO_MICRO_STEP, REPLICA_KIND, Placement, Series, ranks_of
 from monitor.stats.features import own_columns
+
+# --- The recorded parameters, and the series of one kind for each of them.
+
+
+@dataclass(frozen=True, eq=False)
+class NamedParameter:
+    """A recorded parameter.
+
+    Attributes:
+        chunk: Virtual pipeline stage.
+        name: Name in rows.
+    """
+
+    chunk: int
+    name: str
+    tensor: Any
+
+
+ParameterSubset = Collection[NamedParameter] | None
+"""The recorded parameters that an optimizer steps, in their order. None for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedRow:
+    """A row whose numbers a collector computed.
+
+    Attributes:
+        numbers: By column of partials, as for ``Recorder.record_numbers``.
+        x: The measured tensor, on the device of the numbers.
+        histogram: Number of elements in each bin, int64.
+    """
+
+    numbers: Mapping[int, Any]
+    x: Any
+    histogram: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstSeen:
+    """The layout and the series of a parameter's first tensor."""
+
+    layout: object
+    watched: RecordedSeries | None
+
+
+class ParameterSeries:
+    """The series of one kind: one for each parameter that this rank records.
+
+    Attributes:
+        kind: The kind of all of them.
+    """
+
+    def __init__(self, kind: str, attached: Attached, micro_steps: tuple[int, ...]) -> None:
+        self.kind = kind
+        self._tensors = attached.backend.tensors
+        self._recorder = attached.recorder
+        self._series_of = attached.series_of
+        self._failures = attached.failures
+        self._micro_steps = micro_steps
+        every = attached.parameters
+        self._undecided = {one for one in every if self._shows_when_seen(one)}
+        self._seen: dict[NamedParameter, _FirstSeen] = {}
+        decided = {one: watched for one in every if one not in self._undecided and (watched := self._watch(one)) is not None}
+        self._watched = decided
+        self._parameters = tuple(one for one in every if one in decided or one in self._undecided)
+        self._recorded = frozenset(self._parameters)
+
+    @property
+    def parameters(self) -> Sequence[NamedParameter]:
+        """The parameters that this rank records or may record: the placement of a DTensor's gradient shows when it exists."""
+        return self._parameters
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether this rank records the kind for at least one trained parameter, not counting compared replicas."""
+        return any(one.tensor.requires_grad and watched.series.kind == self.kind for one, watched in self._watched.items())
+
+    def record(self, parameter: NamedParameter, x: Any, micro_step: int = 0) -> None:
+        """Record one parameter's tensor, if this rank records it. Of a replica only the last micro-step is kept."""
+        try:
+            watched = self._series_for(parameter, x) if self._undecided else self._watched.get(parameter)
+            if watched is not None:
+                place = 0 if watched.micro_steps == (NO_MICRO_STEP,) else micro_step
+                self._recorder.record(watched, x, place, aliases=False)
+        except Exception as error:
+            self._missing(parameter.name, error)
+
+    def record_all(self, tensor_of: Callable[[NamedParameter], Any], among: ParameterSubset = None) -> None:
+        """Record the tensor that ``tensor_of`` returns for each parameter in ``among``. For None there is no row."""
+        found: list[tuple[RecordedSeries, Any]] = []
+        for parameter in self._of(among):
+            try:
+                x = tensor_of(parameter)
+                watched = None if x is None else self._series_for(parameter, x)
+            except Exception as error:
+                self._missing(parameter.name, error)
+                continue
+            if x is not None and watched is not None:
+                found.append((watched, x))
+        self._recorder.record_all(found, self._failed)
+
+    def each(self, look: Callable[[NamedParameter], object], among: ParameterSubset = None) -> None:
+        """Call ``look`` for each parameter in ``among``. If it raises for one, the others are still read."""
+        with self._tensors.computing():
+            for parameter in self._of(among):
+                try:
+                    look(parameter)
+                except Exception as error:
+                    self._missing(parameter.name, error)
+
+    def record_computed(self, compute: Callable[[NamedParameter], ComputedRow | None], among: ParameterSubset = None) -> None:
+        """Record the row that ``compute`` returns for each parameter in ``among``. For None there is no row."""
+
+        def record(parameter: NamedParameter) -> None:
+            watched = self._watched.get(parameter)
+            # Replicas are compared by their norm, and a computed row has none.
+            computed = compute(parameter) if watched is not None and watched.series.kind == self.kind else None
+            if watched is not None and computed is not None:
+                self._recorder.record_numbers(watched, computed.numbers, computed.x, histogram=computed.histogram)
+
+        self.each(record, among)
+
+    def _of(self, among: ParameterSubset) -> Iterable[NamedParameter]:
+        """The parameters of this rank in ``among``. Looked up in a set, since each parameter may have its own optimizer."""
+        return self._parameters if among is None else filter(self._recorded.__contains__, among)
+
+    def _watch(self, parameter: NamedParameter, seen: Any = None) -> RecordedSeries | None:
+        series = self._series_of(self.kind, parameter, seen)
+        if series is None:
+            return None
+        return RecordedSeries(series, self._micro_steps if series.kind == self.kind else (NO_MICRO_STEP,))
+
+    def _series_for(self, parameter: NamedParameter, x: Any) -> RecordedSeries | None:
+        """The series that ``x`` belongs to; None if this rank does not record it."""
+        if parameter not in self._undecided:
+            return self._watched.get(parameter)
+        layout = self._tensors.layout_of(x)
+        if parameter not in self._seen:
+            self._seen[parameter] = _FirstSeen(layout, self._watch(parameter, x))
+        if self._seen[parameter].layout == layout:
+            return self._seen[parameter].watched
+        said = f"The layout of {self.kind} of {parameter.name!r} over the ranks has changed since it was first recorded"
+        self._failures.warn(f"layout of {self.kind}", f"{said}. The rows of such tensors are missing.")
+        return None
+
+    def _failed(self, watched: RecordedSeries, error: Exception) -> None:
+        """Report one tensor that cannot be read. The others are still recorded."""
+        self._missing(watched.series.name, error)
+
+    def _missing(self, name: str, error: Exception) -> None:
+        self._failures.report(f"reading {self.kind}", error, "This row is missing.", of=name)
+
+    def _shows_when_seen(self, parameter: NamedParameter) -> bool:
+        """Whether only the tensor shows the placement: the gradient of a replicated parameter may be a term of a sum, and the
+        gradient of a sharded one may be whole on every rank.
+        """
+        return self.kind in GRADIENT_KINDS and self._tensors.layout_of(parameter.tensor) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +288,195 @@ class Attached:
         ranks = ranks_of(self.watch.ownership.tp_group or ())
         marked = kind == "grad_unreduced" and bool(getattr(parameter.tensor, "sequence_parallel", False))
         return replace(known, partial=True, differing=ranks) if marked and len(ranks) > 1 else known
+
+
+# --- The names of a model's modules and parameters, chunk by chunk, and the selected ones.
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModule:
+    """A module of a chunk, under the name it has in rows."""
+
+    chunk: int
+    name: str
+    module: Any
+    wanted: ModuleSelection | None
+
+
+class NamedParts(NamedTuple):
+    """The modules of a chunk (parents before their children) and its parameters, with the framework's names."""
+
+    modules: Iterable[tuple[str, Any]]
+    parameters: Iterable[tuple[str, Any]]
+
+
+class Targeted(NamedTuple):
+    """The modules that targets select.
+
+    Attributes:
+        modules: In the order of the model.
+        unmatched: The targets without a match.
+        ambiguous: The targets that match several names.
+    """
+
+    modules: Sequence[NamedModule]
+    unmatched: Sequence[Unmatched]
+    ambiguous: Sequence[Ambiguous]
+
+
+class ModelNames:
+    """Every module and parameter of a model's chunks.
+
+    A wrapper and the wrapped module have the same name without the wrapper's component. The wrapper is recorded: the inner
+    module may be compiled, flattened or recomputed.
+    """
+
+    def __init__(self, chunks: Sequence[NamedParts], config: MonitorConfig) -> None:
+        self._modules = [_first_of_each_name(chunk.modules) for chunk in chunks]
+        self._parameters = [_first_of_each_name(chunk.parameters) for chunk in chunks]
+        names = [ChunkNames(tuple(m), tuple(p)) for m, p in zip(self._modules, self._parameters, strict=True)]
+        self.selection = TargetSelection(
+            config.targets,
+            names,
+            all_xy=config.all_xy,
+            forward_only=config.forward_only,
+            backward_only=config.backward_only,
+        )
+        every = dict.fromkeys(name for chunk in names for name in (*chunk.modules, *chunk.parameters))
+        self._row_names = squashed(every) if config.squash_name else {}
+
+    def modules(self) -> Iterator[NamedModule]:
+        """Every module, children after their parents."""
+        for chunk, modules in enumerate(self._modules):
+            for name, module in modules.items():
+                yield NamedModule(chunk, self._row_names.get(name, name), module, self.selection.module(chunk, name))
+
+    def targeted(self, targets: Sequence[str]) -> Targeted:
+        """The modules that ``targets`` select, by full or short names."""
+        names = [ChunkNames(tuple(modules), ()) for modules in self._modules]
+        every = dict.fromkeys(targets, Target())
+        selection = TargetSelection(every, names, all_xy=False, forward_only=False, backward_only=False)
+        full = [(chunk, name) for chunk, modules in enumerate(self._modules) for name in modules]
+        found = [module for place, module in zip(full, self.modules(), strict=True) if selection.module(*place) is not None]
+        return Targeted(found, selection.unmatched, selection.ambiguous)
+
+    def parameters(self) -> Iterator[NamedParameter]:
+        """The selected parameters, in the order of the framework."""
+        for chunk, parameters in enumerate(self._parameters):
+            for name, parameter in parameters.items():
+                if self.selection.parameter(chunk, name):
+                    yield NamedParameter(chunk, self._row_names.get(name, name), parameter)
+
+
+def _first_of_each_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for name, part in named:
+        found.setdefault(clean_name(name), part)
+    return found
+
+
+# --- Checks of the arguments of ``set_monitor``, before anything is attached. They find the chunks and the optimizers.
+
+
+MAX_WRAPPERS: Final = 16
+"""Maximum nesting of wrappers. More means a cycle."""
+
+HOLDING_SEVERAL: Final = ("optimizers", "chained_optimizers")
+"""Attributes in which containers keep their optimizers, such as those of torchtitan and Megatron."""
+
+
+def chunks_of(model: Any, module: type, called: str) -> Sequence[Any]:
+    """The chunks of a virtual pipeline, or the one module as a list of itself.
+
+    Args:
+        module: The class of a module.
+        called: The name of that class in messages.
+
+    Raises:
+        TypeError: The model, or an item of the list, is not a module.
+        ValueError: The list is empty.
+    """
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    for chunk in chunks:
+        if not isinstance(chunk, module):
+            raise TypeError(f"model is a {type(chunk).__name__}: expected a {called}, or a list of model chunks.")
+    if not chunks:
+        raise ValueError(f"model is an empty list: expected a {called}, or a list of model chunks.")
+    return chunks
+
+
+def given(optimizer: Any, expected: str) -> Any:
+    """The optimizer, which must be passed.
+
+    Args:
+        expected: The accepted types, in words.
+
+    Raises:
+        TypeError: The optimizer is None.
+    """
+    if optimizer is None:
+        raise TypeError(f"optimizer is a NoneType: expected {expected}.")
+    return optimizer
+
+
+def optimizers_in(given: Any, leaf: Callable[[Any, str], T], unwrapped: Callable[[Any], Any]) -> tuple[T, ...]:
+    """The optimizers inside sequences, dictionaries and containers, in order, each once.
+
+    Args:
+        leaf: Returns the optimizer for an object that contains no others, and its name in messages; or raises.
+        unwrapped: Returns the wrapped optimizer; the object itself if it wraps nothing.
+
+    Raises:
+        TypeError: An item is no optimizer, or there is none.
+    """
+    found = {id(one): one for one in _leaves(given, leaf, unwrapped, "optimizer", 0)}
+    if not found:
+        raise TypeError(f"optimizer is a {type(given).__name__} without an optimizer: expected one, or a sequence of them.")
+    return tuple(found.values())
+
+
+def _leaves(given: Any, leaf: Callable[[Any, str], T], unwrapped: Callable[[Any], Any], called: str, depth: int) -> Iterator[T]:
+    inner = unwrapped(given)
+    held = held_by(inner)
+    if held is None or depth > MAX_WRAPPERS:
+        yield leaf(given, called)
+        return
+    for place, one in enumerate(held):
+        yield from _leaves(one, leaf, unwrapped, f"{called}[{place}]", depth + 1)
+
+
+def held_by(given: Any) -> list[Any] | None:
+    """The optimizers, wrapped or not, in a sequence, a dictionary or a container; None for anything else."""
+    if isinstance(given, (list, tuple, set, frozenset)):
+        return list(given)
+    if isinstance(given, Mapping):
+        return list(given.values())
+    for name in HOLDING_SEVERAL:
+        held = getattr(given, name, None)
+        if isinstance(held, (list, tuple, Mapping)) and held:
+            return held_by(held)
+    return None
+
+
+def only(given: Any) -> Any:
+    """The only item of a sequence or dictionary of length 1; anything else unchanged."""
+    while isinstance(given, (list, tuple, Mapping)) and len(given) == 1:
+        given = next(iter(given.values() if isinstance(given, Mapping) else given))
+    return given
+
+
+def count(name: str, value: Any, least: int) -> int:
+    """An integer of any type (numpy's too), as an ``int``.
+
+    Raises:
+        TypeError: The value is no integer: older scripts passed the optimizer second.
+        ValueError: The value is below ``least``.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        order = "set_monitor(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)"
+        raise TypeError(f"{name} is a {type(value).__name__} and must be an integer. The order is {order}.")
+    if value < least:
+        raise ValueError(f"{name} is {value} and must be at least {least}.")
+    return int(value)

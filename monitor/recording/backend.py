@@ -15,13 +15,11 @@ if TYPE_CHECKING:
     from monitor.config.model import CcDistribution
     from monitor.failures import Failures
     from monitor.recording.activations import CallHooks, ModuleCollector
-    from monitor.recording.attachment_spec import Attached
+    from monitor.recording.attachment_spec import Attached, NamedParameter, NamedParts
     from monitor.recording.collectives import Communication
     from monitor.recording.features.reading import FeatureReading
     from monitor.recording.gradient_edges import BackwardEngine
-    from monitor.recording.gradients import GradientRows, GradientSource
-    from monitor.recording.model_names import NamedParts
-    from monitor.recording.parameter_series import NamedParameter
+    from monitor.recording.parameters import GradientRows, GradientSource
     from monitor.recording.phases import Collector
     from monitor.recording.recorder import TensorReader
     from monitor.recording.run import ProcessTopology

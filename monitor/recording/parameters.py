@@ -2,14 +2,245 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
-from monitor.recording.attachment_spec import Attached
-from monitor.recording.parameter_series import ComputedRow, NamedParameter
+from monitor.recording.attachment_spec import Attached, ComputedRow, NamedParameter
+from monitor.recording.backend import HookSet, Removable
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import MOMENT_KINDS
 from monitor.stats.partials import COUNT, SUM, SUMSQ
+
+# --- Records weight gradients before and after the data-parallel ranks reduce them: the part common to all frameworks.
+
+NOT_ACCUMULATED: Final = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
+EACH_MICRO_BATCH: Final = "gradients are aggregated after every micro-batch: a row holds the last micro-batch's alone"
+AGGREGATED_EARLY: Final = (
+    "gradients are aggregated after every micro-batch: a row holds the mean over the ranks so far and the last micro-batch of "
+    "this rank; no_sync would keep them apart"
+)
+NOT_REDUCED: Final = (
+    "missing for gradients of which no reduction over the data-parallel ranks was seen before the optimizer's step: in step "
+    "{step} for {count} parameters, {names}"
+)
+SUMMED_EARLY: Final = (
+    "missing where data-parallel ranks may have summed a gradient before it was accumulated, or between two micro-batches"
+)
+MAX_LISTED: Final = 3
+"""Maximum number of names in a message."""
+
+NOT_OF_THE_STEP: Final = frozenset({NOT_ACCUMULATED, EACH_MICRO_BATCH, AGGREGATED_EARLY})
+"""Notes on ``grad_unreduced`` if it is not the sum over this rank's micro-batches."""
+
+
+@final
+class GradientRows:
+    """The rows of gradients of the step in progress.
+
+    Attributes:
+        unreduced: ``grad_unreduced``.
+        reduced: ``grad_reduced``.
+        each_micro_step: Whether ``grad_unreduced`` has a row for each micro-step.
+        stepped: The parameters whose optimizer has had its turn. Gradients that a later backward leaves in them do not belong
+            to this step. They belong to the next step or to none, such as the gradients that a generator leaves in its critic.
+    """
+
+    def __init__(self, attached: Attached) -> None:
+        self.attached = attached
+        self.each_micro_step = attached.config.monitor_mbs_grad
+        self._clock = clock = attached.clock
+        self.unreduced = attached.series("grad_unreduced", tuple(range(clock.micro_steps)) if self.each_micro_step else (-1,))
+        self.reduced = attached.series("grad_reduced")
+        self.stepped: set[NamedParameter] = set()
+        self.backwards: Counter[NamedParameter] = Counter()
+        self._local_notes: dict[str, None] = {}
+
+    def note_local(self, said: str) -> None:
+        """Add a note on ``grad_unreduced`` to the manifest, after earlier ones."""
+        self._local_notes[said] = None
+        self.attached.note("grad_unreduced", "; ".join(self._local_notes))
+
+    def micro_step(self, parameter: NamedParameter) -> int:
+        """The micro-step of this backward. Without a root forward (compiled, scripted, or only parts of the model are called)
+        it is the number of earlier backwards of the parameter.
+        """
+        if self._clock.forward[parameter.chunk] >= 0:
+            return self._clock.backward_micro_step(parameter.chunk)
+        self.backwards[parameter] += 1
+        return self.backwards[parameter] - 1
+
+
+class Reductions(Protocol):
+    """Follows the reductions of gradients over the ranks, step by step."""
+
+    def begin_step(self) -> None:
+        """A collected step begins."""
+
+    def pause(self) -> None:
+        """A step begins that is not collected."""
+
+    def forward_begins(self, root: Any) -> None:
+        """A training forward begins in a collected step."""
+
+    def forward_ends(self) -> None:
+        """A forward has ended, in training or not."""
+
+    def is_reduced(self, parameter: NamedParameter, gradient: Any) -> bool:
+        """Whether a gradient is known to contain every rank's part when the optimizer's step begins."""
+
+    def end_turn(self) -> None:
+        """An optimizer has had its turn, and others have not: their gradients may be reduced now."""
+
+    def remove(self) -> None:
+        """Stop following."""
+
+
+class GradientSource(Protocol):
+    """Takes the gradients of a framework, and records them in the ``GradientRows`` that it was created with.
+
+    Attributes:
+        hooked: The parameters that need a hook; the framework reports the others.
+    """
+
+    hooked: Sequence[NamedParameter]
+
+    @property
+    def reductions(self) -> Reductions:
+        """Follows the reductions of the gradients."""
+
+    def can_be_hooked(self, parameter: NamedParameter) -> bool:
+        """Whether a parameter takes hooks now. A frozen one does not."""
+
+    def register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
+        """Call ``read``, which does not raise, with the framework's argument when a backward reaches a parameter."""
+
+    def found(self, parameter: NamedParameter, argument: Any) -> None:
+        """A backward has reached a hooked parameter."""
+
+    def begin_step(self) -> None:
+        """A collected step begins, without gradients."""
+
+    def before_reading(self, turn: OptimizerTurn) -> None:
+        """The reduced gradients of an optimizer are about to be read."""
+
+    def after_reading(self, turn: OptimizerTurn, not_reduced: str) -> None:
+        """The reduced gradients were read.
+
+        Args:
+            not_reduced: A note that some gradients of the run were not reduced; empty if all were.
+        """
+
+    def remove(self) -> None:
+        """Remove hooks other than those of ``register``."""
+
+
+@final
+class GradientCollector(Collector):
+    """``grad_unreduced`` and ``grad_reduced``.
+
+    Attributes:
+        is_reduced: Whether a gradient is known to contain every rank's part when the optimizer's step begins.
+    """
+
+    def __init__(self, attached: Attached, new_source: Callable[[GradientRows], GradientSource]) -> None:
+        self._failures, self._backend = attached.failures, attached.backend
+        self._recorder, self._clock = attached.recorder, attached.clock
+        self._framework = attached.framework
+        self._rows = GradientRows(attached)
+        self._source = new_source(self._rows)
+        self._reductions = self._source.reductions
+        self.is_reduced = self._reductions.is_reduced
+        self._local: list[str] = []
+        self._not_reduced = ""
+        self._hooks = HookSet()
+        self._frozen = set(self._source.hooked)
+        self._hook_thawed()
+        ends = self._failures.guarded("ending a forward", self._forward_ends)
+        for root in filter(self._backend.modules.takes_hooks, attached.watch.chunks):
+            self._hooks.add(self._backend.modules.after_forward(root, ends, compiled=True))
+
+    def begin_step(self, *, before_a_turn: bool) -> None:
+        if not self._recorder.active:
+            self._rows.backwards.clear()
+            self._reductions.pause()
+            return
+        self._rows.stepped.clear()
+        if before_a_turn:  # keep what is known about the gradients
+            return
+        self._rows.backwards.clear()
+        self._source.begin_step()
+        if len(self._rows.reduced):
+            self._reductions.begin_step()
+
+    def forward_begins(self, root: Any) -> None:
+        self._reductions.forward_begins(root)
+        early = max(self._clock.forward) < self._clock.micro_steps - 1
+        if early and self._backend.job.has_others() and self._framework.aggregates(root):
+            self._rows.note_local(AGGREGATED_EARLY)
+
+    def _forward_ends(self, *_: Any) -> None:
+        if self._recorder.active:
+            self._reductions.forward_ends()
+            self._hook_thawed()
+
+    def gradients_ready(self, turn: OptimizerTurn) -> None:
+        """Read the gradients that are reduced. The others have no row, and a warning says so."""
+        self._source.before_reading(turn)
+        self._local = []
+        self._rows.reduced.record_all(self._if_reduced, turn.held)
+        if self._local:
+            self._warn_not_reduced(self._local)
+        self._source.after_reading(turn, self._not_reduced)
+
+    def end_turn(self, turn: OptimizerTurn | None) -> None:
+        if turn is not None:
+            self._rows.stepped.update(self._rows.unreduced.parameters if turn.held is None else turn.held)
+            self._reductions.end_turn()
+
+    def remove(self) -> None:
+        self._hooks.remove()
+        self._source.remove()
+        self._reductions.remove()
+
+    def _if_reduced(self, parameter: NamedParameter) -> Any:
+        gradient = self._framework.reduced(parameter)
+        if self.is_reduced(parameter, gradient):
+            return gradient
+        if gradient is not None:
+            self._local.append(parameter.name)
+        return None
+
+    def _warn_not_reduced(self, names: Sequence[str]) -> None:
+        listed = ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
+        if not self._not_reduced:
+            self._not_reduced = NOT_REDUCED.format(step=self._clock.step, count=len(names), names=listed)
+        self._failures.warn(
+            "gradients that are not reduced",
+            f"No reduction of {len(names)} gradients over the data-parallel ranks was seen before the optimizer's step "
+            f"{self._clock.step} ({listed}): their grad_reduced is missing. If the optimizer reduces inside its step, they are "
+            "local before it. If they are reduced, pass the groups: dp_group (possibly of one rank) and tp_group to "
+            "set_monitor, process_group to TrainerMon.",
+        )
+
+    def _hook_thawed(self) -> None:
+        """Hook the parameters that could not be hooked before: a frozen parameter takes hooks once it is trained."""
+        for parameter in [frozen for frozen in self._frozen if self._source.can_be_hooked(frozen)]:
+            self._hooks.add(self._hook(parameter))
+            self._frozen.remove(parameter)
+
+    def _hook(self, parameter: NamedParameter) -> Removable:
+        # Python's garbage collector does not see references inside these hooks: a strong one would keep the model forever.
+        source, known = weakref.ref(self._source), weakref.ref(parameter)
+
+        def read(argument: Any) -> None:
+            living, watched = source(), known()
+            if living is not None and watched is not None:
+                living.found(watched, argument)
+
+        return self._source.register(parameter, self._failures.guarded("reading the gradient", read, of=parameter.name))
 
 
 @final

@@ -18,10 +18,9 @@ from monitor.anomalies.listeners import Alarm, Alerts, EndOnlyListener, EventFil
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import FindingListener, Scanner
 from monitor.config import MonitorConfig
-from monitor.coordinator.identity import IdentityStore, JobIdentity, agree
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import RecordedModel
-from monitor.coordinator.output import prepare, rotate_stale_output
+from monitor.coordinator.output import IdentityStore, JobIdentity, agree, prepare, rotate_stale_output
 from monitor.coordinator.resume import resolve_rank_directory
 from monitor.failures import Failures
 from monitor.pipeline.delivery import Watcher

@@ -16,16 +16,13 @@ from monitor.coordinator.manifest_format import RECORDINGS, RecordedModel
 from monitor.coordinator.output import base_directory, prepare
 from monitor.coordinator.ownership import Ownership, no_rank_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
-from monitor.recording.arguments import count, given
-from monitor.recording.attachment_spec import AttachmentSpec
+from monitor.recording.attachment_spec import AttachmentSpec, ModelNames, count, given
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
-from monitor.recording.current_step import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
-from monitor.recording.model_names import ModelNames
-from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of
+from monitor.recording.recorder import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
+from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of, with_recording_off
 from monitor.recording.run import RecordingSpec, RunEnded
 from monitor.recording.startup_estimate import announce
 from monitor.recording.step_clock import Schedule
-from monitor.recording.switching import with_recording_off
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
 from monitor.stats.histograms import HISTOGRAM_OPS
 from monitor.stats.ops import CALLS, known_ops

@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import cast
 
 from monitor.formats import FORMATS
+from monitor.sinks.files import CrashRecovery
 from monitor.sinks.protocol import Sink, SinkContext
-from monitor.sinks.recovery import CrashRecovery
 
 __all__ = ["CrashRecovery", "Sink", "SinkContext", "make_sink", "recovery_of"]
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from pyarrow.compute import SetLookupOptions, SplitPatternOptions, call_function  # type: ignore[attr-defined]
 
 from monitor.series import DIRECTION_KIND, NO_MICRO_STEP, SIGNED_KINDS, SeriesTable
+from monitor.sinks.csv import TextCache
 from monitor.sinks.files import StepSpan
-from monitor.sinks.row_text import TextCache
 from monitor.stats.features import FEATURES, as_scalar
 from monitor.stats.histograms import BINS, MAGNITUDES, UNIT_UPPER, UPPER, Counts, histogram_text, upper_text
 from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, derive, has_histogram, has_op

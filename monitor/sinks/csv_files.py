@@ -29,8 +29,7 @@ from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions  # type: ignor
 from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
 
 from monitor.sinks import files
-from monitor.sinks.files import NamedShard, PartialFile, StepSpan
-from monitor.sinks.recovery import RecoveredFiles, changed, checked, is_regular, rename_damaged
+from monitor.sinks.files import NamedShard, PartialFile, RecoveredFiles, StepSpan, changed, checked, is_regular, rename_damaged
 
 # --- The rows of a CSV file as bytes, each with its step, so that some can be kept and others removed.
 
@@ -483,7 +482,7 @@ class LeftoverPart:
 
 
 def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> RecoveredFiles:
-    """See ``monitor.sinks.recovery.CrashRecovery``."""
+    """See ``monitor.sinks.files.CrashRecovery``."""
     for draft in files.drafts_in(directory):  # the file that it was to replace is still there
         draft.unlink()
     recovered, records = RecoveredFiles(), defaultdict(list)
@@ -497,7 +496,7 @@ def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recov
 
 
 def held(directory: Path, steps: StepSpan) -> set[int]:
-    """See ``monitor.sinks.recovery.CrashRecovery``."""
+    """See ``monitor.sinks.files.CrashRecovery``."""
     content = (CsvRows.read(one.path) for one in files.shards_in(directory) if one.steps.meets(steps) and is_regular(one.path))
     return {step for rows in content if rows is not None for step in np.unique(rows.steps).tolist()}
 

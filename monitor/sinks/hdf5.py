@@ -18,11 +18,10 @@ import pyarrow as pa
 
 from monitor.sinks import hdf5_files
 from monitor.sinks.arrow import FILLED, HISTOGRAM, SCHEMA, Measurements, ShardMetadata, whole, with_ops
-from monitor.sinks.files import AppendFile, StepSpan, opened
+from monitor.sinks.files import AppendFile, RecoveredFiles, StepSpan, changed, checked, is_regular, opened, rename_damaged
 from monitor.sinks.hdf5_files import NotAShardError
 from monitor.sinks.hdf5_write import SpoolBlock, image, read_blocks, whole_bytes
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.recovery import RecoveredFiles, changed, checked, is_regular, rename_damaged
 from monitor.stats.table import StepRows
 
 # --- The files in a rank's directory.
@@ -327,7 +326,7 @@ def read_hdf5(
 
 
 def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> RecoveredFiles:  # noqa: ARG001 - one file has all kinds
-    """See ``monitor.sinks.recovery.CrashRecovery``."""
+    """See ``monitor.sinks.files.CrashRecovery``."""
     for draft in hdf5_files.drafts_in(directory):  # the file that it was to replace is still there
         draft.unlink()
     recovered = RecoveredFiles()
@@ -343,7 +342,7 @@ def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> Recov
 
 
 def held(directory: Path, steps: StepSpan) -> set[int]:
-    """See ``monitor.sinks.recovery.CrashRecovery``."""
+    """See ``monitor.sinks.files.CrashRecovery``."""
     shards = (
         hdf5_files.Hdf5Shard.read(path)
         for path, named in hdf5_files.shards_in(directory)

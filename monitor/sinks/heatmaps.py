@@ -16,7 +16,7 @@ from tensorboard.plugins.image import metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from monitor.series import SIGNED_KINDS, SeriesTable
-from monitor.sinks.row_text import encodable
+from monitor.sinks.csv import encodable
 from monitor.stats.histograms import UNIT_BINS, UNIT_UPPER
 from monitor.stats.ops import has_histogram
 from monitor.stats.partials import Floats

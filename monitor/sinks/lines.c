@@ -1,4 +1,4 @@
-/* Formats columns as lines of CSV text (see monitor/sinks/row_text.py) without Python's lock.
+/* Formats columns as lines of CSV text (see monitor/sinks/csv.py) without Python's lock.
  *
  * A double is m * 2^e with integers m and e. So its decimals are computed with integers and rounded to nearest, ties to even, as
  * in Python. For scientific form it is multiplied by a power of ten that is cut off after 128 bits. If the cut-off bits could

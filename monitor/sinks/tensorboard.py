@@ -23,10 +23,10 @@ from tensorboard.plugins.histogram import metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from monitor.series import NO_MICRO_STEP, SIGNED_KINDS, Series, SeriesTable, shown_kind
+from monitor.sinks.csv import RowPiece, TextCache, encodable, row_blocks
 from monitor.sinks.files import AppendFile, opened
 from monitor.sinks.heatmaps import Heatmaps
 from monitor.sinks.protocol import SinkContext
-from monitor.sinks.row_text import RowPiece, TextCache, encodable, row_blocks
 from monitor.stats.histograms import FIRST_POWER, MAGNITUDES, UNIT_BINS, UNIT_UPPER, UPPER
 from monitor.stats.ops import TEXT_OPS, derive, has_histogram
 from monitor.stats.partials import Floats, Partials

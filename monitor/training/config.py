@@ -11,8 +11,7 @@ from typing import Annotated, Any, Final
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from monitor.config.errors import explain, nearest, shown
-from monitor.config.jsonc import MAX_DEPTH, Path
+from monitor.config.jsonc import MAX_DEPTH, Path, explain, nearest, shown
 from monitor.config.loading import content_of, decoded, unusable, unused_warning, without
 from monitor.config.model import Patterns, Positive
 from monitor.failures import LOGGER

@@ -19,8 +19,8 @@ from tensorboard.plugins.text import metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from monitor.failures import LOGGER
+from monitor.sinks.csv import encodable
 from monitor.sinks.files import AppendFile, opened
-from monitor.sinks.row_text import encodable
 from monitor.sinks.tensorboard import FORMAT_VERSION, new_path, record
 from monitor.training.config import TrainingConfig
 from monitor.training.expert_load import Counts, load

@@ -14,8 +14,8 @@ from sink_rows import Measured, Rank
 
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import Scanner, StepFindings, earliest
-from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import RankFacts
+from monitor.coordinator.output import JobIdentity
 from monitor.stats.table import StepRows
 
 NAN, INF = float("nan"), float("inf")

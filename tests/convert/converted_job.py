@@ -10,7 +10,7 @@ import numpy as np
 from recorded_job import RecordedRank
 from sink_rows import Measured
 
-from monitor.coordinator.identity import RankDirectory
+from monitor.coordinator.output import RankDirectory
 
 NAMES = ("layers.0.w", 'a,"b"\n"', "=cmd()", "", "ü\t'; DROP TABLE x; --", "l.input_0#1")
 NAN, INF = float("nan"), float("inf")

@@ -262,6 +262,6 @@ class TestArguments:
 
 
 def at_time(timestamp: str) -> bool:
-    from monitor.coordinator.identity import timestamp_fields
+    from monitor.coordinator.output import timestamp_fields
 
     return len(timestamp_fields(timestamp)) == 5

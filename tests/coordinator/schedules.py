@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from monitor.coordinator.dataflow import Pass
+from monitor.coordinator.series_file import Pass
 
 
 def gpipe(_rank, _size, micro_steps, _chunks):

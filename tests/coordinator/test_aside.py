@@ -5,8 +5,7 @@ from multiprocessing import get_context
 import pytest
 from filelock import FileLock
 
-from monitor.coordinator.identity import JobIdentity
-from monitor.coordinator.output import OutputError, rotate_stale_output
+from monitor.coordinator.output import JobIdentity, OutputError, rotate_stale_output
 
 EARLIER = JobIdentity("0" * 32, "Dec03_21-34-40")
 JOB = JobIdentity("1a2b3c4d" * 4, "Dec04_08-00-00")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.coordinator.identity import MONTHS, RankDirectory, timestamp_fields, timestamp_of
+from monitor.coordinator.output import MONTHS, RankDirectory, timestamp_fields, timestamp_of
 
 MOMENTS = st.datetimes(min_value=datetime(1970, 1, 1), max_value=datetime(2199, 1, 1))
 

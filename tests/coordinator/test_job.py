@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import served
 
-from monitor.coordinator.identity import JobIdentity, agree
+from monitor.coordinator.output import JobIdentity, agree
 from monitor.coordinator.store import StoreClient
 from monitor.failures import Failures
 

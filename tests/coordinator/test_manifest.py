@@ -9,11 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from monitor.coordinator.dataflow import Edge, Flow, Pass
-from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import MORE_NOTES, MOST_NOTES, Manifest, RankFacts
 from monitor.coordinator.manifest_format import read_manifest
-from monitor.coordinator.series_file import MeasuredSeries, read_flow, read_series
+from monitor.coordinator.output import JobIdentity
+from monitor.coordinator.series_file import Edge, Flow, MeasuredSeries, Pass, read_flow, read_series
 from monitor.failures import Failures
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COLUMNS, Partials

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import gpipe, interleaved, one_forward_one_backward
 
-from monitor.coordinator.dataflow import Flow, Pass, PipelineOrder, RankPasses, Spot
 from monitor.coordinator.manifest_format import ManifestRecord, PipelineRecord
+from monitor.coordinator.pipeline_order import PipelineOrder, RankPasses, Spot
+from monitor.coordinator.series_file import Flow, Pass
 from monitor.series import NO_MICRO_STEP
 
 FEW = settings(max_examples=40, deadline=None)

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.coordinator.step_ranges import (
+from monitor.coordinator.manifest_format import (
     LAST_STEP,
     MOST_CAUSES,
     OTHER_CAUSES,

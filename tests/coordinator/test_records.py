@@ -5,8 +5,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from monitor.coordinator import manifest_format
-from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, RecordedSteps, StepsRecord, read_manifest
-from monitor.coordinator.step_ranges import StepRanges
+from monitor.coordinator.manifest_format import (
+    ManifestError,
+    ManifestRecord,
+    RecordedSteps,
+    StepRanges,
+    StepsRecord,
+    read_manifest,
+)
 
 RECORD = ManifestRecord(
     schema_version=1,

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.coordinator.identity import JobIdentity
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import ManifestRecord, RecordedModel, read_manifest
-from monitor.coordinator.output import lock_directory, remove_drafts, write_whole
+from monitor.coordinator.output import JobIdentity, lock_directory, remove_drafts, write_whole
 from monitor.coordinator.resume import (
     KILLED,
     MOST_EARLIER_RUNS,

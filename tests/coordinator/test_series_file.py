@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitor.coordinator import series_file
-from monitor.coordinator.dataflow import NO_FLOW, Edge, Flow, Pass
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, SeriesReference
-from monitor.coordinator.series_file import Measured, MeasuredSeries, read_flow, read_series
+from monitor.coordinator.series_file import NO_FLOW, Edge, Flow, Measured, MeasuredSeries, Pass, read_flow, read_series
 from monitor.series import LOCAL, Placement, Series, SeriesTable, Shard
 from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.table import KindRows, StepRows, TensorLayout

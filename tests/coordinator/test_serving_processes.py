@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import os, sys, threading, time
 from monitor.failures import Failures
-from monitor.coordinator.identity import agree
+from monitor.coordinator.output import agree
 from monitor.coordinator.store import STORES, Rendezvous
 port, rank, world = map(int, sys.argv[1:4])
 def store(rank=rank):

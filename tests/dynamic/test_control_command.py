@@ -11,10 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from monitor.config import load_config
-from monitor.coordinator.identity import JobIdentity, RankDirectory
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import ConfigurationRecord
-from monitor.coordinator.output import prepare
+from monitor.coordinator.output import JobIdentity, RankDirectory, prepare
 from monitor.dynamic.cli import app
 from monitor.dynamic.controller import digest_of
 from monitor.failures import Failures

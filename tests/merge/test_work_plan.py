@@ -11,7 +11,7 @@ from recorded_job import files, merged, sharded
 
 from monitor.coordinator.manifest_format import StepsRecord
 from monitor.merge.merge import Planner, Window, in_groups, recorded_steps
-from monitor.merge.survey import SHARDS
+from monitor.merge.tensors import SHARDS
 from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5_files import ALL_STEPS
 

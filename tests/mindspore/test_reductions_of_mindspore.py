@@ -10,7 +10,7 @@ from ranks import Ranks, ended_job
 from reading_back import Output
 
 from monitor.coordinator.manifest_format import read_manifest
-from monitor.recording.gradients import NOT_REDUCED
+from monitor.recording.parameters import NOT_REDUCED
 
 REDUCED = ["in-place", "awaited", "by-primitive", "then-clipped", "reducer"]
 LOCAL = ["none", "clipped", "loss-alone", "weights-averaged", "squares"]

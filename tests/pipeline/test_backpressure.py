@@ -1,5 +1,5 @@
 from monitor.failures import Failures
-from monitor.pipeline.writer import MAX_WARNINGS, BackpressureBudget
+from monitor.pipeline.pipeline import MAX_WARNINGS, BackpressureBudget
 
 
 def test_steps_that_meet_the_full_queue_one_after_the_other_share_a_budget():

@@ -19,7 +19,7 @@ from pipeline_parts import (
 )
 
 from monitor.failures import Failures
-from monitor.pipeline import writer
+from monitor.pipeline import pipeline as writer
 from monitor.pipeline.delivery import BATCH_LIMIT_BYTES
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_parts import Copy, FileJournal, Onlooker, journal_in, pipeline_in, pipeline_of, record, steps_in, until
 
-from monitor.pipeline import writer
+from monitor.pipeline import pipeline as writer
+from monitor.pipeline.pipeline import ControlRequest, Request, RequestQueue, SubmittedStep
 from monitor.pipeline.process import Ticket
-from monitor.pipeline.writer import ControlRequest, Request, RequestQueue, SubmittedStep
 
 FOR_EVER = 1000.0
 

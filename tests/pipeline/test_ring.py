@@ -4,7 +4,7 @@ import pytest
 from pipeline_parts import Copy
 
 from monitor.pipeline.delivery import BATCH_LIMIT_BYTES
-from monitor.pipeline.writer import Ring
+from monitor.pipeline.pipeline import Ring
 
 
 def ring_of(queue_bytes: int, nbytes: int = 100) -> Ring[Copy]:

@@ -17,7 +17,7 @@ from pipeline_parts import (
     until,
 )
 
-from monitor.pipeline import writer
+from monitor.pipeline import pipeline as writer
 
 CLOSE_SECONDS = 0.4
 LEFT = "left behind when the monitor was closed"

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 
-from monitor.pytorch.reductions.buffers import BufferWrites
-from monitor.pytorch.reductions.memory import ReducedMemory, ReductionGroup
+from monitor.pytorch.reductions.memory import BufferWrites, ReducedMemory, ReductionGroup
 
 GROUPS = (ReductionGroup((0, 1)),)
 

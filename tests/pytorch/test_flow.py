@@ -12,11 +12,10 @@ from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 from watching import EVERYTHING, Output, attached, train
 
-from monitor.coordinator import dataflow
-from monitor.coordinator.dataflow import Flow, Pass
+from monitor.coordinator import series_file
 from monitor.coordinator.manifest_format import read_manifest
-from monitor.coordinator.series_file import read_flow, read_series
-from monitor.recording import dataflow as observing
+from monitor.coordinator.series_file import Flow, Pass, read_flow, read_series
+from monitor.recording import recorder as observing
 from monitor.series import Series
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
@@ -256,7 +255,7 @@ def test_without_activations_parameters_have_edges_alone(output: Output) -> None
 
 
 def test_there_is_a_bound_and_the_manifest_says_that_it_was_met(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (observing, dataflow):
+    for module in (observing, series_file):
         monkeypatch.setattr(module, "MOST_EDGES", 3)
     recorded(output, small_model(), wg_distribution=False, param_distribution=False, mv_distribution=False)
     _, found = flow_of(output)
@@ -272,7 +271,7 @@ def test_only_the_first_collected_step_is_looked_at(output: Output, monkeypatch:
         looked.append(1)
         return observed(*args)
 
-    monkeypatch.setattr("monitor.recording.sealing.observed_dataflow", counted)
+    monkeypatch.setattr("monitor.recording.attachment.observed_dataflow", counted)
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     with attached(output, model, optimizer, **{**EVERYTHING, "start_step": 2}):

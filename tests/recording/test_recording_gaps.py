@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from monitor.config import MonitorConfig
-from monitor.recording.missing import gaps_of
+from monitor.recording.startup_estimate import gaps_of
 from monitor.series import Placement, Series, SeriesTable
 
 RULES = {"alert": {"rules": [{"rule_name": "AnomalyNan"}]}}

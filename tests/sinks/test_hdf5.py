@@ -25,9 +25,8 @@ from monitor.series import Series
 from monitor.sinks import hdf5
 from monitor.sinks.arrow import SCHEMA, Measurements, ShardMetadata
 from monitor.sinks.arrow import partials_of as partials_in
-from monitor.sinks.files import StepSpan
+from monitor.sinks.files import RecoveredFiles, StepSpan
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, held, read_hdf5, recover
-from monitor.sinks.recovery import RecoveredFiles
 from monitor.stats.partials import COLUMNS, PARTIALS, combine
 
 W = {"grad_reduced": [Measured("w")]}

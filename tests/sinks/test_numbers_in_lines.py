@@ -11,7 +11,7 @@ from evidence import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.sinks.row_text import MOST_DIGITS, CountColumn, Join, NumberColumn, native_lines, python_lines
+from monitor.sinks.csv import MOST_DIGITS, CountColumn, Join, NumberColumn, native_lines, python_lines
 
 
 def cells(join: Join, column: NumberColumn, ndigits: int = 6) -> list[str]:

@@ -15,8 +15,7 @@ from monitor.sinks import recovery_of
 from monitor.sinks.csv import CsvSink, read_csv
 from monitor.sinks.csv_files import held as held_steps
 from monitor.sinks.csv_files import recover
-from monitor.sinks.files import StepSpan
-from monitor.sinks.recovery import RecoveredFiles, recover_all
+from monitor.sinks.files import RecoveredFiles, StepSpan, recover_all
 
 PER_RECORD = 3
 STEPS = 6

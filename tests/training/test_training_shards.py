@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from shown import EVERYTHING, Points, TrainRanks, scalars
 
-from monitor.recording.gradients import AGGREGATED_EARLY, NOT_ACCUMULATED
+from monitor.recording.parameters import AGGREGATED_EARLY, NOT_ACCUMULATED
 from monitor.training.norms import NOT_WHOLE
 from monitor.training.reporting import NO_LOCAL_NORMS, NOT_HERE
 

@@ -11,9 +11,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from monitor.coordinator.dataflow import Flow, Pass
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord
-from monitor.coordinator.series_file import LOCAL_PLACEMENT, NOT_MEASURED, SeriesColumns, read_columns
+from monitor.coordinator.series_file import LOCAL_PLACEMENT, NOT_MEASURED, Flow, Pass, SeriesColumns, read_columns
 from monitor.merge.discovery import leads_out
 from monitor.series import ACTIVATION_KINDS, KIND_TABLE, REPLICA_KIND, Series
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from monitor.anomalies.listeners import MOST
 from monitor.anomalies.ranking.graph import DataflowGraph, DataflowGraphs, Subject, subject_of
 from monitor.anomalies.ranking.loading import Flaw, RecordingEvents
-from monitor.coordinator.identity import RankDirectory
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
+from monitor.coordinator.output import RankDirectory
 from monitor.merge.discovery import Found, RankRun, discover
 from monitor.merge.execution import MergeError
 from monitor.series import Series

@@ -1,7 +1,7 @@
 """Orders events in time, across ranks whose clocks cannot be compared.
 
 Steps come one after another. A step has the weights that it began with, then forwards and backwards, then the optimizer's
-inputs, then its results. Forwards and backwards are in the turns of the schedule (``monitor.coordinator.dataflow``). If the
+inputs, then its results. Forwards and backwards are in the turns of the schedule (``coordinator.pipeline_order``). If the
 schedule is unknown, they are ordered by micro-step, and in each from stage to stage and back. Then, too, no event comes before
 one that it depends on, but micro-batches that took turns are listed apart.
 """
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from monitor.anomalies.ranking.graph import Role
 from monitor.anomalies.ranking.job import Columns, EventTable, Member
 from monitor.anomalies.ranking.loading import MOST_CHUNKS
-from monitor.coordinator.dataflow import IN_BACKWARD, IN_FORWARD, Pass, PipelineOrder, RankPasses, Spot
+from monitor.coordinator.pipeline_order import IN_BACKWARD, IN_FORWARD, PipelineOrder, RankPasses, Spot
+from monitor.coordinator.series_file import Pass
 from monitor.series import NO_MICRO_STEP
 
 _PHASE: Final = {

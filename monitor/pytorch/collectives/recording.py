@@ -15,8 +15,7 @@ from torch import Tensor
 
 from monitor.config.model import CcDistribution
 from monitor.failures import LOGGER, Failures
-from monitor.pytorch.collectives.completion import Completion
-from monitor.pytorch.collectives.interception import INTERCEPTION, TorchCollectiveListener
+from monitor.pytorch.collectives.interception import INTERCEPTION, Completion, TorchCollectiveListener
 from monitor.pytorch.collectives.operators import Method, TorchOperator, TorchProcessGroups
 from monitor.pytorch.process_group import initialized, is_settled
 from monitor.pytorch.tensor_reader import HOST, TorchTensorReader, has_data

@@ -15,24 +15,157 @@ import itertools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import Any, Final, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from monitor.failures import Failures
-from monitor.pytorch.compiled.tracing import Named, TracedCall, TracedCalls, follow
-from monitor.recording.backend import Removable
+from monitor.pytorch import autograd
+from monitor.pytorch.autograd import Target, sequence_nr
+from monitor.pytorch.tensors import TENSOR_PATHS
+from monitor.recording.activations import ADVICE
+from monitor.recording.backend import Autograd, Removable
+from monitor.recording.gradient_edges import follow_inputs, follow_result, slots_of
+from monitor.recording.tensor_paths import TensorPath
+from monitor.selection import TensorChoice
 from monitor.stats.torch.tensors import beneath
+
+# --- Follows gradients of a module's inputs and outputs while its call is traced.
+#
+# AOTAutograd traces forward and backward together, over a graph of autograd. So gradients are found as in eager code:
+# by hooks on results, and on the edges through which the call returns gradients of its inputs
+# (``recording/gradient_edges.py``). A module's inputs are not replaced, and no sum is regrouped.
+
+GRAPH: Final[Autograd] = autograd
+
+MOST_OPEN: Final = 64
+"""Most nested calls of one module. Further open calls must have raised."""
+
+Named = tuple[Tensor, str]
+"""A tensor and its slot."""
+Reader = Callable[[Tensor, str], Callable[[Tensor], None]]
+"""Makes a function that reads the gradient of a slot, given the tag of the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """A call that has begun.
+
+    Attributes:
+        tag: The tensor that identifies the call.
+        targets: Edges that the gradients of its inputs will flow to, and the slots of the inputs.
+        start: Autograd's sequence number when the call began.
+    """
+
+    tag: Tensor
+    targets: dict[Target, str]
+    start: int
+
+    @classmethod
+    def of(cls, tag: Tensor, inputs: Sequence[tuple[Tensor, str, bool]]) -> TracedCall:
+        """From all inputs, each with its slot and whether its gradient is wanted."""
+        targets = slots_of(GRAPH, inputs, "input_") if torch.is_grad_enabled() else {}
+        return cls(tag, targets, sequence_nr())
+
+
+class TracedCalls:
+    """Open calls by handle. Each trace has its own tensors for the handles."""
+
+    def __init__(self) -> None:
+        self._open = WeakIdKeyDictionary()
+
+    def push(self, handle: Tensor, call: TracedCall | None) -> None:
+        """Push a call; None for an unknown one, since its end comes, too."""
+        calls: list[TracedCall | None] = self._open.setdefault(handle, [])
+        calls.append(call)
+        del calls[:-MOST_OPEN]
+
+    def pop(self, handle: Tensor) -> TracedCall | None:
+        calls: list[TracedCall | None] = self._open.get(handle, [])
+        return calls.pop() if calls else None
+
+
+def follow(
+    call: TracedCall | None, tag: Tensor, results: Sequence[Tensor], outputs: Iterable[Named], read: Reader
+) -> list[Removable]:
+    """Hook the gradients of a call's inputs and outputs.
+
+    Args:
+        tag: Identifies the call from its end on.
+        results: All tensors that it returns.
+        outputs: Tensors whose gradients are wanted.
+
+    Returns:
+        Handles of hooks on tensors that may outlive the graph.
+    """
+    if not torch.is_grad_enabled():
+        return []
+    start = 0 if call is None else call.start
+    handles: list[Removable] = []
+    for x, slot in outputs:
+        if x.requires_grad:
+            handles += follow_result(GRAPH, x, start, read(tag, slot))
+    if call is not None and call.targets:
+        differentiable = [x for x in results if x.requires_grad]
+        handles += follow_inputs(GRAPH, call.targets, start, differentiable, partial(read, call.tag))
+    return handles
+
+
+# --- Observers that the operators in compiled code call.
+
+
+class CallObserver:
+    """An observer that only calls a function at the begin and end of a call."""
+
+    def __init__(self, call: Callable[..., None], module: nn.Module) -> None:
+        self._call = call
+        self._module = module
+
+    def begins(self, _tag: Tensor) -> None:
+        self._call(self._module, (), {})
+
+    def ends(self, _tag: Tensor) -> None:
+        self._call(self._module, (), {}, None)
+
+    def sees(self, *_: Any) -> None: ...
+
+    def sees_gradient(self, *_: Any) -> None: ...
+
+    def keep(self, *_: Any) -> None: ...
+
+
+class GuardedObserver:
+    """Wraps an observer so that its failures do not reach compiled code."""
+
+    def __init__(self, observer: Any, failures: Failures, name: str) -> None:
+        self.begins = failures.guarded("reading the inputs", observer.begins, ADVICE, of=name)
+        self.ends = failures.guarded("reading the outputs", observer.ends, ADVICE, of=name)
+        self.sees = failures.guarded("reading activations", observer.sees, ADVICE, of=name)
+        self.keep = observer.keep
+        self.sees_gradient = failures.guarded("reading gradients of activations", observer.sees_gradient, ADVICE, of=name)
+
+
+def device_of(*modules: nn.Module | None) -> torch.device:
+    """The device of the first module that has tensors; the host if none has."""
+    for module in modules:
+        if module is not None:
+            # Not by attribute: Megatron's wrapper has another attribute ``buffers``.
+            first = next(chain(nn.Module.parameters(module), nn.Module.buffers(module)), None)
+            if first is not None:
+                return torch.device("cpu") if first.is_meta else first.device
+    return torch.device("cpu")
+
 
 # --- Which tensors of compiled code hold the same numbers. Running compiled code writes to one tensor over and over, so neither
 # the object nor its version identifies its numbers. Tracing numbers the values instead: there each change makes a new version.
@@ -72,7 +205,7 @@ TRACEABLE: Final = hasattr(torch.library, "_register_effectful_op")
 FAILURES: Final = Failures()
 """Failures while tracing. One for the process: code is traced once for all monitors."""
 
-ADVICE: Final = "Some tensors of this code have no rows."
+MISSING_ROWS: Final = "Some tensors of this code have no rows."
 
 HIDDEN: Final = (
     "A module in compiled code returns tensors in an object that is no tuple, list, dict or dataclass: the gradients of its "
@@ -190,7 +323,7 @@ def _begin(inputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wante
         tag = _traced(handle, False, inputs, slots, wanted, found)
         call = TracedCall.of(tag, [(x, slot, bool(each & FOLLOW)) for x, slot, each in zip(inputs, slots, wanted, strict=True)])
     except Exception as error:  # a failure here must not reach the compiler
-        FAILURES.report("observing compiled code", error, ADVICE)
+        FAILURES.report("observing compiled code", error, MISSING_ROWS)
     _OPEN.push(handle, call)
 
 
@@ -211,7 +344,7 @@ def _end(
         if observed is not None:  # this was no trace: the hooks are on training's own tensors
             observed.observer.keep(handles)
     except Exception as error:
-        FAILURES.report("observing compiled code", error, ADVICE)
+        FAILURES.report("observing compiled code", error, MISSING_ROWS)
 
 
 def _traced(
@@ -321,3 +454,134 @@ end: Final = torch.ops.monitor.end.default
 """``end(outputs, handle, slots, wanted, found, whole)``: the latest open call ends with these outputs. If ``whole``, they are
 all tensors that it returns.
 """
+
+# --- Hooks of modules as a compiler traces them. Each holds constants only and leaves one operator in the graph.
+
+
+class TracedHook:
+    """A hook without tensors: it only reports the call."""
+
+    def __init__(self, observed: ObservedHook, *, ends: bool = False) -> None:
+        self._observed = observed  # kept alive: compiled code references only the handle
+        self._handle = observed.handle
+        self._ends = ends
+
+    def __call__(self, _module: nn.Module, *_: Any) -> None:
+        if self._ends:
+            end([], self._handle, [], [], 0)
+        else:
+            begin([], self._handle, [], [], 0)
+
+
+class TracedInputs(TracedHook):
+    """Before a module's forward.
+
+    Args:
+        seen: The inputs to observe.
+        followed: The inputs whose gradients are observed.
+    """
+
+    def __init__(self, observed: ObservedHook, seen: TensorChoice, followed: TensorChoice) -> None:
+        super().__init__(observed)
+        self._seen = seen
+        self._followed = followed
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        kwargs = kwargs or {}
+        found = len(args) + len(kwargs)
+        leaves = TENSOR_PATHS.inputs(args, kwargs)
+        slots = ["input" + leaf.suffix for leaf in leaves]
+        begin([leaf.tensor for leaf in leaves], self._handle, slots, _wanted(self._seen, self._followed, leaves, found), found)
+
+
+class TracedOutputs(TracedHook):
+    """After a module's forward, likewise."""
+
+    def __init__(self, observed: ObservedHook, seen: TensorChoice, followed: TensorChoice) -> None:
+        super().__init__(observed, ends=True)
+        self._seen = seen
+        self._followed = followed
+
+    def __call__(self, _module: nn.Module, _args: Any = (), _kwargs: Any = None, result: Any = None) -> None:
+        found = TENSOR_PATHS.length(result)
+        leaves = TENSOR_PATHS.outputs(result)
+        slots = ["output" + leaf.suffix for leaf in leaves]
+        wanted = _wanted(self._seen, self._followed, leaves, found)
+        end([leaf.tensor for leaf in leaves], self._handle, slots, wanted, found, TENSOR_PATHS.finds_all(result))
+
+
+def _wanted(seen: TensorChoice, followed: TensorChoice, leaves: Sequence[TensorPath], found: int) -> list[int]:
+    return [(SEE if _takes(seen, leaf, found) else 0) | (FOLLOW if _takes(followed, leaf, found) else 0) for leaf in leaves]
+
+
+def _takes(choice: TensorChoice, leaf: TensorPath, found: int) -> bool:
+    """Whether a leaf is wanted. If the choice expects another number of tensors than the call has, all are."""
+    return choice.wanted and (choice.index is None or choice.index == leaf.position or choice.length not in (None, found))
+
+
+# --- Code compiled before the monitor was attached has no hooks, and is not recompiled for them.
+
+COMPILED_HOOK_ADVICE = (
+    "was compiled before the monitor was attached: tensors of compiled code have no rows. Attach before the first "
+    "forward, or call torch._dynamo.reset() afterwards to recompile everything."
+)
+
+
+def was_compiled(module: nn.Module) -> bool:
+    """Whether compiled code exists for the forward of this module's class."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    written: Any = type(getattr(module, "_orig_mod", module))
+    code = getattr(getattr(written, "forward", None), "__code__", None)  # a scripted module has none
+    if dynamo is None or code is None:
+        return False
+    return len(dynamo._debug_get_cache_entry_list(code)) > 0
+
+
+class HookGuards:
+    """Has torch guard code compiled from now on against hooks added to its modules.
+
+    By default torch's compiler assumes that no hooks are added. It would reuse code compiled without the monitor's hooks, for
+    an unmonitored model or before this one was monitored. The setting is torch's, for the whole process, and is restored when
+    no monitor needs it.
+    """
+
+    def __init__(self) -> None:
+        self._holders: weakref.WeakSet[object] = weakref.WeakSet()
+        self._off, self._before = False, True
+        self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._early: set[type] = set()
+
+    def meet(self, root: nn.Module) -> None:
+        """Note which classes of modules in a model were compiled before the guards. Later compilations are guarded."""
+        if root not in self._met:
+            self._met.add(root)
+            self._early |= {type(module) for module in root.modules() if was_compiled(module)}
+
+    def came_late(self, module: nn.Module) -> bool:
+        """Whether a module may have compiled code without guards for hooks."""
+        return type(module) in self._early and was_compiled(module)
+
+    def hold(self, holder: object) -> None:
+        """Keep the guards on until ``holder`` is released or garbage-collected."""
+        config: Any = torch._dynamo.config
+        if not self._off:
+            self._off, self._before = True, config.skip_nnmodule_hook_guards
+            config.skip_nnmodule_hook_guards = False
+        weakref.finalize(holder, self._put_back).atexit = False  # made first, called last
+        self._holders.add(holder)
+
+    def release(self, holder: object) -> None:
+        """Release ``holder``. Idempotent."""
+        self._holders.discard(holder)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if self._off and not self._holders:
+            config: Any = torch._dynamo.config
+            self._off, config.skip_nnmodule_hook_guards = False, self._before
+            self._met.clear()
+            self._early.clear()
+
+
+HOOK_GUARDS: Final = HookGuards()
+"""One for the process, like torch's setting."""

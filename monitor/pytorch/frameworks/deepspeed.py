@@ -14,14 +14,12 @@ from torch.optim import Optimizer
 
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION
 from monitor.failures import Failures
-from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
+from monitor.pytorch.frameworks.framework import Framework, SteppedTensor
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.optimizer_steps import innermost
 from monitor.pytorch.process_group import group_ranks
-from monitor.recording.arguments import MAX_WRAPPERS
+from monitor.recording.attachment_spec import MAX_WRAPPERS, NamedParameter
 from monitor.recording.backend import HookSet, StepListener
-from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.series import Placement, Ranks, Shard, ranks_of
 

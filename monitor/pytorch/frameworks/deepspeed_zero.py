@@ -16,12 +16,11 @@ from monitor.coordinator.ownership import SAME_AFTER_REDUCTION
 from monitor.failures import Failures
 from monitor.pytorch.frameworks import deepspeed
 from monitor.pytorch.frameworks.deepspeed import DeepSpeed, RepackedDeepSpeed, SteppedPiece
-from monitor.pytorch.frameworks.framework import LocalGradients
-from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
+from monitor.pytorch.frameworks.framework import LocalGradients, SteppedTensor
 from monitor.pytorch.hooks import first_after_accumulation
+from monitor.recording.attachment_spec import NamedParameter
 from monitor.recording.backend import HookSet, Removable
-from monitor.recording.gradients import EACH_MICRO_BATCH
-from monitor.recording.parameter_series import NamedParameter
+from monitor.recording.parameters import EACH_MICRO_BATCH
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.series import Placement, Shard
 

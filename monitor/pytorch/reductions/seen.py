@@ -11,8 +11,7 @@ from torch import Tensor
 
 from monitor.failures import Failures
 from monitor.pytorch.hooks import NO_HOOKS, LoopHooks
-from monitor.pytorch.reductions.buffers import BufferWrites
-from monitor.pytorch.reductions.memory import Groups, ReducedMemory, SumListener, runs_backward, storage_of
+from monitor.pytorch.reductions.memory import BufferWrites, Groups, ReducedMemory, SumListener, runs_backward, storage_of
 from monitor.stats.torch.tensors import local_shard
 
 

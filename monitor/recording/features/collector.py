@@ -10,12 +10,10 @@ from typing import Any, cast, final
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.attachment_spec import Attached
+from monitor.recording.attachment_spec import Attached, ModelNames, NamedParameter
 from monitor.recording.backend import HookSet
 from monitor.recording.features.reading import NOT_CALLED
 from monitor.recording.features.watchers import FeatureWatcher, HookModules, modules_by_hook, warning
-from monitor.recording.model_names import ModelNames
-from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.phases import Collector
 from monitor.series import LOCAL, WATCHED_KINDS, Series
 

@@ -10,11 +10,9 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from monitor.config import MonitorConfig
 from monitor.recording.activations import CallIndex, Calls, ModuleCollector
-from monitor.recording.attachment_spec import Attached
+from monitor.recording.attachment_spec import Attached, ModelNames, NamedModule, NamedParameter
 from monitor.recording.backend import HookSet
 from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing
-from monitor.recording.model_names import ModelNames, NamedModule
-from monitor.recording.parameter_series import NamedParameter
 from monitor.recording.recorder import RecordedSeries
 from monitor.selection import Ambiguous, Unmatched, ambiguity_notice, unmatched_text
 from monitor.series import WATCHED_KINDS, Series

@@ -14,11 +14,10 @@ import numpy as np
 
 from monitor.anomalies.events import EVENTS_FOLDER, Event, ScanSummary, Signal, events_file, judged_file, message
 from monitor.anomalies.ranking.ranking import Ranked, Ranking, ranking_of
-from monitor.coordinator.dataflow import Edge, Flow, Pass
-from monitor.coordinator.identity import JobIdentity, RankDirectory
 from monitor.coordinator.manifest import Manifest, RankFacts
-from monitor.coordinator.manifest_format import StepsRecord
-from monitor.coordinator.step_ranges import StepRanges
+from monitor.coordinator.manifest_format import StepRanges, StepsRecord
+from monitor.coordinator.output import JobIdentity, RankDirectory
+from monitor.coordinator.series_file import Edge, Flow, Pass
 from monitor.failures import Failures
 from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
 from monitor.stats.partials import COLUMNS, Partials

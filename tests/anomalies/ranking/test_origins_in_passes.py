@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from played_job import EDGES, PlayedRank, origins, pipeline, ranked
 
-from monitor.coordinator.dataflow import Pass
+from monitor.coordinator.series_file import Pass
 
 TWO_MICRO_STEPS = [Pass(way, 0, m) for m in range(2) for way in (True, False)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from monitor.anomalies.ranking.graph import DataflowGraph, subject_of
-from monitor.coordinator.dataflow import Edge, Flow
+from monitor.coordinator.series_file import Edge, Flow
 from monitor.series import Series
 
 BIAS = "m.output_1"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from monitor.anomalies.events import EVENTS_FOLDER
 from monitor.anomalies.ranking import job as job_module
 from monitor.anomalies.ranking.cli import app
-from monitor.coordinator.dataflow import Pass
+from monitor.coordinator.series_file import Pass
 from monitor.merge.discovery import discover
 
 EVENT_FIELDS = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from watching import EVERYTHING, Output, attached, train, warnings_in
 
 from monitor.pytorch import modules
-from monitor.pytorch.compiled.hooks import HookGuards
+from monitor.pytorch.compiled.operators import HookGuards
 
 
 class Branches(nn.Module):

@@ -12,8 +12,8 @@ import torch
 from definitions import attention_weights, entropy_and_greatest
 from torch import Tensor
 
-from monitor.pytorch.features import attention
-from monitor.pytorch.features.attention import Scores, spread
+from monitor.pytorch.features import reading
+from monitor.pytorch.features.reading import Scores, spread
 
 MEMORY = Path(__file__).parent / "scripts" / "attention_memory.py"
 
@@ -46,8 +46,8 @@ def test_a_causal_attention_is_spread_as_defined(
 @pytest.mark.parametrize(("block", "keys"), [(1, 1), (64, 8), (100, 7), (1 << 18, 1024)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_size_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch, block: int, keys: int, *, causal: bool) -> None:
-    monkeypatch.setattr(attention, "BLOCK", block)
-    monkeypatch.setattr(attention, "KEYS", keys)
+    monkeypatch.setattr(reading, "BLOCK", block)
+    monkeypatch.setattr(reading, "KEYS", keys)
     query, key = 2 * drawn(2, 3, 29, 4), drawn(2, 3, 29, 4, seed=1)
     expected = entropy_and_greatest(attention_weights(query, key, causal=causal), 0, 0)
     assert means(scores_of(query, key, causal=causal), 0, 0) == pytest.approx(expected, rel=2e-6)

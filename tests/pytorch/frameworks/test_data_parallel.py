@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from monitor.anomalies.ranking.cli import app
 from monitor.pytorch.gradients import CHANGED
-from monitor.recording.gradients import AGGREGATED_EARLY
+from monitor.recording.parameters import AGGREGATED_EARLY
 
 STEPS = 3
 HOW = ["plain", "views", "no-sync", "no-sync-views", "fp16-hook", "own-hook", "static", "unused", "linear"]

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from watching import Output, Row, attached
 
-from monitor.recording.gradients import NOT_ACCUMULATED
+from monitor.recording.parameters import NOT_ACCUMULATED
 from monitor.series import LOCAL, Placement, Shard
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -11,7 +11,7 @@ import pytest
 from jobs import Job
 
 from monitor.pytorch.gradients import CHANGED
-from monitor.recording.gradients import AGGREGATED_EARLY
+from monitor.recording.parameters import AGGREGATED_EARLY
 
 STEPS = 3
 NO_BOUND = 1e9

@@ -8,7 +8,7 @@ import pytest
 from jobs import Job
 from watching import Row
 
-from monitor.coordinator.dataflow import PipelineOrder, Spot
+from monitor.coordinator.pipeline_order import PipelineOrder, Spot
 from monitor.coordinator.series_file import read_flow
 
 MICRO_STEPS = range(4)

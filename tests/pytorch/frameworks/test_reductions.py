@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from jobs import Job
 
-from monitor.recording.gradients import NOT_REDUCED, SUMMED_EARLY
+from monitor.recording.parameters import NOT_REDUCED, SUMMED_EARLY
 
 RunJob = Callable[..., Job]
 REDUCED = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from monitor.pytorch.features.attention import Scores, spread
+from monitor.pytorch.features.reading import Scores, spread
 
 
 def peak() -> int:

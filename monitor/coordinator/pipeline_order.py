@@ -1,4 +1,4 @@
-"""The dataflow of a step: edges between series, the order of passes on each rank, and the order across pipeline ranks."""
+"""The order of rows across the ranks of a pipeline, from the order of passes on each rank."""
 
 from __future__ import annotations
 
@@ -11,58 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.coordinator.manifest_format import ManifestRecord
-from monitor.series import KIND_TABLE, NO_MICRO_STEP, Series
-
-MOST_EDGES: Final = 200_000
-"""At most so many edges are kept; a single module with a thousand inputs and outputs has a million."""
-
-MOST_PASSES: Final = 20_000
-
-_FED_BY: Final = {kind.name: kind.fed_by for kind in KIND_TABLE}
-
-
-class Edge(NamedTuple):
-    """Two series by their numbers: the tensor of ``source`` was an input of the tensor of ``target``."""
-
-    source: int
-    target: int
-
-
-class Pass(NamedTuple):
-    """The forward or the backward of one micro-batch through one chunk of the model."""
-
-    forward: bool
-    vpp_stage: int
-    micro_step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """The dataflow of one rank in one step.
-
-    Attributes:
-        edges: Each edge once. Edges lead from earlier to later measurements, so the graph has no cycle.
-        passes: In the order in which the rank began them.
-        cut: Whether edges or passes were left out.
-    """
-
-    edges: tuple[Edge, ...] = ()
-    passes: tuple[Pass, ...] = ()
-    cut: bool = False
-
-
-NO_FLOW: Final = Flow()
-
-
-def edges_of_parameters(series: Sequence[Series]) -> Iterator[Edge]:
-    """The edges between the kinds of each parameter: from its local gradient over the aggregated one to the new weight."""
-    number = {one: index for index, one in enumerate(series)}
-    for target, one in enumerate(series):
-        for kind in _FED_BY.get(one.kind, ()):
-            source = number.get(Series(kind, one.vpp_stage, one.name))
-            if source is not None:
-                yield Edge(source, target)
-
+from monitor.coordinator.series_file import Flow, Pass
+from monitor.series import KIND_TABLE, NO_MICRO_STEP
 
 # --- The order of two rows of a pipeline group that were measured on different ranks. Their clocks cannot be compared.
 #
