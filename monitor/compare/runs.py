@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from monitor.compare.values import Compared, ComparisonError, Finding, of_numbers
-from monitor.convert.conversion import DATA_TYPES, ConversionError, Request
-from monitor.convert.read_csv import IDENTITY, Course, courses_of, read_record
+from monitor.convert.conversion import DATA_TYPES, IDENTITY, ConversionError, Course, Request, courses_of, read_record
 from monitor.merge.execution import MergeError
 from monitor.stats.ops import TEXT_OPS
 

@@ -17,8 +17,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from monitor.convert.conversion import Converted, Gathered, Request, bar, natural, plainly
-from monitor.convert.read_csv import Course, Record, courses_of, ops_of, read_record
+from monitor.convert.conversion import (
+    Converted,
+    Course,
+    Gathered,
+    Record,
+    Request,
+    bar,
+    courses_of,
+    natural,
+    ops_of,
+    plainly,
+    read_record,
+)
 from monitor.merge.discovery import SetAside
 from monitor.merge.execution import draft_of, engine, run_in_order
 from monitor.stats.ops import INTEGER_OPS, TEXT_OPS

@@ -12,8 +12,20 @@ from typing import Final
 import pyarrow as pa
 from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
-from monitor.convert.conversion import Converted, Gathered, Request, bar, plainly
-from monitor.convert.read_csv import Course, Record, courses_of, numbers_of, ops_of, read_record, steps_of
+from monitor.convert.conversion import (
+    Converted,
+    Course,
+    Gathered,
+    Record,
+    Request,
+    bar,
+    courses_of,
+    numbers_of,
+    ops_of,
+    plainly,
+    read_record,
+    steps_of,
+)
 from monitor.merge.discovery import SetAside
 from monitor.merge.execution import draft_of, engine, run_in_order
 from monitor.sinks.tensorboard import BLOCK_ROWS, EventFile, scalar_values

@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Final
 
 from monitor.dump import levels
 from monitor.dump.backend import ApiInterception, DumpBackend, DumpFailures
-from monitor.dump.calls import CallRecorder, ClassOrInstanceMethod
 from monitor.dump.config import load
 from monitor.dump.files import DumpWriter
-from monitor.dump.levels import SOURCES, ApiDump, EntrySource, ParameterGradients, Tokens
+from monitor.dump.levels import SOURCES, ApiDump, CallRecorder, ClassOrInstanceMethod, EntrySource, ParameterGradients, Tokens
 from monitor.dump.session import EXCLUSIVE_INTERCEPTION, Session
 from monitor.pipeline.process import PROCESS
 

@@ -7,15 +7,233 @@ reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
+import numpy as np
+from mindspore import Tensor, communication, nn
+
+from monitor.coordinator.ownership import Ownership, reaches
+from monitor.failures import Failures
+from monitor.mindspore.collectives import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener
 from monitor.mindspore.hooks import on_gradient
-from monitor.mindspore.reductions import MindSporeReductions
+from monitor.mindspore.process_group import has_others, is_settled
 from monitor.recording.attachment_spec import NamedParameter, ParameterSubset
 from monitor.recording.backend import Removable
+from monitor.recording.collectives import Operator
 from monitor.recording.parameters import GradientRows
+from monitor.recording.patches import CallListener, CallPatch
 from monitor.recording.phases import OptimizerTurn
+from monitor.series import Ranks
+from monitor.stats.mindspore.tensors import on_host, on_the_host
+from monitor.stats.partials import Floats
+
+# --- Detects whether the gradients that an optimizer is given are reduced, from the calls between the last backward and the
+# step.
+#
+# MindSpore's functions create new tensors, so no link leads from a collective's result to the optimizer's gradients.
+# Visible is that after the last backward there was a sum over ranks for each gradient's shape.
+# ``DistributedGradReducer`` is compiled; visible is that it was called with as many gradients as the optimizer has.
+# Sums of other tensors (averaged weights, squares) may have the same shape. So on the host a gradient also has to be a
+# multiple of the result of such a sum. On a device this check would wait, so the shape has to suffice.
+
+SUMS: Final = frozenset({"all_reduce"})
+ROUNDING: Final = 1e-3
+"""The relative difference, against its norm, that a gradient may have to a multiple of a sum: a divided float16 is rounded."""
+
+Shape = tuple[int, ...]
+
+
+class _InheritedPatch(CallPatch):
+    """Patches a method that a class inherits: the class has its own attribute only while there are listeners."""
+
+    def _now(self) -> Any:
+        return getattr(self.owner, self.name)
+
+    def _forget(self, gone: weakref.ref[CallListener]) -> None:
+        super()._forget(gone)
+        if not self._listeners and vars(self.owner).get(self.name) is self._original is not None:
+            delattr(self.owner, self.name)
+
+
+REDUCER_CALLED: Final = _InheritedPatch(nn.DistributedGradReducer, "__call__")
+"""Patches ``__call__`` and not ``construct``, which compilers read."""
+
+
+class _ReducerListener(CallListener):
+    def __init__(self, callback: Callable[[Any, Any], object]) -> None:
+        self._callback = callback
+
+    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del patch, kwargs
+        self._callback(args[0], result)
+
+
+class MindSporeReductions(MindSporeCollectiveListener):
+    """Listens for reductions of gradients, if there are other ranks to sum over."""
+
+    def __init__(self, ownership: Ownership, failures: Failures) -> None:
+        self._ownership = ownership
+        self._failures = failures
+        self._listening = False
+        self._wanted = False
+        self._reducer_listener = _ReducerListener(failures.guarded("following a reducer of gradients", self._reducer_called))
+        self._sums: dict[Ranks, Counter[Shape]] = {}
+        self._given: dict[Shape, list[Tensor]] = {}
+        self._compares = on_the_host()
+        self._is_whole = False
+        self._reducers: list[tuple[Ranks, tuple[Shape, ...]]] = []
+        self._reduced: Mapping[Shape, bool] = {}
+
+    def begin_step(self) -> None:
+        self._forget()
+        self._wanted = False
+        if not self._listening and (has_others() or not is_settled()):
+            self._listening = True
+            INTERCEPTION.add(self)
+            REDUCER_CALLED.add(self._reducer_listener)
+
+    def pause(self) -> None:
+        """Nothing to do, as in ``forward_begins``."""
+
+    def forward_begins(self, root: Any) -> None:
+        """Nothing to do: MindSpore reduces after the backward."""
+
+    def forward_ends(self) -> None:
+        """Nothing to do, as in ``forward_begins``."""
+
+    def arrived(self) -> None:
+        """A backward has returned a gradient: earlier sums belong to another micro-batch."""
+        self._wanted = True
+        self._forget()
+
+    def begin_reading(self, gradients: Sequence[Tensor | None], waiting: Sequence[Shape] = ()) -> None:
+        """The optimizer is given these gradients.
+
+        Args:
+            waiting: The shapes of gradients that other optimizers will be given later: sums may belong to those.
+        """
+        self._wanted = False
+        self._is_whole = not has_others() or self._reaches_all([])
+        if self._is_whole:
+            return
+        shapes = Counter(tuple(one.shape) for one in gradients if one is not None)
+        later = Counter(waiting)
+        self._reduced = {shape: self._covers(shape, count + later[shape], gradients) for shape, count in shapes.items()}
+        for sums in self._sums.values():
+            sums -= shapes  # later optimizers cannot use these sums
+
+    def end_turn(self) -> None:
+        """An optimizer has stepped, and others have not: their gradients may be reduced now."""
+        self._wanted = True
+
+    def is_reduced(self, parameter: NamedParameter, gradient: Tensor | None) -> bool:
+        """Whether each gradient of this shape was summed over all ranks that share its parameter."""
+        del parameter
+        if gradient is None or self._is_whole:
+            return gradient is not None
+        shape = tuple(gradient.shape)
+        return self._reduced.get(shape, False) and (not self._compares or self._stems_from_a_sum(gradient, shape))
+
+    def remove(self) -> None:
+        """Stop listening."""
+        if self._listening:
+            self._listening = False
+            INTERCEPTION.remove(self)
+            REDUCER_CALLED.remove(self._reducer_listener)
+
+    def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
+        del args
+        return self._wanted and operator.name in SUMS
+
+    def call_issued(self, operator: Operator, args: Sequence[Any], result: Any, handle: Handle | None) -> None:
+        try:
+            if not _adds(operator, args):
+                return
+            ranks = _ranks_of(operator.group_of(args))
+            given = list(operator.given(args, result))
+        except Exception as error:
+            self._failures.report("following the reduction of gradients", error)
+            return
+        if handle is None:
+            self._summed(ranks, given)
+        else:
+            handle.on_wait(partial(self._summed, ranks, given))
+
+    def _reducer_called(self, reducer: Any, result: Any) -> None:
+        shapes = tuple(tuple(one.shape) for one in result) if self._wanted and isinstance(result, (tuple, list)) else ()
+        if shapes and all(reducer.allreduce_filter):
+            self._reducers.append((_ranks_of(_group_of(reducer)), shapes))
+            self._keep(result)
+
+    def _summed(self, ranks: Ranks, given: Sequence[Tensor]) -> None:
+        self._sums.setdefault(ranks, Counter()).update(tuple(one.shape) for one in given)
+        self._keep(given)
+
+    def _keep(self, given: Iterable[Tensor]) -> None:
+        """Keep results until the optimizer was called, to compare them with its gradients."""
+        for one in given if self._compares else ():
+            self._given.setdefault(tuple(one.shape), []).append(one)
+
+    def _stems_from_a_sum(self, gradient: Tensor, shape: Shape) -> bool:
+        """Whether a gradient is a multiple of a sum's result: the sum, its mean, or one of them clipped or unscaled."""
+        handed, ranks = _elements(gradient), int(communication.get_group_size())
+        given = map(_elements, self._given.get(shape, ()))
+        if handed.size == 1:  # one element is a multiple of any other: require the sum or its mean
+            return any(np.isclose(handed, [one[0], one[0] / ranks], ROUNDING, 0, equal_nan=True).any() for one in given)
+        return any(_is_multiple(handed, one) for one in given)
+
+    def _covers(self, shape: Shape, count: int, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether all ``count`` gradients of a shape were summed over groups that together cover all ranks."""
+        handed = tuple(tuple(one.shape) for one in gradients if one is not None)
+        groups = [ranks for ranks, sums in self._sums.items() if sums[shape] >= count]
+        groups += [ranks for ranks, shapes in self._reducers if shapes == handed]
+        return self._reaches_all(groups)
+
+    def _reaches_all(self, groups: Sequence[Ranks]) -> bool:
+        """Whether ``groups`` reach every rank that shares the parameters; for none, whether no other rank shares them."""
+        rank, world_size = int(communication.get_rank()), int(communication.get_group_size())
+        return reaches(self._ownership, rank, world_size, groups)
+
+    def _forget(self) -> None:
+        self._sums.clear()
+        self._given.clear()
+        self._reducers.clear()
+
+
+def _elements(x: Tensor) -> Floats:
+    return np.asarray(on_host(x), dtype=np.float64).ravel()
+
+
+def _is_multiple(x: Floats, of: Floats) -> bool:
+    """Whether ``x`` is ``of`` times a number. Non-finite elements must be at the same positions."""
+    finite = np.isfinite(x) & np.isfinite(of)
+    if not np.array_equal(np.isfinite(x), np.isfinite(of)):
+        return False
+    x, of = x[finite], of[finite]
+    square = float(of @ of)
+    if not square:
+        return not x.any()
+    return bool(np.linalg.norm(x - (float(x @ of) / square) * of) <= ROUNDING * np.linalg.norm(x))
+
+
+def _adds(operator: Operator, args: Sequence[Any]) -> bool:
+    if isinstance(operator, Kernel):
+        return str(args[operator.places["op_type"]]).lower() in ("sum", "avg")
+    return str(getattr(args[0], "op", "")).lower() == "sum"
+
+
+def _group_of(reducer: Any) -> str:
+    allreduce = getattr(reducer, "allreduce", None) or reducer.op_list[0]
+    return str(allreduce.group)
+
+
+def _ranks_of(group: str) -> Ranks:
+    return tuple(sorted(int(rank) for rank in communication.get_process_group_ranks(group)))
+
 
 NOT_SUMMED: Final = (
     "each backward returns its own gradient, and MindSpore keeps no sum of them: with monitor_mbs_grad there is a row "

@@ -6,23 +6,64 @@ as its next use would. On a device nothing waits: a page there stores the kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, Final
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint
+from mindspore import Tensor, mint, nn
+from mindspore._c_expression import typing
+from mindspore.common import _no_grad
 
-from monitor.mindspore.tensors import computing, dtype_name
 from monitor.recording.recorder import Device, LiveRows, RecordedSeries
-from monitor.series import SeriesTable
+from monitor.recording.tensor_paths import TensorPaths
+from monitor.series import LOCAL, Placement, SeriesTable
 from monitor.stats.host.array_kernel import Raw
-from monitor.stats.mindspore.arithmetic import on_the_host
 from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, MindSporeHostKernel, combined
-from monitor.stats.mindspore.tensors import MindSporeDevicePage, beneath, count_magnitudes, has_data, on_host
+from monitor.stats.mindspore.tensors import MindSporeDevicePage, beneath, count_magnitudes, has_data, on_host, on_the_host
 from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.table import HostPage, Page, PageMemory, RowSlot
+
+# --- Properties of MindSpore tensors that are known without reading them.
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """A context whose operations no graph records."""
+    with _no_grad():
+        yield
+
+
+def layout_of(x: Any) -> None:
+    """None: tensors of the dynamic graph have no layout over ranks."""
+    del x
+
+
+def placement_of(x: Any) -> Placement | None:
+    """None: tensors of the dynamic graph have no layout over ranks."""
+    del x
+    return None
+
+
+def activation_placement(x: Any) -> Placement:
+    """Local: every rank writes its own activations."""
+    del x
+    return LOCAL
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """The name in rows, such as ``mindspore.float32``."""
+    return f"mindspore.{str(dtype).lower()}"
+
+
+# --- The tensors in a cell's arguments and results.
+
+TENSOR_PATHS: Final = TensorPaths(Tensor, (nn.Cell, typing.Type))
+
+paths: TensorPaths = TENSOR_PATHS
 
 HOST: Final = "host"
 DEVICE: Final = "device"

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from mindspore import nn
 
-from monitor.mindspore.backend import BACKEND
+from monitor.mindspore import autograd, features, modules, process_group, tensor_reader
+from monitor.mindspore.collectives import communication
+from monitor.mindspore.frameworks import framework_of
+from monitor.mindspore.gradients import MindSporeGradients
+from monitor.mindspore.tensor_reader import MindSporeTensorReader
+from monitor.mindspore.updates import new_updates
 from monitor.recording.backend import RecordingBackend
 from monitor.recording.trainer_mon import ModelMonitor
+
+# --- MindSpore's implementation of the adapter interface in ``monitor.recording.backend``.
+
+
+class MindSporeFactories:
+    """Creates the objects of MindSpore (``Factories``)."""
+
+    optimizer_expected: str = "an optimizer of mindspore.nn or mindspore.experimental.optim"
+    framework_of = staticmethod(framework_of)
+    new_reader = MindSporeTensorReader
+    new_gradients = MindSporeGradients
+    new_updates = staticmethod(new_updates)
+    communication = staticmethod(communication)
+
+
+BACKEND: Final = RecordingBackend(tensor_reader, autograd, modules, process_group, features, MindSporeFactories())
 
 
 class TrainerMon(ModelMonitor):

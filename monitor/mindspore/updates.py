@@ -7,14 +7,13 @@ from typing import Any
 
 from mindspore import Tensor
 
-from monitor.mindspore.features_reading import is_floating_point
+from monitor.mindspore.features import is_floating_point
 from monitor.mindspore.frameworks import MindSporeMoments
 from monitor.recording.attachment_spec import Attached, ComputedRow, NamedParameter
 from monitor.recording.parameters import RatioCollector
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import DIRECTION_KIND
-from monitor.stats.mindspore.arithmetic import Number
-from monitor.stats.mindspore.tensors import has_data
+from monitor.stats.mindspore.tensors import Number, has_data
 from monitor.stats.mindspore.updates import (
     MindSporeSigned,
     TensorSnapshot,

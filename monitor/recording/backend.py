@@ -1,6 +1,6 @@
 """The adapter interface that a framework implements: access to its tensors, modules, optimizers, autograd and ranks.
 
-``monitor.pytorch.backend`` and ``monitor.mindspore.backend`` build a ``RecordingBackend`` from modules that implement these
+``monitor.pytorch.backend`` and ``monitor.mindspore.trainer_mon`` build a ``RecordingBackend`` from modules that implement these
 protocols. Tensors, modules and optimizers are ``Any`` here: common code passes them on without using them.
 """
 

@@ -24,8 +24,7 @@ from monitor.recording.trainer_mon import ModelMonitor
 from monitor.training.config import TrainingConfig, load_training_config
 from monitor.training.expert_load import ExpertCounts
 from monitor.training.norms import GradNormSource
-from monitor.training.outputs import EventWriter, LogWriter, texts
-from monitor.training.reporting import MetricsWriter, Outputs, Reporting
+from monitor.training.reporting import EventWriter, LogWriter, MetricsWriter, Outputs, Reporting, texts
 from monitor.training.step import ATTRIBUTES, MEASURED, FlopCount, Given, Number, Step, StepFacts, Tokens
 from monitor.training.tensor_monitor import NormRecording
 

@@ -13,7 +13,7 @@ from reading_back import Output
 from watching_cells import OPS, TwoLayers, train
 
 from monitor.mindspore import tensor_reader
-from monitor.stats.mindspore import arithmetic
+from monitor.stats.mindspore import tensors
 
 ALL: dict[str, Any] = {
     "xy_distribution": True,
@@ -40,7 +40,7 @@ def rows_and_losses(tmp: Any, patched: pytest.MonkeyPatch, *, there: bool) -> tu
     base.mkdir(parents=True)
     patched.setenv("MONITOR_OUTPUT_DIR", str(base))
     if there:
-        patched.setattr(arithmetic, "on_the_host", lambda: False)
+        patched.setattr(tensors, "on_the_host", lambda: False)
         patched.setattr(tensor_reader, "on_the_host", lambda: False)
     net = TwoLayers()
     net.b.to_float(types.float16)

@@ -12,7 +12,7 @@ from mindspore import Tensor, mint
 from monitor.failures import EarlierFailure
 from monitor.stats.histograms import UNIT_UPPER
 from monitor.stats.host.array_kernel import CHUNK, NumpyKernel
-from monitor.stats.mindspore import arithmetic
+from monitor.stats.mindspore import tensors
 from monitor.stats.mindspore import updates as mindspore_updates
 from monitor.stats.mindspore.updates import (
     MindSporeDeviceSigned,
@@ -31,7 +31,7 @@ PIECE = 1000
 
 @pytest.fixture(params=["host", "device"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(arithmetic, "on_the_host", lambda: request.param == "host")
+    monkeypatch.setattr(tensors, "on_the_host", lambda: request.param == "host")
     monkeypatch.setattr(mindspore_updates, "PIECE", PIECE)
     return request.param
 

@@ -15,8 +15,7 @@ from monitor.failures import LOGGER, Failures
 from monitor.training.config import TrainingConfig, training_config_in
 from monitor.training.expert_load import ExpertCounts, combined, load
 from monitor.training.norms import recorded
-from monitor.training.outputs import EventWriter, LogWriter, texts
-from monitor.training.reporting import MetricsWriter, Outputs, Reporting
+from monitor.training.reporting import EventWriter, LogWriter, MetricsWriter, Outputs, Reporting, texts
 from monitor.training.step import (
     MOST_WAITING,
     Rates,

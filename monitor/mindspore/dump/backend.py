@@ -22,13 +22,12 @@ from monitor.mindspore.dump.apis import MindSporeApiInterception
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
 from monitor.mindspore.modules import observable
 from monitor.mindspore.process_group import initialized
-from monitor.mindspore.tensors import TENSOR_PATHS, computing
+from monitor.mindspore.tensor_reader import TENSOR_PATHS, computing
 from monitor.recording.attachment_spec import chunks_of
 from monitor.recording.backend import Autograd, Removable
 from monitor.stats.host.array_kernel import NumpyKernel, Raw, is_readable
-from monitor.stats.mindspore.arithmetic import on_the_host
 from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, combined
-from monitor.stats.mindspore.tensors import beneath, has_data, on_host
+from monitor.stats.mindspore.tensors import beneath, has_data, on_host, on_the_host
 from monitor.stats.partials import Floats
 
 # --- Read tensors for a dump.

@@ -18,8 +18,7 @@ from mindspore import Tensor, mint
 from numpy.typing import NDArray
 
 from monitor.stats.host.array_kernel import NumpyKernel, Raw
-from monitor.stats.mindspore.arithmetic import Number
-from monitor.stats.mindspore.tensors import has_data, on_host
+from monitor.stats.mindspore.tensors import Number, has_data, on_host
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, COUNT, EMPTY, EXPONENT, MAX, MIN, NEGINFS, SCALED, SUMSQ, WRITES, Floats, union
 

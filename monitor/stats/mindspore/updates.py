@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from monitor.stats.histograms import UNIT_BINS
 from monitor.stats.host.array_kernel import Chunks, NumpyKernel, Raw, Reals
-from monitor.stats.mindspore.arithmetic import Array, Number, computing
 from monitor.stats.mindspore.kernels import union_of_unscaled, unscaled_part
+from monitor.stats.mindspore.tensors import Array, Number, computing
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, COUNT, EMPTY, NANS, NEGINFS, Floats, union
 

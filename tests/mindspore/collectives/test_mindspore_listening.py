@@ -14,8 +14,7 @@ from mindspore.ops.auto_generate import gen_ops_prim
 
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
-from monitor.mindspore.collective_operators import Handle, kernels
-from monitor.mindspore.collectives import communication
+from monitor.mindspore.collectives import Handle, communication, kernels
 from monitor.mindspore.tensor_reader import MindSporeTensorReader
 from monitor.recording.collectives import Communication
 from monitor.recording.recorder import Recorder

@@ -11,10 +11,17 @@ import pytest
 from mindspore import Tensor, mint, nn, value_and_grad
 from numpy_definitions import attention_weights, drawn, entropy_and_greatest, exact, number, similarity
 
-from monitor.mindspore.features import entropy_from, entropy_of, norms_of, similarity_of_rows, spread
-from monitor.mindspore.features_reading import given_scores, matrix_of, tokens_of
-from monitor.stats.mindspore.arithmetic import computing
-from monitor.stats.mindspore.tensors import beneath, executor
+from monitor.mindspore.features import (
+    entropy_from,
+    entropy_of,
+    given_scores,
+    matrix_of,
+    norms_of,
+    similarity_of_rows,
+    spread,
+    tokens_of,
+)
+from monitor.stats.mindspore.tensors import beneath, computing, executor
 from monitor.stats.mindspore.updates import adam_vectors, agreement, snapshot, squares_of_update
 
 pytestmark = pytest.mark.usefixtures("where")

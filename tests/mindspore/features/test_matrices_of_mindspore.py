@@ -11,7 +11,7 @@ from mindspore import Tensor, mint
 from numpy_definitions import FLOATS, drawn, exact, number, similarity
 
 from monitor.mindspore.features import norms_of, similarity_of_rows
-from monitor.stats.mindspore import arithmetic as mindspore_arithmetic
+from monitor.stats.mindspore import tensors as mindspore_arithmetic
 
 pytestmark = pytest.mark.usefixtures("where")
 

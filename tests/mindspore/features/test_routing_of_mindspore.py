@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 from numpy_definitions import FLOATS, drawn, entropy_per_token, exact, number
 
 from monitor.mindspore.features import dtype_of_routing, entropy_from, entropy_of
-from monitor.stats.mindspore import arithmetic as mindspore_arithmetic
+from monitor.stats.mindspore import tensors as mindspore_arithmetic
 
 pytestmark = pytest.mark.usefixtures("where")
 

@@ -13,7 +13,7 @@ from numpy_definitions import FLOATS, attention_weights, drawn, entropy_and_grea
 
 from monitor.mindspore import features
 from monitor.mindspore.features import Scores, spread
-from monitor.stats.mindspore import arithmetic as mindspore_arithmetic
+from monitor.stats.mindspore import tensors as mindspore_arithmetic
 
 pytestmark = pytest.mark.usefixtures("where")
 

@@ -27,8 +27,7 @@ from ranks import tell
 
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
-from monitor.mindspore.collective_operators import kernels
-from monitor.mindspore.collectives import MindSporeCollectives
+from monitor.mindspore.collectives import MindSporeCollectives, kernels
 from monitor.mindspore.collectives import communication as installed
 from monitor.recording.collectives import Communication
 
