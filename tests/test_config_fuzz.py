@@ -14,8 +14,7 @@ from typing import Any
 from unittest import mock
 
 from evidence import examples
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from monitor.config import ConfigError, MonitorConfig, load_config
 from monitor.config.jsonc import JsonError, parse

@@ -11,8 +11,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from monitor.compare.values import Compared, ComparisonError, Difference, Finding, of_leaves, of_tensors
-from monitor.dump.files import FILE as RECORDS
-from monitor.dump.files import bits_of, is_being_written, load_tensor
+from monitor.dump.files import FILE as RECORDS, bits_of, is_being_written, load_tensor
 from monitor.dump.values import SHOWN
 
 FILES: Final = ("dump.json", "debug.json")

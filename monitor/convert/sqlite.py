@@ -17,19 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from monitor.convert.conversion import (
-    Converted,
-    Course,
-    Gathered,
-    Record,
-    Request,
-    bar,
-    courses_of,
-    natural,
-    ops_of,
-    plainly,
-    read_record,
-)
+from monitor.convert import conversion
 from monitor.merge.discovery import SetAside
 from monitor.merge.execution import draft_of, engine, run_in_order
 from monitor.stats.ops import INTEGER_OPS, TEXT_OPS
@@ -50,7 +38,7 @@ class CellTask:
 
     kind: str
     rank: int
-    records: tuple[Record, ...]
+    records: tuple[conversion.Record, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +71,7 @@ def prepare(task: CellTask) -> Cells:
     """Read the records of a task."""
     cells = Cells(task.kind, task.rank, [], [])
     for record in task.records:
-        rows, aside = read_record(record)
+        rows, aside = conversion.read_record(record)
         cells.set_aside.extend(aside)
         if len(rows):
             cells.blocks.append(_block(rows))
@@ -92,7 +80,7 @@ def prepare(task: CellTask) -> Cells:
 
 def _block(rows: pa.Table) -> Block:
     targets, target = _targets(rows)
-    ops = {op: _cells(op, rows[op]) for op in ops_of(rows)}
+    ops = {op: _cells(op, rows[op]) for op in conversion.ops_of(rows)}
     return Block(rows["step"].to_numpy().tolist(), targets, target.tolist(), ops)
 
 
@@ -338,7 +326,7 @@ class CSV2DBConfig:
     job: str | None = None
 
 
-def csv2db(config: CSV2DBConfig) -> Converted:
+def csv2db(config: CSV2DBConfig) -> conversion.Converted:
     """Write the CSV files of a job as a database, ``monitor_metrics.db``. ``docs/converting.md`` describes its tables.
 
     It appears whole or not at all, and is the same, byte for byte, for any number of processes.
@@ -353,13 +341,13 @@ def csv2db(config: CSV2DBConfig) -> Converted:
     return to_database(*checked(config)).log()
 
 
-def checked(config: CSV2DBConfig) -> tuple[Request, int]:
+def checked(config: CSV2DBConfig) -> tuple[conversion.Request, int]:
     """What to convert, and how many steps share a table.
 
     Raises:
         ConversionError: a field cannot be what was meant.
     """
-    request = Request.of(
+    request = conversion.Request.of(
         config.monitor_path,
         config.time_start,
         config.time_end,
@@ -369,16 +357,16 @@ def checked(config: CSV2DBConfig) -> tuple[Request, int]:
         config.job,
         ENDING,
     )
-    return request, natural("step_partition", config.step_partition)
+    return request, conversion.natural("step_partition", config.step_partition)
 
 
-def to_database(request: Request, step_partition: int) -> Converted:
+def to_database(request: conversion.Request, step_partition: int) -> conversion.Converted:
     """As ``csv2db``, and logs nothing."""
-    with plainly():
-        courses, aside = courses_of(request)
-        gathered = Gathered(aside)
+    with conversion.plainly():
+        courses, aside = conversion.courses_of(request)
+        gathered = conversion.Gathered(aside)
         tasks = [task for course in courses for task in _tasks(course)]
-        with _draft(request.output) as draft, bar() as shown:
+        with _draft(request.output) as draft, conversion.bar() as shown:
             processes = min(request.workers, len(tasks) or 1)
             with MetricTables(draft, step_partition) as tables, engine(processes) as (executor, workers):
                 results = run_in_order(executor, workers, prepare, tasks)
@@ -389,9 +377,9 @@ def to_database(request: Request, step_partition: int) -> Converted:
             return gathered.converted(request, request.output / DATABASE)
 
 
-def _tasks(course: Course) -> Iterator[CellTask]:
+def _tasks(course: conversion.Course) -> Iterator[CellTask]:
     """Its records in lots of about ``BATCH_ROWS``."""
-    lot: list[Record] = []
+    lot: list[conversion.Record] = []
     rows = 0
     for record in course.records:
         if lot and rows + record.rows > BATCH_ROWS:

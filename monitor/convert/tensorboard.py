@@ -12,20 +12,7 @@ from typing import Final
 import pyarrow as pa
 from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
-from monitor.convert.conversion import (
-    Converted,
-    Course,
-    Gathered,
-    Record,
-    Request,
-    bar,
-    courses_of,
-    numbers_of,
-    ops_of,
-    plainly,
-    read_record,
-    steps_of,
-)
+from monitor.convert import conversion
 from monitor.merge.discovery import SetAside
 from monitor.merge.execution import draft_of, engine, run_in_order
 from monitor.sinks.tensorboard import BLOCK_ROWS, EventFile, scalar_values
@@ -38,7 +25,7 @@ ENDING: Final = "csv2tensorboard_by_step"
 class EventTask:
     """A course, and the directory for its file of events."""
 
-    course: Course
+    course: conversion.Course
     directory: Path
 
 
@@ -50,7 +37,7 @@ def csv2tensorboard_by_step(
     data_type_list: Sequence[str] | None = None,
     output_dirpath: str | PathLike[str] | None = None,
     job: str | None = None,
-) -> Converted:
+) -> conversion.Converted:
     """Write the CSV files of a job as files of events, ``rank{rank}/{kind}/events.out.tfevents.…``, over steps.
 
     The tags are those of the format ``tensorboard``. The output appears whole or not at all, and is the same for any number of
@@ -74,19 +61,21 @@ def csv2tensorboard_by_step(
         ConversionError: nothing was converted, because of what the message says.
         OSError: the disk does not allow it.
     """
-    request = Request.of(monitor_path, time_start, time_end, process_num, data_type_list, output_dirpath, job, ENDING)
+    request = conversion.Request.of(
+        monitor_path, time_start, time_end, process_num, data_type_list, output_dirpath, job, ENDING
+    )
     return to_events(request).log()
 
 
-def to_events(request: Request) -> Converted:
+def to_events(request: conversion.Request) -> conversion.Converted:
     """As ``csv2tensorboard_by_step``, and logs nothing."""
-    with plainly():
-        courses, aside = courses_of(request)
-        gathered = Gathered(aside)
+    with conversion.plainly():
+        courses, aside = conversion.courses_of(request)
+        gathered = conversion.Gathered(aside)
         with draft_of(request.output, "conversion", "another output directory") as draft:
             draft.mkdir()
             tasks = [EventTask(one, draft / f"rank{one.rank}" / one.kind) for one in courses]
-            with engine(min(request.workers, len(tasks) or 1)) as (executor, workers), bar() as shown:
+            with engine(min(request.workers, len(tasks) or 1)) as (executor, workers), conversion.bar() as shown:
                 results = run_in_order(executor, workers, write_course, tasks)
                 for task, (rows, torn) in zip(tasks, shown.track(results, len(tasks), description="converting"), strict=True):
                     gathered.add(task.course.rank, rows, torn)
@@ -104,20 +93,20 @@ def write_course(task: EventTask) -> tuple[int, list[SetAside]]:
     aside: list[SetAside] = []
     with closing(EventFile(lambda: task.directory / _file_name(task.course))) as file:
         for record in task.course.records:
-            rows, torn = read_record(record)
+            rows, torn = conversion.read_record(record)
             aside += torn
-            for step, measured in steps_of(rows):
+            for step, measured in conversion.steps_of(rows):
                 file.write(step, _values(measured, place), _time_of(record))
             written += len(rows)
     return written, aside
 
 
-def _file_name(course: Course) -> str:
+def _file_name(course: conversion.Course) -> str:
     """Found by TensorBoard, and the same whenever and wherever it is made."""
     return f"events.out.tfevents.{int(_time_of(course.records[0])):010d}.rank{course.rank}.{course.kind}"
 
 
-def _time_of(record: Record) -> float:
+def _time_of(record: conversion.Record) -> float:
     """When its rows were written: about when they were measured, which they do not say."""
     return max(shard.path.stat().st_mtime for _, shard in record.files)
 
@@ -126,9 +115,9 @@ def _values(rows: pa.Table, place: str) -> Iterator[memoryview]:
     """The scalars of one step, an op at a time. What was not measured leaves none."""
     for block in _blocks(rows):
         tags = _tags(block, place)
-        for op in ops_of(block):
+        for op in conversion.ops_of(block):
             if op not in TEXT_OPS:
-                yield scalar_values(tags, op, *numbers_of(block[op]))
+                yield scalar_values(tags, op, *conversion.numbers_of(block[op]))
 
 
 def _blocks(rows: pa.Table) -> Iterator[pa.Table]:

@@ -11,23 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from monitor.coordinator.manifest_format import (
-    LAST_STEP,
-    MANIFEST_FILE,
-    MOST_RANGES_OF_A_CAUSE,
-    EarlierRun,
-    ManifestError,
-    ManifestRecord,
-    RecordedModel,
-    RecordedSteps,
-    Rest,
-    StepRange,
-    StepRanges,
-    StepsByCause,
-    StepsRecord,
-    WatchedRecord,
-    read_manifest,
-)
+from monitor.coordinator import manifest_format as schema
 from monitor.coordinator.output import DirectoryLock, RankDirectory, lock_directory, prepare, remove_drafts, timestamp_fields
 from monitor.failures import LOGGER, Failures
 from monitor.formats import FORMATS
@@ -78,7 +62,7 @@ def directories(base: Path, rank: int, span: Span) -> list[Path]:
     return [path for _, path in reversed(ordered)]
 
 
-def preferred(newest_first: Sequence[Path], recording: int, watched: RecordedModel | None = None) -> Path:
+def preferred(newest_first: Sequence[Path], recording: int, watched: schema.RecordedModel | None = None) -> Path:
     """The newest directory of a recording of the same model.
 
     Without one, the newest directory of the recording with the same index in its process; else the newest directory.
@@ -90,26 +74,26 @@ def preferred(newest_first: Sequence[Path], recording: int, watched: RecordedMod
     if len(newest_first) == 1:
         return newest_first[0]
     known = [(path, one) for path in newest_first if (one := _known(path)) is not None]
-    same = [path for path, one in known if watched is not None and one.watched == WatchedRecord.of(watched)]
+    same = [path for path, one in known if watched is not None and one.watched == schema.WatchedRecord.of(watched)]
     named = [path for path, one in known if watched is not None and one.watched and one.watched.names == watched.names]
     same += named if not same and len(named) == 1 else []
     same += [path for path, one in known if one.recording == recording]
     return next(iter(same), newest_first[0])
 
 
-def last_manifest(directory: Path) -> ManifestRecord | None:
+def last_manifest(directory: Path) -> schema.ManifestRecord | None:
     """The manifest of the last run in ``directory``; None if there is none. An unreadable manifest is renamed.
 
     Raises:
         OSError: the unreadable manifest cannot be renamed.
     """
-    path = directory / MANIFEST_FILE
+    path = directory / schema.MANIFEST_FILE
     if not path.exists():
         return None
     try:
-        return read_manifest(path)
-    except ManifestError as error:
-        names = (f"{MANIFEST_FILE}.unreadable{f'.{copy}' if copy > 1 else ''}" for copy in count(1))
+        return schema.read_manifest(path)
+    except schema.ManifestError as error:
+        names = (f"{schema.MANIFEST_FILE}.unreadable{f'.{copy}' if copy > 1 else ''}" for copy in count(1))
         target = next(target for name in names if not os.path.lexists(target := path.with_name(name)))
         os.rename(path, target)
         LOGGER.warning("%s: it was renamed to %s. The new manifest does not include its content.", error, target.name)
@@ -122,10 +106,10 @@ def _begun(directory: Path) -> float:
     return directory.stat().st_mtime if known is None else datetime.fromisoformat(known.started).timestamp()
 
 
-def _known(directory: Path) -> ManifestRecord | None:
+def _known(directory: Path) -> schema.ManifestRecord | None:
     try:
-        return read_manifest(directory / MANIFEST_FILE)
-    except ManifestError:
+        return schema.read_manifest(directory / schema.MANIFEST_FILE)
+    except schema.ManifestError:
         return None
 
 
@@ -146,15 +130,19 @@ class Timeline:
 
     def __init__(self) -> None:
         self.first: int | None = None
-        self.killed_before: StepRange | None = None
+        self.killed_before: schema.StepRange | None = None
         self._resumed, self._killed, self._interval = False, False, 1
-        self._written, self._skipped, self._incomplete = StepRanges(), StepRanges(), StepRanges()
-        self._abandoned = StepRanges()
-        self._dropped = StepsByCause()
-        self._lost: dict[str, StepsByCause] = {}
+        self._written, self._skipped, self._incomplete = (
+            schema.StepRanges(),
+            schema.StepRanges(),
+            schema.StepRanges(),
+        )
+        self._abandoned = schema.StepRanges()
+        self._dropped = schema.StepsByCause()
+        self._lost: dict[str, schema.StepsByCause] = {}
 
     @classmethod
-    def restored(cls, record: ManifestRecord) -> Timeline:
+    def restored(cls, record: schema.ManifestRecord) -> Timeline:
         """The timeline of an earlier run, to be continued by this run."""
         line = cls()
         line._resumed, line._killed = True, _was_killed(record)
@@ -222,15 +210,15 @@ class Timeline:
     def lose(self, step: int, sink: str, reason: str) -> None:
         """One sink does not have the step."""
         self._reach(step)
-        self._lost.setdefault(sink, StepsByCause()).add(step, reason)
+        self._lost.setdefault(sink, schema.StepsByCause()).add(step, reason)
 
     def manifest_fields(self) -> dict[str, Any]:
         """Fields of ``ManifestRecord``."""
         written, skipped, incomplete, abandoned = (
-            StepsRecord.of(steps) for steps in (self._written, self._skipped, self._incomplete, self._abandoned)
+            schema.StepsRecord.of(steps) for steps in (self._written, self._skipped, self._incomplete, self._abandoned)
         )
         return {
-            "steps": RecordedSteps(written=written, skipped=skipped, incomplete=incomplete, abandoned=abandoned),
+            "steps": schema.RecordedSteps(written=written, skipped=skipped, incomplete=incomplete, abandoned=abandoned),
             "dropped": _by_cause(self._dropped),
             "lost": {sink: _by_cause(causes) for sink, causes in self._lost.items()},
             "first_step": self.first,
@@ -241,7 +229,7 @@ class Timeline:
         if not missing:
             self._written.add(step)
         for sink in missing:
-            causes = self._lost.setdefault(sink, StepsByCause())
+            causes = self._lost.setdefault(sink, schema.StepsByCause())
             if step not in causes:
                 causes.add(step, KILLED)
 
@@ -249,7 +237,7 @@ class Timeline:
         """Note a step of this run. Steps may be reported in any order."""
         if self.first is None or step < self.first:
             if self._resumed:
-                self._leave(step, LAST_STEP if self.first is None else self.first - 1)
+                self._leave(step, schema.LAST_STEP if self.first is None else self.first - 1)
                 self._miss(step)
             self.first = step
 
@@ -283,16 +271,16 @@ class Earlier:
     """
 
     timeline: Timeline = field(default_factory=Timeline)
-    runs: tuple[EarlierRun, ...] = ()
+    runs: tuple[schema.EarlierRun, ...] = ()
     failures: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, record: ManifestRecord | None) -> Earlier:
+    def of(cls, record: schema.ManifestRecord | None) -> Earlier:
         """From the last run's manifest; None: it left no manifest."""
         if record is None:
             return cls(Timeline.found())
-        last = EarlierRun(**{name: getattr(record, name) for name in EarlierRun.model_fields})
+        last = schema.EarlierRun(**{name: getattr(record, name) for name in schema.EarlierRun.model_fields})
         return cls(Timeline.restored(record), (*record.resumed, last)[-MOST_EARLIER_RUNS:], record.failures, record.notes)
 
     @property
@@ -301,21 +289,21 @@ class Earlier:
         return frozenset(run.series.file for run in self.runs if run.series is not None)
 
 
-def collected_every(record: ManifestRecord) -> int:
+def collected_every(record: schema.ManifestRecord) -> int:
     """The interval between two collected steps, as configured."""
     interval = record.config.get("step_interval", 1)
     return interval if isinstance(interval, int) and interval > 0 else 1
 
 
-def steps_between(known: int, resumed: int, interval: int) -> StepRange | None:
+def steps_between(known: int, resumed: int, interval: int) -> schema.StepRange | None:
     """The steps after ``known`` at this interval, before ``resumed``; None if there are none."""
     last = known + (resumed - 1 - known) // interval * interval
-    return StepRange(known + interval, last, interval if last > known + interval else 1) if last > known else None
+    return schema.StepRange(known + interval, last, interval if last > known + interval else 1) if last > known else None
 
 
-def _was_killed(record: ManifestRecord) -> bool:
+def _was_killed(record: schema.ManifestRecord) -> bool:
     """Whether the last run that reported steps, or a run after it, did not end cleanly."""
-    runs: list[ManifestRecord | EarlierRun] = [record, *reversed(record.resumed)]
+    runs: list[schema.ManifestRecord | schema.EarlierRun] = [record, *reversed(record.resumed)]
     for run in runs:
         if not run.closed:
             return True
@@ -324,25 +312,25 @@ def _was_killed(record: ManifestRecord) -> bool:
     return False
 
 
-def newest_step(record: ManifestRecord | None) -> int:
+def newest_step(record: schema.ManifestRecord | None) -> int:
     """The last written step; -1 if there is none."""
     return Earlier.of(record).timeline.newest
 
 
-def _restored(steps: StepsRecord, **most: int) -> StepRanges:
+def _restored(steps: schema.StepsRecord, **most: int) -> schema.StepRanges:
     over = steps.rest
-    return StepRanges.restored(steps.ranges, Rest(over.count, over.first, over.last) if over else None, **most)
+    return schema.StepRanges.restored(steps.ranges, schema.Rest(over.count, over.first, over.last) if over else None, **most)
 
 
-def _restored_by_cause(causes: Mapping[str, StepsRecord]) -> StepsByCause:
-    steps = StepsByCause()
+def _restored_by_cause(causes: Mapping[str, schema.StepsRecord]) -> schema.StepsByCause:
+    steps = schema.StepsByCause()
     for cause, record in causes.items():
-        steps.restore(cause, _restored(record, most=MOST_RANGES_OF_A_CAUSE))
+        steps.restore(cause, _restored(record, most=schema.MOST_RANGES_OF_A_CAUSE))
     return steps
 
 
-def _by_cause(steps: StepsByCause) -> dict[str, StepsRecord]:
-    return {cause: StepsRecord.of(ranges) for cause, ranges in steps.items()}
+def _by_cause(steps: schema.StepsByCause) -> dict[str, schema.StepsRecord]:
+    return {cause: schema.StepsRecord.of(ranges) for cause, ranges in steps.items()}
 
 
 # --- Chooses the directory that a rank records to: a new one or, with ``append_output``, that of an earlier run.
@@ -372,7 +360,7 @@ def resolve_rank_directory(
     span: Sequence[str],
     formats: Sequence[str],
     failures: Failures,
-    watched: RecordedModel | None = None,
+    watched: schema.RecordedModel | None = None,
 ) -> ResolvedDirectory:
     """Choose the directory of ``rank``. If an earlier directory cannot be used, log why and make a new one.
 
@@ -436,7 +424,7 @@ def _locked(directory: Path, rank: int, formats: Sequence[str]) -> ResolvedDirec
 def _recover_files(directory: Path, rank: int, formats: Sequence[str], begun_ns: int) -> Earlier:
     remove_drafts(directory)
     record = last_manifest(directory)
-    saved = (directory / MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0
+    saved = (directory / schema.MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0
     written, first = (formats, 0) if record is None else (record.formats, record.first_step or 0)
     recoveries = {name: recovery for name in FORMATS if name in (*written, *formats) and (recovery := recovery_of(name))}
     found = recover_all(directory, recoveries, written, first, newest_step(record), saved, begun_ns)

@@ -23,15 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
-from monitor.coordinator.manifest_format import (
-    SCHEMA_VERSION,
-    ManifestError,
-    ManifestRecord,
-    Natural,
-    StrictRecord,
-    known_version,
-    parsed,
-)
+from monitor.coordinator import manifest_format
 from monitor.series import KIND_TABLE, LOCAL, Placement, Ranks, Series, SeriesTable, Shard
 from monitor.stats.table import KindRows, StepRows, TensorLayout
 
@@ -175,7 +167,7 @@ class Measured:
         used, layout = np.unique(self._layout, return_inverse=True)
         measured = used[used != NOT_MEASURED]
         return {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": manifest_format.SCHEMA_VERSION,
             "kinds": kinds,
             "layouts": [(self._layouts[index].shape, self._layouts[index].dtype) for index in measured],
             "kind": kind,
@@ -235,20 +227,20 @@ def _placement_columns(placement: Placement, number: Mapping[int, int]) -> dict[
     }
 
 
-class ShardRecord(StrictRecord):
+class ShardRecord(manifest_format.StrictRecord):
     """``monitor.series.Shard``, its ranks by number."""
 
-    ranks: Natural
-    global_shape: tuple[Natural, ...]
-    offset: tuple[Natural, ...]
+    ranks: manifest_format.Natural
+    global_shape: tuple[manifest_format.Natural, ...]
+    offset: tuple[manifest_format.Natural, ...]
     flat: bool
 
 
-class PlacementRecord(StrictRecord):
+class PlacementRecord(manifest_format.StrictRecord):
     """``monitor.series.Placement``, groups of ranks by number."""
 
-    replicas: Natural
-    unclaimed: Natural
+    replicas: manifest_format.Natural
+    unclaimed: manifest_format.Natural
     partial: bool
     shard: ShardRecord | None
     assumed: bool = False
@@ -259,28 +251,28 @@ class PlacementRecord(StrictRecord):
         return Placement(groups[self.replicas], groups[self.unclaimed], shard, self.partial, assumed=self.assumed)
 
 
-class SeriesColumns(StrictRecord):
+class SeriesColumns(manifest_format.StrictRecord):
     """The schema of a series file."""
 
     schema_version: int
     kinds: tuple[str, ...]
-    layouts: tuple[tuple[tuple[Natural, ...], str], ...]
-    kind: tuple[Natural, ...]
-    vpp_stage: tuple[Natural, ...]
+    layouts: tuple[tuple[tuple[manifest_format.Natural, ...], str], ...]
+    kind: tuple[manifest_format.Natural, ...]
+    vpp_stage: tuple[manifest_format.Natural, ...]
     name: tuple[str, ...]
     layout: tuple[int, ...]
-    varies: tuple[Natural, ...]
-    groups: tuple[tuple[Natural, ...], ...] = ()
+    varies: tuple[manifest_format.Natural, ...]
+    groups: tuple[tuple[manifest_format.Natural, ...], ...] = ()
     placements: tuple[PlacementRecord, ...] = ()
     placement: tuple[int, ...] = ()
-    flow_from: tuple[Natural, ...] = ()
-    flow_to: tuple[Natural, ...] = ()
+    flow_from: tuple[manifest_format.Natural, ...] = ()
+    flow_to: tuple[manifest_format.Natural, ...] = ()
     flow_cut: bool = False
-    passes: tuple[tuple[bool, Natural, Natural], ...] = ()
+    passes: tuple[tuple[bool, manifest_format.Natural, manifest_format.Natural], ...] = ()
 
     @model_validator(mode="after")
     def _aligned(self) -> SeriesColumns:
-        known_version(self.schema_version)
+        manifest_format.known_version(self.schema_version)
         if not len(self.kind) == len(self.vpp_stage) == len(self.name) == len(self.layout):
             raise ValueError("the columns differ in length")
         if (self.placement and len(self.placement) != len(self.name)) or len(self.flow_from) != len(self.flow_to):
@@ -322,7 +314,7 @@ class SeriesColumns(StrictRecord):
         return Flow(tuple(edges), tuple(map(Pass._make, self.passes)), self.flow_cut)
 
 
-def read_series(directory: str | PathLike[str], manifest: ManifestRecord) -> tuple[MeasuredSeries, ...]:
+def read_series(directory: str | PathLike[str], manifest: manifest_format.ManifestRecord) -> tuple[MeasuredSeries, ...]:
     """The series that the manifest in ``directory`` points at, in the order of their numbers.
 
     While the rank is alive its manifest may move on to another file; then read the manifest again.
@@ -334,7 +326,7 @@ def read_series(directory: str | PathLike[str], manifest: ManifestRecord) -> tup
     return columns.series() if columns else ()
 
 
-def read_flow(directory: Path, manifest: ManifestRecord) -> Flow:
+def read_flow(directory: Path, manifest: manifest_format.ManifestRecord) -> Flow:
     """The dataflow of this rank. Its edges index the series that ``read_series`` returns.
 
     Raises:
@@ -344,15 +336,15 @@ def read_flow(directory: Path, manifest: ManifestRecord) -> Flow:
     return columns.flow() if columns else NO_FLOW
 
 
-def read_columns(directory: Path, manifest: ManifestRecord) -> SeriesColumns | None:
+def read_columns(directory: Path, manifest: manifest_format.ManifestRecord) -> SeriesColumns | None:
     """The whole file, for callers that need series and flow; None before the first measurement. Raises like ``read_series``."""
     if manifest.series is None:
         return None
     path = directory / manifest.series.file
     content = _unpacked(path)
     if path.name != _name(content):
-        raise ManifestError(f"{path} is damaged: its content does not match the digest in its name")
-    return parsed(SeriesColumns, content, path)
+        raise manifest_format.ManifestError(f"{path} is damaged: its content does not match the digest in its name")
+    return manifest_format.parsed(SeriesColumns, content, path)
 
 
 def _unpacked(path: Path) -> bytes:
@@ -360,9 +352,9 @@ def _unpacked(path: Path) -> bytes:
         with gzip.open(path) as file:
             content = file.read(SERIES_LIMIT + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise ManifestError(f"{path} cannot be read: {error}") from error
+        raise manifest_format.ManifestError(f"{path} cannot be read: {error}") from error
     if len(content) > SERIES_LIMIT:
-        raise ManifestError(f"{path} is larger than any series table ({SERIES_LIMIT} bytes)")
+        raise manifest_format.ManifestError(f"{path} is larger than any series table ({SERIES_LIMIT} bytes)")
     return content
 
 

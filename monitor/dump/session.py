@@ -21,7 +21,7 @@ from monitor.dump.config import LEVELS, CallSelection, DumpConfig, Section
 from monitor.dump.values import GradientSlot, TensorLeaf, file_name, filled
 from monitor.failures import Failures
 from monitor.recording.backend import HookSet
-from monitor.recording.tensor_paths import MACHINERY, MAX_FRAMES
+from monitor.recording.module_info import MACHINERY, MAX_FRAMES
 
 # --- Only one debugger at a time intercepts API calls: two would patch the same functions and record each other's calls.
 

@@ -15,13 +15,11 @@ from rich.table import Table
 
 from monitor.cli import DirectoryOption, Job, Version, command_app, one_directory
 from monitor.config import ConfigError, MonitorConfig
-from monitor.config.jsonc import JsonError, parse
-from monitor.config.jsonc import Path as FieldPath
+from monitor.config.jsonc import JsonError, Path as FieldPath, parse
 from monitor.config.loading import config_in, content_of
 from monitor.coordinator.manifest_format import ConfigurationRecord, ManifestRecord
 from monitor.dynamic.config_file import EditError, change_file, path_of
-from monitor.dynamic.controller import NOTHING as NO_DIFFERENCE
-from monitor.dynamic.controller import WATCHING_RANK, digest_of, summary
+from monitor.dynamic.controller import NOTHING as NO_DIFFERENCE, WATCHING_RANK, digest_of, summary
 from monitor.merge.discovery import Found, choose, discover
 from monitor.merge.execution import MergeError
 from monitor.terminal import plain, say

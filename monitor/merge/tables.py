@@ -14,11 +14,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.compute import replace_substring_regex  # type: ignore[attr-defined]
-from pyarrow.csv import ConvertOptions, ParseOptions, write_csv  # type: ignore[attr-defined]
-from pyarrow.csv import read_csv as parse_csv  # type: ignore[attr-defined]
+from pyarrow.csv import ConvertOptions, ParseOptions, read_csv as parse_csv, write_csv  # type: ignore[attr-defined]
 from pyarrow.ipc import new_file, open_file
-from pyarrow.parquet import read_table as read_parquet
-from pyarrow.parquet import write_table as write_parquet
+from pyarrow.parquet import read_table as read_parquet, write_table as write_parquet
 
 from monitor.merge.discovery import SetAside, leads_out
 from monitor.series import CALL_KIND, DIRECTION_KIND

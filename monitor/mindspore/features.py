@@ -11,26 +11,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
 
-from monitor.recording.attachment_spec import NamedParameter
-from monitor.recording.features import krylov
+from monitor.recording.attached_model import NamedParameter
+from monitor.recording.features import krylov, reading
 from monitor.recording.features.krylov import CERTAIN, FARTHEST, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
-from monitor.recording.features.reading import (
-    MATRIX_NAMES,
-    NO_SCORES,
-    NOT_2D,
-    NOT_WHOLE,
-    OTHER_LENGTHS,
-    TOKENS,
-    MisfitError,
-    Norms,
-    Routing,
-    Similarity,
-    Spread,
-    first_named,
-    go_together,
-    places_of,
-    queries_and_keys,
-)
 from monitor.series import Placement
 from monitor.stats.mindspore.tensors import Arithmetic, Array, computing, has_data
 
@@ -59,7 +42,7 @@ class Scores(NamedTuple):
     places: tuple[int, ...] = AS_COMPUTED
 
 
-def spread(scores: Scores, heads: int = 1, rows: int = 1) -> Spread:
+def spread(scores: Scores, heads: int = 1, rows: int = 1) -> reading.Spread:
     """Entropy and maximum of the attention weights, for a sample of heads and rows of the batch; 0 for all.
 
     The softmax is computed block by block, as online softmax does it, in float32 at least. It is summed in float64 on the host.
@@ -75,7 +58,7 @@ def spread(scores: Scores, heads: int = 1, rows: int = 1) -> Spread:
             for first in range(0, part.query.shape[2], part.queries_at_once):
                 total = _with_queries(on, part, first, total)
         queries = max(sample.query.shape[0], sample.key.shape[0]) * math.prod(sample.query.shape[1:3])
-        return Spread(queries, on.number(total.entropy), on.number(total.greatest))
+        return reading.Spread(queries, on.number(total.entropy), on.number(total.greatest))
 
 
 class _Sample(NamedTuple):
@@ -181,7 +164,7 @@ def _causal(on: Arithmetic, scores: Array, query: int, key: int) -> Array:
 # --- Matrices, read in blocks of rows: their norms, and the similarity of their rows.
 
 
-def norms_of(matrix: Tensor) -> Norms:
+def norms_of(matrix: Tensor) -> reading.Norms:
     """The norms of a floating-point matrix. With NaN or Inf in it, the spectral norm is NaN.
 
     On a device squares are float32: the Frobenius norm is accurate between 1e-19 and 1e19.
@@ -190,12 +173,12 @@ def norms_of(matrix: Tensor) -> Norms:
         EarlierFailure: An earlier operation of training has failed.
     """
     if 0 in matrix.shape:
-        return Norms(0.0, 0.0, CERTAIN)
+        return reading.Norms(0.0, 0.0, CERTAIN)
     with computing() as on:
         work = _Scaled(on, on.of(matrix), matrix.shape)
         largest, matrices = _lanczos(work) if on.may_look else _lanczos_unread(work)
         spectral = on.where(work.finite, on.sqrt(largest) * work.back, math.nan)
-        return Norms(on.number(work.sum_of_squares()), on.number(spectral), on.number(matrices))
+        return reading.Norms(on.number(work.sum_of_squares()), on.number(spectral), on.number(matrices))
 
 
 def _lanczos(work: _Scaled) -> tuple[float, float]:
@@ -350,7 +333,7 @@ def _scale_unseen(on: Arithmetic, greatest: Array) -> tuple[Array, Array]:
     return back, 1.0 / back
 
 
-def similarity_of_rows(matrix: Tensor) -> Similarity:
+def similarity_of_rows(matrix: Tensor) -> reading.Similarity:
     """The sum of the cosines of all pairs of rows, from Σ_ij cos_ij = |Σ_i row_i / |row_i||².
 
     A row of zeros has no direction and counts as similar to none. With NaN or Inf, the sum is NaN.
@@ -369,7 +352,7 @@ def similarity_of_rows(matrix: Tensor) -> Similarity:
             length = on.sqrt(on.sum(numbers * numbers, -1))
             total = total + on.sum(numbers / on.where(length == 0, 1.0, length), 0)
             directed = directed + on.sum(on.where(length == 0, 0.0, 1.0))
-        return Similarity(rows * (rows - 1), on.number(on.sum(total * total) - directed))
+        return reading.Similarity(rows * (rows - 1), on.number(on.sum(total * total) - directed))
 
 
 # --- The entropy of a router.
@@ -381,7 +364,7 @@ CAST_TO: Final = {"FP16": ms.float16, "BF16": ms.bfloat16, "FP32": ms.float32}
 """The names that ``Cell.to_float`` sets."""
 
 
-def entropy_of(logits: Tensor) -> Routing:
+def entropy_of(logits: Tensor) -> reading.Routing:
     """The entropy of logits of any shape whose last dimension is the experts.
 
     Raises:
@@ -391,10 +374,10 @@ def entropy_of(logits: Tensor) -> Routing:
         total: Array = 0.0
         for block in _tokens(on, logits):
             total = total + on.sum(_entropies(on, on.floats(block)))
-        return Routing(math.prod(logits.shape[:-1]), on.number(total))
+        return reading.Routing(math.prod(logits.shape[:-1]), on.number(total))
 
 
-def entropy_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any) -> Routing:
+def entropy_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any) -> reading.Routing:
     """The entropy of the logits ``tokens @ weight^T + bias``, computed as in the router from numbers rounded to ``dtype``. It
     reads some tokens at a time.
 
@@ -413,7 +396,7 @@ def entropy_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any
             logits = on.matmul(on.rounded(block, dtype), transposed)
             logits = on.rounded(logits if added is None else logits + added, dtype)
             total = total + on.sum(_entropies(on, logits))
-        return Routing(math.prod(tokens.shape[:-1]), on.number(total))
+        return reading.Routing(math.prod(tokens.shape[:-1]), on.number(total))
 
 
 def dtype_of_routing(cell: nn.Cell, tokens: Tensor, weight: Tensor) -> Any:
@@ -458,23 +441,23 @@ def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -
     Raises:
         MisfitError: The tensors have unusable shapes, types or contents.
     """
-    query, key = queries_and_keys(args, kwargs, Tensor)
+    query, key = reading.queries_and_keys(args, kwargs, Tensor)
     if query is None or key is None or len(query.shape) != 4 or len(key.shape) != 4:
         return None
     if not all(has_data(one) and one.size for one in (query, key)):
-        raise MisfitError(NOT_WHOLE)
-    places = places_of(order)
+        raise reading.MisfitError(reading.NOT_WHOLE)
+    places = reading.places_of(order)
     of_query, of_key = (tuple(one.shape[place] for place in places) for one in (query, key))
     if of_query[2] != of_key[2]:
-        raise MisfitError(OTHER_LENGTHS)
-    if not go_together(of_query, of_key) or not (_is_floating_point(query) and _is_floating_point(key)):
-        raise MisfitError(NO_SCORES)
+        raise reading.MisfitError(reading.OTHER_LENGTHS)
+    if not reading.go_together(of_query, of_key) or not (_is_floating_point(query) and _is_floating_point(key)):
+        raise reading.MisfitError(reading.NO_SCORES)
     return Scores(query, key, of_query[3] ** -0.5, places)
 
 
 def matrix_of(cell: nn.Cell) -> Tensor | None:
     """``weight`` or ``wg`` of a cell, or the weight of a layer with one of these names. Runs no code of the cell."""
-    for name in MATRIX_NAMES:
+    for name in reading.MATRIX_NAMES:
         value = _attribute(cell, name)
         if isinstance(value, nn.Cell):
             value = _attribute(value, "weight")
@@ -496,15 +479,15 @@ def local_matrix(weight: Tensor | None) -> Tensor:
         MisfitError: The weight is no matrix, or has no data yet.
     """
     if weight is None or not has_data(weight):
-        raise MisfitError(NOT_2D)
+        raise reading.MisfitError(reading.NOT_2D)
     if len(weight.shape) != 2 or not weight.size or not _is_floating_point(weight):
-        raise MisfitError(NOT_2D)
+        raise reading.MisfitError(reading.NOT_2D)
     return weight
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: int) -> Tensor | None:
     """The input of a router: its first tensor whose last dimension is the hidden size."""
-    for value in (*args, first_named(kwargs, TOKENS, Tensor)):
+    for value in (*args, reading.first_named(kwargs, reading.TOKENS, Tensor)):
         if isinstance(value, Tensor) and len(value.shape) > 1 and value.shape[-1] == hidden and _is_floating_point(value):
             return whole_rows(value)
     return None

@@ -22,8 +22,8 @@ from mindspore.experimental import optim
 from monitor.failures import Failures
 from monitor.mindspore.features import is_floating_point
 from monitor.mindspore.hooks import after_forward, before_forward
-from monitor.recording import attachment_spec
-from monitor.recording.attachment_spec import MAX_WRAPPERS
+from monitor.recording import arguments
+from monitor.recording.arguments import MAX_WRAPPERS
 from monitor.recording.backend import HookSet, StepListener
 from monitor.series import LOCAL, Placement
 from monitor.stats.mindspore.tensors import has_data, on_host
@@ -43,7 +43,7 @@ def optimizers_in(given: Any) -> tuple[nn.Cell, ...]:
         cell: nn.Cell = one
         return cell
 
-    return attachment_spec.optimizers_in(given, checked, lambda one: one)
+    return arguments.optimizers_in(given, checked, lambda one: one)
 
 
 def innermost(optimizer: Any, called: str = "optimizer") -> nn.Cell:

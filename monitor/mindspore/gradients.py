@@ -21,7 +21,7 @@ from monitor.failures import Failures
 from monitor.mindspore.collectives import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.process_group import has_others, is_settled
-from monitor.recording.attachment_spec import NamedParameter, ParameterSubset
+from monitor.recording.attached_model import NamedParameter, ParameterSubset
 from monitor.recording.backend import Removable
 from monitor.recording.collectives import Operator
 from monitor.recording.parameters import GradientRows

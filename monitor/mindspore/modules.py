@@ -23,9 +23,9 @@ from monitor.mindspore.autograd import (
     recording,
     requires_grad,
 )
-from monitor.recording import attachment_spec
+from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher
-from monitor.recording.attachment_spec import NamedParts
+from monitor.recording.attached_model import NamedParts
 from monitor.recording.backend import HookSet
 
 never_called: tuple[type, ...] = (nn.CellList, nn.CellDict)
@@ -40,7 +40,7 @@ def chunks_of(model: Any) -> Sequence[nn.Cell]:
         TypeError: One of them is no cell.
         ValueError: In graph mode everything is compiled, so nothing can be recorded.
     """
-    chunks = attachment_spec.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
+    chunks = arguments.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
     refuse_graph_mode()
     for chunk in chunks:
         if said := observable(chunk).warning():

@@ -9,7 +9,7 @@ from mindspore import Tensor
 
 from monitor.mindspore.features import is_floating_point
 from monitor.mindspore.frameworks import MindSporeMoments
-from monitor.recording.attachment_spec import Attached, ComputedRow, NamedParameter
+from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
 from monitor.recording.parameters import RatioCollector
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import DIRECTION_KIND

@@ -18,7 +18,7 @@ from monitor.pytorch.hooks import first_after_accumulation, loop_hooks, untraced
 from monitor.pytorch.process_group import has_others, is_settled, stage_ranks
 from monitor.pytorch.reductions.memory import Groups, ReductionGroup
 from monitor.pytorch.reductions.seen import ObservedReductions
-from monitor.recording.attachment_spec import NamedParameter, ParameterSubset
+from monitor.recording.attached_model import NamedParameter, ParameterSubset
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.parameters import NOT_ACCUMULATED, SUMMED_EARLY, GradientRows
 from monitor.recording.phases import STILL_SCALED, OptimizerTurn

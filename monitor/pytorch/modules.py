@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from monitor.pytorch import hooks as module_hooks
 from monitor.pytorch.autograd import CheckpointRepetitions
-from monitor.pytorch.compiled.operators import COMPILED_HOOK_ADVICE as EARLIER
 from monitor.pytorch.compiled.operators import (
+    COMPILED_HOOK_ADVICE as EARLIER,
     HOOK_GUARDS,
     TRACEABLE,
     CallObserver,
@@ -30,9 +30,9 @@ from monitor.pytorch.compiled.operators import (
     device_of,
 )
 from monitor.pytorch.tensor_reader import TorchTensorReader
-from monitor.recording import attachment_spec
+from monitor.recording import arguments
 from monitor.recording.activations import CallIndex, ModuleCall, ModuleCollector, ModuleWatcher
-from monitor.recording.attachment_spec import NamedParts
+from monitor.recording.attached_model import NamedParts
 from monitor.recording.backend import HookSet, Removable
 from monitor.selection import ALL_TENSORS, NO_TENSORS
 
@@ -42,7 +42,7 @@ takes_hooks = module_hooks.takes_hooks
 
 def chunks_of(model: Any) -> Sequence[nn.Module]:
     """The chunks of a virtual pipeline, or the one module as a list of itself. Raises ``TypeError`` and ``ValueError``."""
-    return attachment_spec.chunks_of(model, nn.Module, "torch.nn.Module")
+    return arguments.chunks_of(model, nn.Module, "torch.nn.Module")
 
 
 def parts(chunk: nn.Module) -> NamedParts:

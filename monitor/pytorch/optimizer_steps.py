@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from monitor.failures import Failures
 from monitor.pytorch.hooks import TorchCallPatch
-from monitor.recording import attachment_spec
-from monitor.recording.attachment_spec import MAX_WRAPPERS, held_by
+from monitor.recording import arguments
+from monitor.recording.arguments import MAX_WRAPPERS, held_by
 from monitor.recording.backend import HookSet, Removable, StepListener
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.stats.torch.tensors import capturing
@@ -40,7 +40,7 @@ def optimizers_in(given: Any) -> tuple[Optimizer, ...]:
     Raises:
         TypeError: An element is no optimizer, or there is none.
     """
-    return attachment_spec.optimizers_in(given, innermost, _unwrapped)
+    return arguments.optimizers_in(given, innermost, _unwrapped)
 
 
 def containers_in(given: Any) -> Iterator[Optimizer]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from monitor.pytorch.backend import BACKEND
 from monitor.pytorch.modules import chunks_of
-from monitor.recording.attachment_spec import count
+from monitor.recording.arguments import count
 from monitor.recording.backend import RecordingBackend
 from monitor.recording.trainer_mon import ModelMonitor
 

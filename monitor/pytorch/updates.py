@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from monitor.pytorch.frameworks.dtensor import part_like
 from monitor.pytorch.frameworks.framework import SteppedTensor
-from monitor.recording.attachment_spec import Attached, ComputedRow, NamedParameter
+from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
 from monitor.recording.parameters import RatioCollector
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import DIRECTION_KIND

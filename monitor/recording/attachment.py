@@ -9,9 +9,10 @@ from typing import Any, Final, final
 
 from monitor.pipeline.process import PROCESS
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.attachment_spec import Attached, AttachmentSpec, Host, ModelNames, NamedModule
+from monitor.recording.attached_model import Attached, AttachmentSpec, Host, ModelNames, NamedModule
 from monitor.recording.backend import HookSet
 from monitor.recording.features.collector import FeatureCollector
+from monitor.recording.module_info import StackCollector, StructureCollector
 from monitor.recording.parameters import GradientCollector, MomentCollector, WeightCollector
 from monitor.recording.phases import (
     PARTLY_SKIPPED,
@@ -26,7 +27,6 @@ from monitor.recording.phases import (
 from monitor.recording.recorder import RecordedSeries, SeenModule, observed_dataflow
 from monitor.recording.run import Run
 from monitor.recording.step_clock import Clock, Schedule
-from monitor.recording.tensor_paths import StackCollector, StructureCollector
 from monitor.series import CALL_KIND, MICRO_STEP_KINDS, Series
 from monitor.stats.table import Status
 

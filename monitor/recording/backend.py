@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from monitor.config.model import CcDistribution
     from monitor.failures import Failures
     from monitor.recording.activations import CallHooks, ModuleCollector
-    from monitor.recording.attachment_spec import Attached, NamedParameter, NamedParts
+    from monitor.recording.attached_model import Attached, NamedParameter, NamedParts
     from monitor.recording.collectives import Communication
     from monitor.recording.features.reading import FeatureReading
     from monitor.recording.gradient_edges import BackwardEngine

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Final, Protocol, final
 
-from monitor.recording.attachment_spec import Attached, ComputedRow, NamedParameter
+from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import MOMENT_KINDS

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, final
 
-from monitor.recording.attachment_spec import NamedParameter, ParameterSubset
+from monitor.recording.attached_model import NamedParameter, ParameterSubset
 from monitor.stats.table import Status
 
 P = ParamSpec("P")

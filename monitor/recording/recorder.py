@@ -1,4 +1,4 @@
-"""Records the tensors of a rank, step by step, into the live table.
+"""Records the tensors of a rank into the live table, step by step; reads from it the dataflow and the current metrics.
 
 A hook calls ``Recorder.record``, which is the method of the framework's ``TensorReader``. The reader finds the tensor's row in
 ``LiveRows`` and calls a kernel.

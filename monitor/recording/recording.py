@@ -19,8 +19,8 @@ from monitor.dynamic import FROM_ALERT, RETURN, ConfigJournal, Controller, JobCo
 from monitor.failures import LOGGER, Failures
 from monitor.pipeline.delivery import Watcher
 from monitor.pipeline.process import PROCESS
+from monitor.recording.attached_model import AttachmentSpec, Host, ModelNames
 from monitor.recording.attachment import Attachment
-from monitor.recording.attachment_spec import AttachmentSpec, Host, ModelNames
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
 from monitor.recording.collectives import Communication
 from monitor.recording.parameters import NOT_OF_THE_STEP, SUMMED_EARLY

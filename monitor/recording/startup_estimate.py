@@ -12,7 +12,7 @@ from monitor.config import MonitorConfig
 from monitor.coordinator.estimate import Bounds, KindLoad, estimate
 from monitor.failures import LOGGER, Failures
 from monitor.formats import Histogram
-from monitor.recording.attachment_spec import AttachmentSpec, ModelNames, NamedParameter
+from monitor.recording.attached_model import AttachmentSpec, ModelNames, NamedParameter
 from monitor.recording.backend import RecordingBackend
 from monitor.recording.features.watchers import modules_by_hook
 from monitor.selection import ModuleSelection

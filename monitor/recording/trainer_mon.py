@@ -16,7 +16,8 @@ from monitor.coordinator.manifest_format import RECORDINGS, RecordedModel
 from monitor.coordinator.output import base_directory, prepare
 from monitor.coordinator.ownership import Ownership, no_rank_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
-from monitor.recording.attachment_spec import AttachmentSpec, ModelNames, count, given
+from monitor.recording.arguments import count, given
+from monitor.recording.attached_model import AttachmentSpec, ModelNames
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
 from monitor.recording.recorder import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
 from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of, with_recording_off

@@ -13,8 +13,7 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow.csv import ConvertOptions, ParseOptions  # type: ignore[attr-defined]
-from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
+from pyarrow.csv import ConvertOptions, ParseOptions, read_csv as read_arrow  # type: ignore[attr-defined]
 
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable, shown_kind
 from monitor.sinks.csv_files import CsvShards

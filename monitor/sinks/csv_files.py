@@ -25,8 +25,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions  # type: ignore[attr-defined]
-from pyarrow.csv import read_csv as read_arrow  # type: ignore[attr-defined]
+from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv as read_arrow  # type: ignore[attr-defined]
 
 from monitor.sinks import files
 from monitor.sinks.files import NamedShard, PartialFile, RecoveredFiles, StepSpan, changed, checked, is_regular, rename_damaged

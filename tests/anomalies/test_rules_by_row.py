@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rule_parts import INF, NAN, Event, Watched
 from sink_rows import Measured, partials_of
 

@@ -1,8 +1,7 @@
 from datetime import datetime
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from monitor.coordinator.output import MONTHS, RankDirectory, timestamp_fields, timestamp_of
 

@@ -6,8 +6,7 @@ from multiprocessing import get_context
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from serving import served
 
 from monitor.coordinator.output import JobIdentity, agree

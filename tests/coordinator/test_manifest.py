@@ -6,8 +6,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from monitor.coordinator.manifest import MORE_NOTES, MOST_NOTES, Manifest, RankFacts
 from monitor.coordinator.manifest_format import read_manifest

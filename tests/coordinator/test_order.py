@@ -6,8 +6,7 @@ import itertools
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from schedules import gpipe, interleaved, one_forward_one_backward
 
 from monitor.coordinator.manifest_format import ManifestRecord, PipelineRecord

@@ -1,6 +1,5 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from monitor.coordinator.ownership import Ownership, alike_over, no_rank_monitored, reaches
 from monitor.series import KINDS, LOCAL, Placement, Shard

@@ -1,8 +1,7 @@
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from monitor.coordinator import manifest_format
 from monitor.coordinator.manifest_format import (

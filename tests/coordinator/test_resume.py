@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import ManifestRecord, RecordedModel, read_manifest

@@ -3,8 +3,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from monitor.coordinator import series_file
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, SeriesReference

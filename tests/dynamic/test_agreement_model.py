@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from evidence import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from modelled import Ahead, ModelRank, World
 
 from monitor.dynamic.consensus import Add

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from evidence import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from monitor.config.jsonc import JsonError, parse
 from monitor.dynamic.config_file import EditError, edited, path_of

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import pytest
 from click.testing import Result
 from evidence import examples
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from recorded_job import FORMATS, RecordedRank, table
 from sink_rows import Measured
 from typer.testing import CliRunner

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from evidence import examples
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from recorded_job import FORMATS, RecordedRank, files, merged, table, tensors
 from sink_rows import Measured, partials_of
 

@@ -31,8 +31,7 @@ from monitor.training.metrics import NotARouterError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 
-from shown import EVERYTHING as YAML
-from shown import Points, scalars
+from shown import EVERYTHING as YAML, Points, scalars
 
 STEPS = [1, 2, 3]
 RUN = {"loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "iteration-time", "throughput"}

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from attaching import attached
-from mindspore import dtype as types
-from mindspore import nn
+from mindspore import dtype as types, nn
 from mindspore.experimental import optim
 from reading_back import Output
 from watching_cells import OPS, TwoLayers, train

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pipeline_parts import Copy, FileJournal, Onlooker, journal_in, pipeline_in, pipeline_of, record, steps_in, until
 
 from monitor.pipeline import pipeline as writer

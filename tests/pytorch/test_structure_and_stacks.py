@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from watching import Output, attached, footprint, train
 
 from monitor.pytorch import RunEnded
-from monitor.recording.tensor_paths import StructureCollector
+from monitor.recording.module_info import StructureCollector
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
 

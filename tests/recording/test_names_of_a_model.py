@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from monitor.config import MonitorConfig
-from monitor.recording.attachment_spec import ModelNames, NamedParts
+from monitor.recording.attached_model import ModelNames, NamedParts
 
 
 def named(chunks: Sequence[Sequence[str]], **config: Any) -> ModelNames:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from evidence import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sink_rows import SIX_OPS, Measured, Rank, visible
 
 import monitor.sinks

@@ -16,15 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from evidence import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sink_rows import SIX_OPS, Measured, Rank, partials_of, visible
 
 import monitor.sinks
 from monitor.series import Series
 from monitor.sinks import hdf5
-from monitor.sinks.arrow import SCHEMA, Measurements, ShardMetadata
-from monitor.sinks.arrow import partials_of as partials_in
+from monitor.sinks.arrow import SCHEMA, Measurements, ShardMetadata, partials_of as partials_in
 from monitor.sinks.files import RecoveredFiles, StepSpan
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, held, read_hdf5, recover
 from monitor.stats.partials import COLUMNS, PARTIALS, combine

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from sink_rows import Measured, Rank
 
-from monitor.sinks import csv as lines
-from monitor.sinks import csv as row_text
+from monitor.sinks import csv as lines, csv as row_text
 from monitor.sinks.csv import CsvLines, header
 from monitor.stats.histograms import LOSSES
 from monitor.stats.host.array_kernel import VARIABLE

@@ -10,10 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monitor.sinks import csv
-from monitor.sinks import csv as row_text
-from monitor.sinks.csv import Column, CountColumn, CsvLines, NumberColumn, TextCache, TextColumn, python_lines
-from monitor.sinks.csv import native_lines as joined
+from monitor.sinks import csv, csv as row_text
+from monitor.sinks.csv import (
+    Column,
+    CountColumn,
+    CsvLines,
+    NumberColumn,
+    TextCache,
+    TextColumn,
+    native_lines as joined,
+    python_lines,
+)
 from monitor.stats.host.array_kernel import VARIABLE
 
 _lines: Any = importlib.import_module("monitor.sinks._lines")

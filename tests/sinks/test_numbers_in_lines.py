@@ -8,8 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from evidence import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from monitor.sinks.csv import MOST_DIGITS, CountColumn, Join, NumberColumn, native_lines, python_lines
 

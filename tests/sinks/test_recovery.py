@@ -13,8 +13,7 @@ from sink_rows import Measured, Rank, visible
 
 from monitor.sinks import recovery_of
 from monitor.sinks.csv import CsvSink, read_csv
-from monitor.sinks.csv_files import held as held_steps
-from monitor.sinks.csv_files import recover
+from monitor.sinks.csv_files import held as held_steps, recover
 from monitor.sinks.files import RecoveredFiles, StepSpan, recover_all
 
 PER_RECORD = 3

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from counted_rows import counted_step, histograms
 from evidence import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sink_rows import Measured, Rank
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

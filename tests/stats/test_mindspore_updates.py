@@ -12,8 +12,7 @@ from mindspore import Tensor, mint
 from monitor.failures import EarlierFailure
 from monitor.stats.histograms import UNIT_UPPER
 from monitor.stats.host.array_kernel import CHUNK, NumpyKernel
-from monitor.stats.mindspore import tensors
-from monitor.stats.mindspore import updates as mindspore_updates
+from monitor.stats.mindspore import tensors, updates as mindspore_updates
 from monitor.stats.mindspore.updates import (
     MindSporeDeviceSigned,
     MindSporeHostSigned,

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from evidence import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as arrays
 from reference import assert_agrees, derived, normal
 

@@ -7,8 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from reference import assert_agrees, derived
 
 from monitor.stats.partials import COLUMNS, EMPTY, Partials, combine, combine_groups, union

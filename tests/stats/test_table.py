@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.partials import COLUMNS, COUNT, SUM, WRITES

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kernel_contract import Make, Reduce, TensorContract
 from kernel_corpus import EPS, normal
 from reference import assert_agrees

@@ -8,8 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from shown import scalars
-from shown import texts as shown_texts
+from shown import scalars, texts as shown_texts
 
 from monitor.failures import LOGGER, Failures
 from monitor.training.config import TrainingConfig, training_config_in

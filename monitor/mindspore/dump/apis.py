@@ -17,8 +17,7 @@ from mindspore.mint import distributed
 from mindspore.ops import Primitive
 
 from monitor.dump.backend import ApiListener
-from monitor.dump.levels import api_list as read_list
-from monitor.dump.levels import packaged_list
+from monitor.dump.levels import api_list as read_list, packaged_list
 from monitor.mindspore.hooks import jit_context
 
 PLACES: Final = {

@@ -23,7 +23,7 @@ from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
 from monitor.mindspore.modules import observable
 from monitor.mindspore.process_group import initialized
 from monitor.mindspore.tensor_reader import TENSOR_PATHS, computing
-from monitor.recording.attachment_spec import chunks_of
+from monitor.recording.arguments import chunks_of
 from monitor.recording.backend import Autograd, Removable
 from monitor.stats.host.array_kernel import NumpyKernel, Raw, is_readable
 from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, combined

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode, handle_torch_function
 
 from monitor.dump.backend import ApiListener
-from monitor.dump.levels import api_list as read_list
-from monitor.dump.levels import packaged_list
+from monitor.dump.levels import api_list as read_list, packaged_list
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.recording import patches
 from monitor.recording.patches import CallListener

@@ -21,7 +21,7 @@ from monitor.pytorch.dump.apis import TorchApiInterception, traced
 from monitor.pytorch.hooks import after_forward, before_forward, takes_hooks
 from monitor.pytorch.process_group import initialized
 from monitor.pytorch.tensors import TENSOR_PATHS, computing
-from monitor.recording.attachment_spec import chunks_of
+from monitor.recording.arguments import chunks_of
 from monitor.recording.backend import Autograd, Removable
 from monitor.stats.partials import COLUMNS, Floats
 from monitor.stats.torch.dispatch import reduce_into

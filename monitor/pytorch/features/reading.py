@@ -15,7 +15,7 @@ from monitor.coordinator.ownership import alike_over
 from monitor.pytorch.features.matrices import dtype_of_routing, entropy_from, entropy_of, norms_of, similarity_of_rows
 from monitor.pytorch.frameworks.dtensor import layout_of, placement_of
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.recording.attachment_spec import NamedParameter
+from monitor.recording.attached_model import NamedParameter
 from monitor.recording.features import reading
 from monitor.recording.features.reading import Spread
 from monitor.series import Placement

@@ -18,7 +18,8 @@ from monitor.pytorch.frameworks.framework import Framework, SteppedTensor
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.optimizer_steps import innermost
 from monitor.pytorch.process_group import group_ranks
-from monitor.recording.attachment_spec import MAX_WRAPPERS, NamedParameter
+from monitor.recording.arguments import MAX_WRAPPERS
+from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import HookSet, StepListener
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.series import Placement, Ranks, Shard, ranks_of

@@ -18,7 +18,7 @@ from monitor.pytorch.frameworks import deepspeed
 from monitor.pytorch.frameworks.deepspeed import DeepSpeed, RepackedDeepSpeed, SteppedPiece
 from monitor.pytorch.frameworks.framework import LocalGradients, SteppedTensor
 from monitor.pytorch.hooks import first_after_accumulation
-from monitor.recording.attachment_spec import NamedParameter
+from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.parameters import EACH_MICRO_BATCH
 from monitor.recording.patches import CallListener, CallPatch

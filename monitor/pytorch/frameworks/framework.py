@@ -23,7 +23,8 @@ from monitor.failures import Failures
 from monitor.pytorch.frameworks.dtensor import Layout, Meshes, layouts_of, mesh_groups, mesh_ranks, placement_of
 from monitor.pytorch.optimizer_steps import OptimizerSteps, containers_in, optimizers_in, wrappers_in
 from monitor.pytorch.process_group import group_ranks
-from monitor.recording.attachment_spec import NamedParameter, only
+from monitor.recording.arguments import only
+from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import Removable, StepListener, StepNotifier
 from monitor.series import LOCAL, MOMENT_KINDS, Placement, Ranks, Shard, ranks_of
 

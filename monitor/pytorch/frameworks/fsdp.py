@@ -25,7 +25,7 @@ from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.process_group import group_ranks
 from monitor.recording import patches
-from monitor.recording.attachment_spec import NamedParameter
+from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import Removable
 from monitor.recording.patches import CallListener
 from monitor.series import LOCAL, Placement, Ranks, Shard, ranks_of

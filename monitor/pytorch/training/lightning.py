@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.training import TrainingMetrics
 from monitor.pytorch.training.backend import NormOfOptimizer, rows_of
-from monitor.recording.attachment_spec import only
+from monitor.recording.arguments import only
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.step import Step
 

@@ -10,7 +10,7 @@ from typing import Any, cast, final
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.attachment_spec import Attached, ModelNames, NamedParameter
+from monitor.recording.attached_model import Attached, ModelNames, NamedParameter
 from monitor.recording.backend import HookSet
 from monitor.recording.features.reading import NOT_CALLED
 from monitor.recording.features.watchers import FeatureWatcher, HookModules, modules_by_hook, warning

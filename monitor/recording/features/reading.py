@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from monitor.recording.attachment_spec import NamedParameter
+from monitor.recording.attached_model import NamedParameter
 from monitor.series import Placement
 
 # --- Argument names where features are searched, and reasons why a module has none.

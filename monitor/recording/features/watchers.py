@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from monitor.config import MonitorConfig
 from monitor.recording.activations import CallIndex, Calls, ModuleCollector
-from monitor.recording.attachment_spec import Attached, ModelNames, NamedModule, NamedParameter
+from monitor.recording.attached_model import Attached, ModelNames, NamedModule, NamedParameter
 from monitor.recording.backend import HookSet
 from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing
 from monitor.recording.recorder import RecordedSeries

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.fsdp import Fsdp1, Fsdp2
 from monitor.pytorch.frameworks.megatron import MainGradients
-from monitor.recording.attachment_spec import NamedParameter
+from monitor.recording.attached_model import NamedParameter
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 from evidence import examples, sampled
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from reference import assert_agrees, derived
 from torch.utils._python_dispatch import TorchDispatchMode
 

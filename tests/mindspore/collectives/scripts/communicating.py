@@ -20,15 +20,13 @@ from host_rows import HostRows
 from mindspore import Tensor, mint, nn, ops
 from mindspore.communication import comm_func
 from mindspore.mint.distributed import all_reduce as imported_before
-from mindspore.ops import communication as functions
-from mindspore.ops import primitive
+from mindspore.ops import communication as functions, primitive
 from mindspore.ops.auto_generate import gen_ops_prim
 from ranks import tell
 
 from monitor.config.model import CcDistribution
 from monitor.failures import Failures
-from monitor.mindspore.collectives import MindSporeCollectives, kernels
-from monitor.mindspore.collectives import communication as installed
+from monitor.mindspore.collectives import MindSporeCollectives, communication as installed, kernels
 from monitor.recording.collectives import Communication
 
 ms.set_device("CPU")
