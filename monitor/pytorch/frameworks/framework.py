@@ -494,11 +494,11 @@ def framework_of(chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool
         if (found := deepspeed_of(chunks, optimizer, main_grad=main_grad)) is not None:
             return found
     if _any_is(chunks, "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"):
-        from monitor.pytorch.frameworks.fsdp import Fsdp1
+        from monitor.pytorch.frameworks.fsdp1 import Fsdp1
 
         return Fsdp1(chunks, optimizer, main_grad=main_grad)
     if _any_is(chunks, "torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule"):
-        from monitor.pytorch.frameworks.fsdp import Fsdp2
+        from monitor.pytorch.frameworks.fsdp2 import Fsdp2
 
         return Fsdp2(chunks, optimizer, main_grad=main_grad)
     if _any_is(chunks, "torch.distributed._composable.fsdp.fully_shard", "FSDPModule"):

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from monitor.failures import Failures
-from monitor.pytorch.frameworks.fsdp import Fsdp1, Fsdp2
+from monitor.pytorch.frameworks.fsdp1 import Fsdp1
+from monitor.pytorch.frameworks.fsdp2 import Fsdp2
 from monitor.pytorch.frameworks.megatron import MainGradients
 from monitor.recording.attached_model import NamedParameter
 
