@@ -19,7 +19,7 @@ from monitor.pytorch.frameworks.dtensor import layout_of, placed, placement_of, 
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.recording import patches
-from monitor.recording.attachment_spec import NamedParameter
+from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import Removable
 from monitor.recording.patches import CallListener
 from monitor.series import LOCAL, Placement, Ranks
