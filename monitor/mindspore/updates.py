@@ -41,6 +41,7 @@ class MindSporeAdamCollector(Collector):
         self._framework = attached.framework
         self._failures = attached.failures
         self._eps = attached.config.eps
+        self._reader = attached.recorder.reader
 
     def after_step(self, turn: OptimizerTurn) -> None:
         if not self._framework.is_adam(turn.optimizer):
@@ -71,6 +72,7 @@ class MindSporeAdamCollector(Collector):
             moments.eps,
             self._eps,
             eps_on_root=moments.eps_on_root,
+            higher=self._reader.higher,
         )
 
 

@@ -113,7 +113,12 @@ def test_how_a_tensor_is_cut_changes_no_statistic(
     whole = Partials.from_rows(np.array([partials_of(values)]))
     scale = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
     for op in NUMERIC_OPS:
-        assert derive(op, whole)[0][0] == pytest.approx(row[op], rel=1e-6, abs=1e-7 * scale, nan_ok=True), op
+        (value,), (known,) = derive(op, whole)
+        if op == "kurtosis":
+            expected = value if known and (format == "hdf5" or len(ranks) == 1) else None
+            assert row[op] == (None if expected is None else pytest.approx(expected, rel=1e-5, abs=1e-5))
+        else:
+            assert value == pytest.approx(row[op], rel=1e-6, abs=1e-7 * scale, nan_ok=True), op
     shutil.rmtree(base)
 
 
