@@ -168,6 +168,9 @@ HISTOGRAM_OPS: Final = frozenset(
 )
 """Ops that need a histogram of every tensor."""
 
+HIGHER_OPS: Final = frozenset({"kurtosis"})
+"""Ops that need the higher moments of every tensor, and so a second read."""
+
 HISTOGRAM_FORMATS: Final = frozenset(name for name, one in FORMATS.items() if "signed" in one.bytes_per_histogram)
 
 
@@ -342,8 +345,8 @@ class Settings(_StrictModel):
     format: Annotated[Formats, OUTPUT] = Field(default=("csv",), validate_default=True)
     """What the results are written as. `api`: kept in memory for the program to ask for."""
     ops: Annotated[Strings, STATISTICS] = ()
-    """Statistics: `min`, `max`, `mean`, `norm`, `zeros`, `nans`, `infs`, `absmax`, `std`, `shape`, `dtype`,
-    `magnitude_histogram`, and the share that a format of low precision would lose: `underflow_fp16`, `overflow_fp16`,
+    """Statistics: `min`, `max`, `mean`, `norm`, `zeros`, `nans`, `infs`, `absmax`, `std`, `kurtosis`, `shape`,
+    `dtype`, `magnitude_histogram`, and the share that a format of low precision would lose: `underflow_fp16`, `overflow_fp16`,
     `underflow_bf16`, `overflow_bf16`, `underflow_e4m3`, `overflow_e4m3`, `underflow_e5m2`, `overflow_e5m2`. An unknown one is
     left out with a warning; none left: `norm`."""
     eps: Annotated[float, Field(gt=0), STATISTICS] = 1e-8
@@ -397,6 +400,11 @@ class Settings(_StrictModel):
     def counts_magnitudes(self) -> bool:
         """Whether an op is asked for that is derived from histograms of magnitudes."""
         return not HISTOGRAM_OPS.isdisjoint(self.ops)
+
+    @property
+    def measures_higher_moments(self) -> bool:
+        """Whether an op is asked for that is derived from third and fourth powers."""
+        return not HIGHER_OPS.isdisjoint(self.ops)
 
     @property
     def formats(self) -> tuple[str, ...]:

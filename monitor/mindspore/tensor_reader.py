@@ -75,17 +75,17 @@ class MindSporeTensorReader:
     A tensor is never treated as an alias of another, since in-place changes between two readings cannot be detected.
     """
 
-    def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
+    def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False, higher: bool = False) -> None:
         self.rows = LiveRows(series, _new_memory)
         self.magnitudes = magnitudes
         # Asking a tensor for its device would wait until MindSpore has created it.
         self.device: str = HOST if on_the_host() else DEVICE
-        self.take_eps(eps)
+        self.take_kernels(eps, higher=higher)
 
-    def take_eps(self, eps: float) -> None:
-        self.eps = eps
-        self.host = MindSporeHostKernel(eps)
-        self._device_kernel = MindSporeDeviceKernel(eps) if self.device == DEVICE else None
+    def take_kernels(self, eps: float, *, higher: bool) -> None:
+        self.eps, self.higher = eps, higher
+        self.host = MindSporeHostKernel(eps, higher=higher)
+        self._device_kernel = MindSporeDeviceKernel(eps, higher=higher) if self.device == DEVICE else None
 
     def activate(self, active: bool) -> None:
         """Nothing to do: MindSpore's hooks run in Python, and check ``Recorder.active``."""

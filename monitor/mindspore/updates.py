@@ -39,6 +39,7 @@ class MindSporeAdamCollector(Collector):
         self._framework = attached.framework
         self._failures = attached.failures
         self._eps = attached.config.eps
+        self._reader = attached.recorder.reader
 
     def after_step(self, turn: OptimizerTurn) -> None:
         if not self._framework.is_adam(turn.optimizer):
@@ -69,6 +70,7 @@ class MindSporeAdamCollector(Collector):
             moments.eps,
             self._eps,
             eps_on_root=moments.eps_on_root,
+            higher=self._reader.higher,
         )
 
 

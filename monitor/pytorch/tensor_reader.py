@@ -116,17 +116,17 @@ class _ReadTensor:
 class TorchTensorReader:
     """Reads tensors of torch into rows. Every hook calls it."""
 
-    def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False) -> None:
+    def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False, higher: bool = False) -> None:
         self.rows = LiveRows(series, _new_memory)
         self.magnitudes = magnitudes
         self.device_steps = DeviceSteps()
         self._lock, self._table = self.rows.lock, self.rows.table
         self._seen: dict[int, _ReadTensor] = {}
-        self.take_eps(eps)
+        self.take_kernels(eps, higher=higher)
 
-    def take_eps(self, eps: float) -> None:
-        self.eps = eps
-        self.host = TorchHostKernel(eps)
+    def take_kernels(self, eps: float, *, higher: bool) -> None:
+        self.eps, self.higher = eps, higher
+        self.host = TorchHostKernel(eps, higher=higher)
 
     def activate(self, active: bool) -> None:
         self.device_steps.step_begins(active)
@@ -191,7 +191,7 @@ class TorchTensorReader:
                 except Exception as error:
                     failed(watched, error)
             if listed:
-                for place, why in reduce_listed([one for _, one in listed], self.eps):
+                for place, why in reduce_listed([one for _, one in listed], self.eps, higher=self.higher):
                     failed(listed[place][0], why)
 
     def _read_directly(self, plain: Reduce, watched: RecordedSeries, x: Tensor, micro_step: int, address: int) -> None:
@@ -261,7 +261,7 @@ class TorchTensorReader:
             offset = self.device_steps.step(x.device, chunk)
         else:
             offset = self.device_steps.micro_step(x.device, chunk) if tag is None else tag
-        reduce_into(source, page, slot.local_row, offset, self.eps)
+        reduce_into(source, page, slot.local_row, offset, self.eps, self.higher)
         self._table.note_captured(slot, self._layout(x))
 
     def _slot(self, watched: RecordedSeries, device: Device, micro_step: int) -> tuple[RowSlot, int]:
@@ -307,7 +307,7 @@ class TorchTensorReader:
         source = local_shard(x)
         if source is not None:
             with memory.written():
-                reduce_into(source, memory.tensor, local_row, None, self.eps)
+                reduce_into(source, memory.tensor, local_row, None, self.eps, self.higher)
         return source is not None
 
     def _layout(self, x: Tensor) -> int:

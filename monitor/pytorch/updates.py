@@ -125,8 +125,7 @@ class AdamCollector(Collector):
         self._ratio = attached.series("adam_ratio")
         self._framework = attached.framework
         self._failures = attached.failures
-        reader: Any = attached.recorder.reader
-        self._kernel = reader.host
+        self._reader: Any = attached.recorder.reader
         self._eps = attached.config.eps
         self._steps: dict[NamedParameter, float | Tensor] = {}
 
@@ -175,7 +174,7 @@ class AdamCollector(Collector):
         return AdamMoments(mean, square, corrections[0], corrections[1], float(group["eps"]), made(step, before))
 
     def _count(self, moments: AdamMoments) -> tuple[ComputedRow, ComputedRow]:
-        updates, ratios = (signed(moments.mean, self._kernel, self._eps) for _ in range(2))
+        updates, ratios = (signed(moments.mean, self._reader.host, self._eps) for _ in range(2))
         scratch = Scratch()
         precision = torch.float64 if moments.mean.dtype is torch.float64 else torch.float32
         for mean, square in together(moments.mean, moments.square):

@@ -115,11 +115,13 @@ class TensorReader(Protocol):
     Attributes:
         rows: The rows, made by the reader.
         eps: The bound below which elements count as zeros.
+        higher: Whether to measure the higher moments (``partials``) of every tensor.
         magnitudes: Whether to count a histogram of magnitudes for every tensor.
     """
 
     rows: LiveRows
     eps: float
+    higher: bool
     magnitudes: bool
 
     def record(self, watched: RecordedSeries, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
@@ -154,8 +156,8 @@ class TensorReader(Protocol):
     def read_into(self, x: Any, slot: RowSlot) -> bool:
         """Reduce ``x`` into the row of ``slot``. False if ``x`` has no data, and no row. The caller holds the lock."""
 
-    def take_eps(self, eps: float) -> None:
-        """Set ``eps``, from the next tensor on."""
+    def take_kernels(self, eps: float, *, higher: bool) -> None:
+        """Set ``eps`` and ``higher``, from the next tensor on."""
 
     def activate(self, active: bool) -> None:
         """Whether tensors are recorded from now on: a step begins or ends."""
@@ -220,15 +222,14 @@ class Recorder:
         """Whether anything was recorded since the last seal."""
         return self.table.writes > 0
 
-    def use(self, eps: float, *, magnitudes: bool = False) -> None:
-        """Between two steps: set ``eps``, below which elements count as zeros, and whether to count magnitudes."""
-        self.count_magnitudes(magnitudes)
-        if eps != self.reader.eps:
-            self.reader.take_eps(eps)
+    def use(self, eps: float, *, magnitudes: bool = False, higher: bool = False) -> None:
+        """Set ``eps``, below which elements count as zeros, and whether to count magnitudes and to measure higher moments.
 
-    def count_magnitudes(self, wanted: bool) -> None:
-        """Start or stop counting a histogram of magnitudes for every tensor."""
-        self.reader.magnitudes = wanted
+        From the next tensor on.
+        """
+        self.reader.magnitudes = magnitudes
+        if (eps, higher) != (self.reader.eps, self.reader.higher):
+            self.reader.take_kernels(eps, higher=higher)
 
     def activate(self, wanted: bool) -> None:
         """Record the next step if ``wanted``. A forked child never records."""

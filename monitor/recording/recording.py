@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from monitor.config import MonitorConfig
-from monitor.config.model import CcDistribution
+from monitor.config.model import HIGHER_OPS, HISTOGRAM_OPS, CcDistribution
 from monitor.coordinator.manifest import MOST_CONFIGURATIONS
 from monitor.coordinator.manifest_format import ConfigurationRecord
 from monitor.dynamic import FROM_ALERT, RETURN, ConfigJournal, Controller, JobConnection, Switch
@@ -235,7 +235,12 @@ class Recording:
         self._backend = backend
         self._start_step = start_step
         self.series = SeriesTable()
-        reader = backend.factories.new_reader(self.series, spec.config.eps, magnitudes=spec.config.counts_magnitudes)
+        reader = backend.factories.new_reader(
+            self.series,
+            spec.config.eps,
+            magnitudes=spec.config.counts_magnitudes,
+            higher=spec.config.measures_higher_moments,
+        )
         self._recorder = Recorder(reader)
         self._opened: Run | None = None
         self._closed = False
@@ -269,13 +274,18 @@ class Recording:
         """Change between two steps what is recorded, as if ``collected`` steps of ``schedule`` had been collected."""
         if watch.ownership.monitored or self._opened is not None:
             self.open().use(watch.config)
-        self._recorder.use(watch.config.eps, magnitudes=watch.config.counts_magnitudes)
+        self._recorder.use(
+            watch.config.eps,
+            magnitudes=watch.config.counts_magnitudes,
+            higher=watch.config.measures_higher_moments,
+        )
         self.attachment.use(watch, names, schedule, collected)
         self._missing_kinds.expect(self.attachment.expected, self.attachment.clock.step)
 
-    def count_magnitudes(self, wanted: bool) -> None:
-        """Switch histograms of magnitudes on or off, from the next tensor on."""
-        self._recorder.count_magnitudes(wanted)
+    def use_ops(self, ops: Iterable[str]) -> None:
+        """Measure what the ops need, from the next tensor on."""
+        magnitudes, higher = (not some.isdisjoint(ops) for some in (HISTOGRAM_OPS, HIGHER_OPS))
+        self._recorder.use(self._recorder.reader.eps, magnitudes=magnitudes, higher=higher)
 
     def apply_config(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
         """Apply a configuration between two steps, with the function that ``follow_file`` received."""

@@ -25,7 +25,6 @@ from monitor.recording.run import RecordingSpec, RunEnded
 from monitor.recording.startup_estimate import announce
 from monitor.recording.step_clock import Schedule
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
-from monitor.stats.histograms import HISTOGRAM_OPS
 from monitor.stats.ops import CALLS, known_ops
 
 SpecOf = Callable[[MonitorConfig], AttachmentSpec]
@@ -113,7 +112,7 @@ class ModelMonitor:
     def ops(self, ops: Iterable[str]) -> None:
         self._ops = self._known(ops)
         for recording in self._recordings:
-            recording.count_magnitudes(not set(HISTOGRAM_OPS).isdisjoint(self._ops))
+            recording.use_ops(self._ops)
 
     @property
     def config(self) -> MonitorConfig:

@@ -18,7 +18,7 @@ from monitor.sinks.files import StepSpan
 from monitor.stats.features import FEATURES, as_scalar
 from monitor.stats.histograms import BINS, MAGNITUDES, UNIT_UPPER, UPPER, Counts, histogram_text, upper_text
 from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, derive, has_histogram, has_op
-from monitor.stats.partials import COLUMNS, PARTIAL_TABLE, PARTIALS, WRITES, Floats, Partials
+from monitor.stats.partials import COLUMNS, COSTLY, PARTIAL_TABLE, PARTIALS, WRITES, Floats, Partials
 from monitor.stats.table import StepRows, TensorLayout
 
 # --- Histograms as a column: the bins of each row that are not empty; null for rows without a histogram.
@@ -236,10 +236,11 @@ def with_ops(table: pa.Table, ops: Sequence[str]) -> pa.Table:
 
 
 def completed(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows with all columns of ``SCHEMA``. ``calls`` is null in rows of versions that did not count calls."""
-    if CALLS in rows.schema.names:
+    """The rows with all columns of ``SCHEMA``. Where their version had no such column, ``calls`` is null, others 0."""
+    if not set(SCHEMA.names) - set(rows.schema.names):
         return rows
-    columns = [pa.nulls(len(rows), one.type) if one.name == CALLS else rows[one.name] for one in SCHEMA]
+    missing = {CALLS: pa.nulls(len(rows), pa.int64()), **dict.fromkeys(COSTLY, pa.array(np.zeros(len(rows))))}
+    columns = [rows[one.name] if one.name in rows.schema.names else missing[one.name] for one in SCHEMA]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA.with_metadata(rows.schema.metadata))
 
 

@@ -20,6 +20,7 @@ from monitor.sinks import arrow
 from monitor.sinks.files import StepSpan
 from monitor.sinks.hdf5_write import TABLES, SpoolBlock
 from monitor.stats.ops import CALLS
+from monitor.stats.partials import COSTLY
 
 _SHARD_NAME: Final = re.compile(r"metrics_(\d+)-(\d+)(?:\.\d+)?\.h5")
 _PART_NAME: Final = re.compile(r"\.metrics_(\d+)-(\d+)\.h5\.part")
@@ -386,6 +387,8 @@ def _column(field: pa.Field, kind: str, group: h5g.GroupID, rows: slice, length:
         return _texts(pa.array([kind], type=pa.string()), np.zeros(rows.stop - rows.start, dtype=np.int64))
     if field.name == CALLS and not group.links.exists(CALLS.encode()):
         return pa.nulls(rows.stop - rows.start, field.type)
+    if field.name in COSTLY and not group.links.exists(field.name.encode()):
+        return pa.array(np.zeros(rows.stop - rows.start))
     name, table = TABLES.get(field.name, (field.name, None))
     column = DatasetColumn(group, name)
     if len(column) != length:

@@ -24,7 +24,7 @@ from pyarrow.ipc import IpcReadOptions, IpcWriteOptions, new_stream, open_stream
 from monitor.sinks import arrow
 from monitor.stats.features import own_columns
 from monitor.stats.ops import CALLS, derive
-from monitor.stats.partials import COLUMNS, PARTIALS, WRITES, Partials
+from monitor.stats.partials import COLUMNS, COSTLY, PARTIALS, WRITES, Partials
 
 CHUNK_ROWS: Final = 32768
 """Rows of a chunk, the unit of compression and of reading: 256 KB per column. A kind with fewer rows has one chunk."""
@@ -41,6 +41,9 @@ READABLE_SINCE: Final = ("v110", "v110")
 """HDF5 1.10 (2016) and later can read the files. The layout for older versions takes 2 KB more per dataset."""
 
 _TYPES: Final = {np.dtype(kind).char: h5py.h5t.py_create(np.dtype(kind)) for kind in (np.int64, np.float64)}
+
+_LEFT_OUT: Final[dict[str, float]] = {CALLS: arrow.MISSING, **dict.fromkeys(COSTLY, 0.0)}
+"""Columns that have no dataset if all rows have this number."""
 
 TABLES: Final = {"name": ("series_id", "series"), "shape": ("shape_id", "shape"), "dtype": ("dtype_id", "dtype")}
 """For each column of text: the dataset of indices, and the dataset of the texts that they refer to."""
@@ -126,12 +129,12 @@ class _Group:
         self._rows_written += rows
 
     def _write_column(self, name: str, numbers: NDArray[Any]) -> None:
-        """Write numbers to a dataset. The dataset ``calls`` is made only when a row combines calls."""
+        """Write numbers to a dataset. The datasets in ``_LEFT_OUT`` are made only when a row has another number."""
         if name not in self._columns:
-            if name == CALLS:
-                if (numbers == arrow.MISSING).all():
+            if name in _LEFT_OUT:
+                if (numbers == _LEFT_OUT[name]).all():
                     return
-                numbers = np.concatenate([np.full(self._rows_written, arrow.MISSING), numbers])
+                numbers = np.concatenate([np.full(self._rows_written, _LEFT_OUT[name], dtype=numbers.dtype), numbers])
             self._columns[name] = _Column(self._group, name, numbers)
         self._columns[name].add(numbers)
 

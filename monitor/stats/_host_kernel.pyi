@@ -10,5 +10,6 @@ BFLOAT16: Final[int]
 FLOAT16: Final[int]
 
 def reduce(format: int, bound: float, source: Any, count: int, page: Floats, row: int, /) -> bool: ...  # noqa: A002
+def reduce_higher(format: int, bound: float, source: Any, count: int, page: Floats, row: int, /) -> bool: ...  # noqa: A002
 def kernels() -> list[str]: ...
 def choose(name: str, /) -> None: ...

@@ -28,6 +28,7 @@ static const size_t BYTES[FORMATS] = {4, 8, 2, 2};
 #define BLOCK ((size_t)1 << 20)   /* elements after which lanes are added up: no counter overflows, and sums stay short */
 #define LEAST_SQUARE 1e-200       /* least mean of squares at which even the squares of a tiny spread are not lost */
 #define LEAST_SPREAD 1e-4         /* least ratio of spread to squares at which their difference has eleven digits */
+#define LEAST_VARIANCE 1e-140     /* least mean square at which sums of fourth powers have all digits */
 #define RELEASED ((size_t)1 << 20) /* least number of elements for which Python's lock is released */
 
 static INLINE float float_of(uint32_t bits) {
@@ -81,29 +82,30 @@ static INLINE double load_double(const unsigned char *x, size_t i, enum format f
 #define MAGNITUDE fabs
 #include "host_pass.h"
 
-static INLINE int reduce_format(const void *x, size_t n, enum format format, double bound, double *row) {
+static INLINE int reduce_format(const void *x, size_t n, enum format format, double bound, int higher, double *row) {
     switch (format) { /* a separate loop per format, in which the format is a constant */
-    case FLOAT32: return reduce_float(x, n, FLOAT32, bound, row);
-    case BFLOAT16: return reduce_float(x, n, BFLOAT16, bound, row);
-    case FLOAT16: return reduce_float(x, n, FLOAT16, bound, row);
-    default: return reduce_double(x, n, FLOAT64, bound, row);
+    case FLOAT32: return reduce_float(x, n, FLOAT32, bound, higher, row);
+    case BFLOAT16: return reduce_float(x, n, BFLOAT16, bound, higher, row);
+    case FLOAT16: return reduce_float(x, n, FLOAT16, bound, higher, row);
+    default: return reduce_double(x, n, FLOAT64, bound, higher, row);
     }
 }
 
-typedef int (*kernel)(const void *, size_t, enum format, double, double *);
+typedef int (*kernel)(const void *, size_t, enum format, double, int, double *);
 
-static int reduce_anywhere(const void *x, size_t n, enum format format, double bound, double *row) {
-    return reduce_format(x, n, format, bound, row);
+static int reduce_anywhere(const void *x, size_t n, enum format format, double bound, int higher, double *row) {
+    return reduce_format(x, n, format, bound, higher, row);
 }
 
 #if defined(__GNUC__) && defined(__x86_64__)
-__attribute__((target("avx2"))) static int reduce_avx2(const void *x, size_t n, enum format format, double bound, double *row) {
-    return reduce_format(x, n, format, bound, row);
+__attribute__((target("avx2"))) static int reduce_avx2(
+    const void *x, size_t n, enum format format, double bound, int higher, double *row) {
+    return reduce_format(x, n, format, bound, higher, row);
 }
 
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static int reduce_avx512(
-    const void *x, size_t n, enum format format, double bound, double *row) {
-    return reduce_format(x, n, format, bound, row);
+    const void *x, size_t n, enum format format, double bound, int higher, double *row) {
+    return reduce_format(x, n, format, bound, higher, row);
 }
 #endif
 
@@ -177,14 +179,14 @@ static double *row_of(Py_buffer *page, Py_ssize_t number) {
     return (double *)page->buf + number * COLUMNS;
 }
 
-static int reduce_into_row(const void *x, size_t n, enum format format, double bound, double *row) {
+static int reduce_into_row(const void *x, size_t n, enum format format, double bound, int higher, double *row) {
     int done;
     double numbers[COLUMNS];
     if (n < RELEASED) {
-        done = chosen(x, n, format, bound, numbers);
+        done = chosen(x, n, format, bound, higher, numbers);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        done = chosen(x, n, format, bound, numbers);
+        done = chosen(x, n, format, bound, higher, numbers);
         Py_END_ALLOW_THREADS
     }
     if (done) {
@@ -193,8 +195,7 @@ static int reduce_into_row(const void *x, size_t n, enum format format, double b
     return done;
 }
 
-static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
+static PyObject *reduce_arguments(PyObject *const *args, Py_ssize_t count, int higher) {
     if (count != 6) {
         return PyErr_Format(PyExc_TypeError, "reduce takes 6 arguments, not %zd", count);
     }
@@ -227,7 +228,7 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         }
     }
     if (x != NULL && !PyErr_Occurred()) {
-        done = PyBool_FromLong(reduce_into_row(x, n, (enum format)format, bound, row));
+        done = PyBool_FromLong(reduce_into_row(x, n, (enum format)format, bound, higher, row));
     }
     if (source.obj != NULL) {
         PyBuffer_Release(&source);
@@ -236,9 +237,21 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
     return done;
 }
 
+static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    return reduce_arguments(args, count, 0);
+}
+
+static PyObject *reduce_higher(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    return reduce_arguments(args, count, 1);
+}
+
 static PyMethodDef METHODS[] = {
     {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL,
      "reduce(format, bound, source, count, page, row) -> whether the row could be written"},
+    {"reduce_higher", (PyCFunction)(void (*)(void))reduce_higher, METH_FASTCALL,
+     "The same with the sums of third and fourth powers, which take a second read."},
     {"kernels", kernels, METH_NOARGS, "The kernels that run on this processor, the fastest first."},
     {"choose", choose, METH_O, "Have all reductions done by one of them."},
     {NULL, NULL, 0, NULL},

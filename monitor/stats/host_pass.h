@@ -12,7 +12,7 @@
 #ifndef HOST_PASS_COLUMNS
 #define HOST_PASS_COLUMNS
 /* The columns of a row, in the order of monitor/stats/partials.py. */
-enum { WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, EXPONENT, COLUMNS };
+enum { WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, EXPONENT, COLUMNS };
 #endif
 
 /* Results for the elements read. If a sum is not finite, they include NaN or Inf, unless those were counted and left out. */
@@ -100,8 +100,58 @@ static INLINE double NAMED(centred)(const unsigned char *x, size_t n, enum forma
     return rest > 0.0 ? rest : 0.0;
 }
 
-/* Writes the whole row. Returns 0, with undefined contents of the row, if squares leave the range of their sum. */
-static INLINE int NAMED(reduce)(const unsigned char *x, size_t n, enum format format, double bound, double *row) {
+typedef struct {
+    double sum[LANES], sumsq[LANES], cubes[LANES], fourths[LANES];
+} NAMED(powers);
+
+static INLINE void NAMED(add_powers)(NAMED(powers) *to, int k, REAL v, double mean, int selecting) {
+    double off = !selecting || MAGNITUDE(v) < INFINITY ? v - mean : 0.0, square = off * off;
+    to->sum[k] += off;
+    to->sumsq[k] += square;
+    to->cubes[k] += square * off;
+    to->fourths[k] += square * square;
+}
+
+/* Reads all elements once more. With `selecting`, elements that are not finite are left out. */
+static INLINE void NAMED(read_powers)(
+    const unsigned char *x, size_t n, enum format format, double mean, int selecting, NAMED(powers) *to) {
+    size_t i = 0, whole = n - n % LANES;
+    memset(to, 0, sizeof *to);
+    for (; i < whole; i += LANES) {
+        for (int k = 0; k < LANES; k++) {
+            NAMED(add_powers)(to, k, LOAD(x, i + k, format), mean, selecting);
+        }
+    }
+    for (int k = 0; i < n; i++, k++) {
+        NAMED(add_powers)(to, k, LOAD(x, i, format), mean, selecting);
+    }
+}
+
+/* Writes the sums of (x - mean)^3 and of (x - mean)^4 over the finite elements, corrected for the rounding of the mean (see
+ * higher_moments in monitor/stats/partials.py). Returns 0 if fourth powers leave the range of their sum. */
+static INLINE int NAMED(higher)(const unsigned char *x, size_t n, enum format format, double mean, double finite, double *row) {
+    NAMED(powers) to;
+    double s = 0.0, q = 0.0, c = 0.0, f = 0.0;
+    if (finite == (double)n) {
+        NAMED(read_powers)(x, n, format, mean, 0, &to);
+    } else {
+        NAMED(read_powers)(x, n, format, mean, 1, &to);
+    }
+    for (int k = 0; k < LANES; k++) {
+        s += to.sum[k];
+        q += to.sumsq[k];
+        c += to.cubes[k];
+        f += to.fourths[k];
+    }
+    double off = s / finite, squared = finite * off * off;
+    row[M3] = c - off * (3.0 * q - 2.0 * squared);
+    row[M4] = f - off * (4.0 * c - off * (6.0 * q - 3.0 * squared));
+    return isfinite(row[M3]) && isfinite(row[M4]) && q - squared >= finite * LEAST_VARIANCE;
+}
+
+/* Writes the whole row. Returns 0, with undefined contents of the row, if squares leave the range of their sum, or fourth powers
+ * do and the `higher` moments are wanted. */
+static INLINE int NAMED(reduce)(const unsigned char *x, size_t n, enum format format, double bound, int higher, double *row) {
     NAMED(read) all = NAMED(read_all)(x, n, format, (REAL)bound, 0);
     if (!isfinite(all.sumsq)) {
         all = NAMED(read_all)(x, n, format, (REAL)bound, 1);
@@ -126,6 +176,6 @@ static INLINE int NAMED(reduce)(const unsigned char *x, size_t n, enum format fo
     row[SUM] = all.sum;
     row[SUMSQ] = all.sumsq;
     row[M2] = m2;
-    row[EXPONENT] = 0.0;
-    return 1;
+    row[M3] = row[M4] = row[EXPONENT] = 0.0;
+    return !higher || !(all.lo < all.hi) || NAMED(higher)(x, n, format, all.sum / finite, finite, row);
 }

@@ -1,7 +1,7 @@
 """Derives each op from partials; also the exact threshold of ``zeros``.
 
-If the tensor has a NaN, `min max mean norm absmax std` are NaN; with Inf they follow IEEE arithmetic. An op without a value,
-such as the mean of no elements, is missing, which is not NaN.
+If the tensor has a NaN, `min max mean norm absmax std` are NaN; with Inf they follow IEEE arithmetic. `kurtosis` is that of the
+finite elements. An op without a value, such as the mean of no elements, is missing, which is not NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,23 @@ from numpy.typing import NDArray
 from monitor.series import DIRECTION_KIND, SIGNED_KINDS
 from monitor.stats.features import COLUMNS_OF, DERIVED, FEATURES, own_columns
 from monitor.stats.histograms import HISTOGRAM_OPS, LOSSES, MAGNITUDES, lost_elements
-from monitor.stats.partials import COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, Floats, Partials
+from monitor.stats.partials import (
+    COUNT,
+    EXPONENT,
+    LEAST_VARIANCE,
+    M2,
+    M4,
+    MAX,
+    MIN,
+    NANS,
+    NEGINFS,
+    POSINFS,
+    SMALLS,
+    SUM,
+    SUMSQ,
+    Floats,
+    Partials,
+)
 
 Valid = NDArray[np.bool_]
 
@@ -66,6 +82,20 @@ def _std(p: Partials, special: bool) -> Floats:
     return _with_nan(p, np.where(_has_infs(p), np.nan, finite)) if special else finite
 
 
+def _kurtosis(p: Partials, _special: bool) -> Floats:
+    """The excess kurtosis of the finite elements as a population: 0 for a normal distribution, at least -2 for any."""
+    c, n = p.columns, np.maximum(p.finite, 1)
+    excess: Floats = c[M4] / n / np.square(c[M2] / n) - 3.0
+    return excess
+
+
+def _has_kurtosis(p: Partials) -> Valid:
+    """Where the higher moments were measured, elements differ, and no power of their distance from the mean left the range."""
+    c = p.columns
+    known: Valid = (c[M4] > 0) & (c[M2] >= LEAST_VARIANCE * p.finite) & (c[MIN] < c[MAX])
+    return known
+
+
 def _zeros(p: Partials, _special: bool) -> Floats:
     c = p.columns
     share: Floats = c[SMALLS] / np.maximum(c[COUNT], 1)
@@ -108,6 +138,7 @@ _DERIVED: Final[dict[str, Callable[[Partials, bool], Floats]]] = {
     "infs": _infs,
     "absmax": _absmax,
     "std": _std,
+    "kurtosis": _kurtosis,
 }
 """How each op is computed from partials, and from whether any of them have NaN or Inf."""
 
@@ -141,6 +172,8 @@ def _derived(op: str, partials: Partials, special: bool) -> tuple[Floats, Valid]
     if op in DERIVED:
         return DERIVED[op](partials)
     values = _DERIVED[op](partials, special)
+    if op == "kurtosis":
+        return values, _has_kurtosis(partials)
     return values, np.ones(len(partials), dtype=np.bool_) if op in _DEFINED_WHEN_EMPTY else partials["count"] > 0
 
 

@@ -5,13 +5,18 @@ The mean of means is wrong if shards differ in size, and norms do not add: two s
 (``ops.py``).
 
 Over all elements: ``count`` and the counts of NaN, +Inf, -Inf and of |x| < eps. Over the finite ones: ``min``, ``max``, and
-three sums divided by a power of two, so that no finite tensor overflows them:
+sums divided by a power of two, so that no finite tensor overflows them:
 
     sum = Σ x / 2^e        sumsq = Σ x² / 4^e        m2 = Σ (x - mean)² / 4^e        e = exponent, almost always 0
 
 ``m2`` is stored beside ``sumsq`` because a variance computed as a difference of the other two loses every digit if the mean is
 large compared with the spread. It merges by the pairwise formula of Chan, Golub and LeVeque (1979), "Updating formulae and a
 pairwise algorithm for computing sample variances".
+
+The *higher moments* ``m3`` = Σ (x - mean)³ / 8^e and ``m4`` = Σ (x - mean)⁴ / 16^e are measured only if an op asks for them,
+because they cost a second read of the elements. They merge by the formulas of Pébay (2008), "Formulas for robust, one-pass
+parallel computation of covariances and arbitrary-order statistical moments". A measured ``m4`` is at least ``m2``² / n. So
+``m4`` = 0 beside a positive ``m2`` says that the higher moments are not known. In such rows, ``m3`` is 0, too.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ class Partial:
         whole: Whether files store it as an integer.
         power: Its sums are divided by 2 to the power of this times ``exponent``.
         seldom: Whether it is 0 in almost all rows. Temporary files of the merge then leave it out.
+        costly: Whether it is measured only if an op asks for it. HDF5 files then leave it out.
     """
 
     name: str
@@ -41,6 +47,7 @@ class Partial:
     whole: bool = True
     power: int = 0
     seldom: bool = False
+    costly: bool = False
 
 
 PARTIAL_TABLE: Final = (
@@ -55,14 +62,17 @@ PARTIAL_TABLE: Final = (
     Partial("sum", whole=False, power=1),
     Partial("sumsq", whole=False, power=2),
     Partial("m2", whole=False, power=2),
+    Partial("m3", whole=False, power=3, seldom=True, costly=True),
+    Partial("m4", whole=False, power=4, seldom=True, costly=True),
     Partial("exponent", seldom=True),
 )
 """The columns of a table row, float64 each. ``writes`` says whether the row was written since the last seal; the rest are
 the partials. Counts are exact up to 2^53."""
 
 COLUMNS: Final = tuple(one.name for one in PARTIAL_TABLE)
-WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, EXPONENT = range(len(COLUMNS))
+WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, EXPONENT = range(len(COLUMNS))
 
+COSTLY: Final = tuple(one.name for one in PARTIAL_TABLE if one.costly)
 PARTIALS: Final = COLUMNS[WRITES + 1 :]
 SCALED: Final = tuple((column, one.power) for column, one in enumerate(PARTIAL_TABLE) if one.power)
 """The columns of sums, each with the power of two that divides it, in units of ``exponent``."""
@@ -120,9 +130,33 @@ class Partials:
         return finite
 
 
-def exponent_for(absmax: float) -> int:
-    """The power of two to divide by before squaring in float64; 0 wherever squares and their sums fit."""
-    return math.frexp(absmax)[1] if absmax and not 1e-100 < absmax < 1e100 else 0
+def exponent_for(absmax: float, *, higher: bool = False) -> int:
+    """The power of two to divide by before squaring in float64; 0 wherever squares and their sums fit.
+
+    Args:
+        higher: Whether the sums of fourth powers must fit, too.
+    """
+    least, most = (1e-60, 1e60) if higher else (1e-100, 1e100)
+    return math.frexp(absmax)[1] if absmax and not least < absmax < most else 0
+
+
+LEAST_VARIANCE: Final = 1e-140
+"""Least ``m2`` / n at which ``m4`` has all digits: no sum of fourth powers loses more than n times 1e-307 below the range."""
+
+
+def higher_moments(n: float, pivot_off: float, squares: float, cubes: float, fourths: float) -> tuple[float, float]:
+    """``m3`` and ``m4`` from sums of powers of x - pivot; zeros, which say not known, if they leave the range.
+
+    Args:
+        n: Number of elements.
+        pivot_off: The mean minus the pivot. It should be small beside the spread: else digits are lost.
+    """
+    off = pivot_off
+    m2 = squares - n * off * off
+    m3 = cubes - off * (3 * squares - 2 * n * off * off)
+    m4 = fourths - off * (4 * cubes - off * (6 * squares - 3 * n * off * off))
+    known = math.isfinite(m3) and math.isfinite(m4) and m2 >= n * LEAST_VARIANCE
+    return (m3, m4) if known else (0.0, 0.0)
 
 
 def union(rows: Floats) -> Floats:
@@ -164,8 +198,29 @@ def combine_groups(parts: Partials, starts: NDArray[np.int64]) -> Partials:
     out[SUMSQ] = np.add.reduceat(_lowered(c[SUMSQ], 2 * down), starts)
     mean = out[SUM] / np.maximum(np.add.reduceat(n, starts), 1.0)
     off = sums / np.maximum(n, 1.0) - mean[run]
-    out[M2] = np.add.reduceat(_lowered(c[M2], 2 * down) + n * off * off, starts)
+    m2 = _lowered(c[M2], 2 * down)
+    out[M2] = np.add.reduceat(m2 + n * off * off, starts)
+    out[M3], out[M4] = _higher(c, n, off, m2, down, starts)
     return Partials(out, None if parts.histogram is None else np.add.reduceat(parts.histogram, starts, axis=0))
+
+
+def _higher(c: Floats, n: Floats, off: Floats, m2: Floats, down: Floats, starts: NDArray[np.int64]) -> Floats:
+    """``m3`` and ``m4`` of each run, shape ``(2, runs)``.
+
+    Args:
+        off: Each row's mean minus that of its run.
+        m2: Each row's, lowered by ``down`` to the exponent of its run.
+    """
+    known = np.logical_and.reduceat((c[M4] > 0) | ~(c[M2] > 0), starts)
+    if not known.any():  # no op asks for them
+        return np.zeros((2, len(starts)))
+    m3, m4 = _lowered(c[M3], 3 * down), _lowered(c[M4], 4 * down)
+    with np.errstate(over="ignore", invalid="ignore"):
+        cubes = m3 + off * (3 * m2 + n * off * off)
+        fourths = m4 + off * (4 * m3 + off * (6 * m2 + n * off * off))
+        moments = np.array([np.add.reduceat(cubes, starts), np.add.reduceat(fourths, starts)])
+    found: Floats = np.where(known & np.isfinite(moments).all(axis=0), moments, 0.0)
+    return found
 
 
 def combine(a: Partials, b: Partials) -> Partials:

@@ -112,7 +112,12 @@ def test_how_a_tensor_is_cut_changes_no_statistic(
     whole = Partials.from_rows(np.array([partials_of(values)]))
     scale = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
     for op in NUMERIC_OPS:
-        assert derive(op, whole)[0][0] == pytest.approx(row[op], rel=1e-6, abs=1e-7 * scale, nan_ok=True), op
+        (value,), (known,) = derive(op, whole)
+        if op == "kurtosis":
+            expected = value if known and (format == "hdf5" or len(ranks) == 1) else None
+            assert row[op] == (None if expected is None else pytest.approx(expected, rel=1e-5, abs=1e-5))
+        else:
+            assert value == pytest.approx(row[op], rel=1e-6, abs=1e-7 * scale, nan_ok=True), op
     shutil.rmtree(base)
 
 
@@ -192,7 +197,8 @@ def test_of_both_formats_the_same_is_merged_up_to_rounding(
                 close = isinstance(value, float)
                 unit = 10.0**-ndigits
                 expected = pytest.approx(value, rel=unit, abs=2 * job.ranks * unit, nan_ok=True) if close else value
-                assert other[column] == expected, column
+                if column != "kurtosis" or other[column] is not None:  # that of several parts does not follow from CSV
+                    assert other[column] == expected, column
     shutil.rmtree(base)
 
 

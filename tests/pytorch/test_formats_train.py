@@ -88,6 +88,31 @@ def test_tensorboard_has_them_in_single_precision(trained: Output) -> None:
         assert value == pytest.approx(tensorboard[place], rel=1e-6, nan_ok=True), place
 
 
+def test_kurtosis_is_the_same_in_every_format_and_as_the_definition_says(output: Output) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 400), nn.Tanh(), nn.Linear(400, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model[0].weight.pow_(3).add_(1)
+        model[0].bias.fill_(0.1)
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    config = {"param_distribution": True, "ops": ["kurtosis"], "format": ["csv", "hdf5", "tensorboard"], "ndigits": 17}
+    with attached(output, model, optimizer, **config):
+        train(model, optimizer, 1, torch.randn(6, 5))
+    csv = read_csv(output.directory() / "param_origin_0-0.csv").to_pylist()
+    (shard,) = output.directory().glob("*.h5")
+    hdf5 = read_hdf5(shard, kinds=["param_origin"], ops=["kurtosis"]).to_pylist()
+    found, exact = ({row["name"]: row["kurtosis"] for row in rows} for rows in (csv, hdf5))
+    shown = [value for (tag, _, _), value in of_tensorboard(output).items() if "origin" in tag]
+    assert {name for name, value in found.items() if value is None} == {"0.bias", "2.bias"}
+    assert {name for name, value in exact.items() if value is None} == {"0.bias", "2.bias"}
+    for name in ("0.weight", "2.weight"):
+        off = weights[name].double() - weights[name].double().mean()
+        expected = (off**4).mean() / off.square().mean().square() - 3
+        assert (found[name], exact[name]) == pytest.approx((expected.item(),) * 2, rel=1e-9)
+    assert sorted(shown) == pytest.approx(sorted(value for value in found.values() if value is not None), rel=1e-6)
+
+
 def test_a_shard_holds_the_record_and_says_what_was_configured(trained: Output) -> None:
     paths = sorted(trained.directory().glob("*.h5"))
     assert [path.name for path in paths] == ["metrics_0-1.h5", "metrics_2-3.h5", "metrics_4-5.h5"]

@@ -16,6 +16,8 @@ from monitor.stats.partials import (
     COUNT,
     EMPTY,
     M2,
+    M3,
+    M4,
     MAX,
     MIN,
     NANS,
@@ -73,6 +75,10 @@ def partials_of(values: Sequence[float]) -> list[float]:
     if len(f):
         row[MIN], row[MAX], row[SUM], row[SUMSQ] = f.min(), f.max(), f.sum(), (f * f).sum()
         row[M2] = ((f - f.mean()) ** 2).sum()
+        with np.errstate(over="ignore", invalid="ignore"):
+            m3, m4 = ((f - f.mean()) ** 3).sum(), ((f - f.mean()) ** 4).sum()
+        if f.min() < f.max() and np.isfinite(m4):
+            row[M3], row[M4] = m3, m4
     return row.tolist()
 
 

@@ -12,7 +12,7 @@ import torch
 from kernel_corpus import EPS, Corpus, normal
 from reference import Expected, assert_is, derived
 
-from monitor.stats.partials import COLUMNS, COUNT, SMALLS, WRITES
+from monitor.stats.partials import COLUMNS, COUNT, M3, M4, SMALLS, WRITES
 from monitor.stats.torch.host_kernel import TorchHostKernel
 
 Reduce = Callable[[torch.Tensor], np.ndarray]
@@ -25,14 +25,14 @@ def rows(make: Make, cases: Corpus) -> dict[str, np.ndarray]:
     return {name: kernels[case.eps](case.x) for name, case in cases.items()}
 
 
-def differing(found: dict[str, np.ndarray], cases: Corpus) -> dict[str, str]:
+def differing(found: dict[str, np.ndarray], cases: Corpus, *, higher: bool = False) -> dict[str, str]:
     """The cases whose row is not that of the reference, and how it differs."""
-    return {name: said for name, case in cases.items() if (said := difference(found[name], case.expected))}
+    return {name: said for name, case in cases.items() if (said := difference(found[name], case.expected, higher=higher))}
 
 
-def difference(row: np.ndarray, expected: Expected) -> str:
+def difference(row: np.ndarray, expected: Expected, *, higher: bool = False) -> str:
     try:
-        assert_is(row, expected)
+        assert_is(row, expected, higher=higher)
     except AssertionError as error:
         return str(error)
     return ""
@@ -74,9 +74,9 @@ class KernelContract:
         """The cases that the kernel is made for."""
         return cases
 
-    def assert_agrees(self, make: Make, corpus: Corpus) -> None:
+    def assert_agrees(self, make: Make, corpus: Corpus, *, higher: bool = False) -> None:
         cases = self.held(corpus)
-        assert differing(rows(make, cases), cases) == {}
+        assert differing(rows(make, cases), cases, higher=higher) == {}
 
     @pytest.fixture
     def reduce(self, make: Make) -> Reduce:
@@ -93,6 +93,24 @@ class KernelContract:
 
     def test_equal_elements_and_many_zeros_and_scales_far_apart_agree_with_the_reference(self, make: Make) -> None:
         self.assert_agrees(make, corpus.distributions())
+
+    @pytest.mark.parametrize("of", [corpus.dtypes, corpus.shapes, corpus.distributions, corpus.magnitudes, corpus.non_finite])
+    def test_kurtosis_is_that_of_the_finite_elements(self, make_higher: Make, of: Callable[[], Corpus]) -> None:
+        self.assert_agrees(make_higher, of(), higher=True)
+
+    def test_kurtosis_of_a_view_and_of_more_than_a_piece_is_that_of_its_elements(self, make_higher: Make) -> None:
+        self.assert_agrees(make_higher, corpus.views() | corpus.long_shapes(), higher=True)
+
+    def test_equal_elements_and_no_elements_have_no_kurtosis(self, make_higher: Make) -> None:
+        same = {"equal": torch.full((5000,), 0.1), "one": torch.ones(1), "none": torch.empty(0)}
+        same |= {"nothing finite": torch.full((3,), math.nan), "equal beside Inf": torch.tensor([0.1, math.inf, 0.1, 0.1])}
+        same |= {f"equal float64 of {m:g}": torch.full((70,), m, dtype=torch.float64) for m in (0.1, 1e-200, 1e200)}
+        assert [name for name, x in same.items() if "kurtosis" in derived(make_higher(EPS)(x))] == []
+
+    def test_without_an_op_for_them_the_higher_moments_are_not_measured(self, reduce: Reduce) -> None:
+        row = reduce(normal(5000))
+        assert (row[M3], row[M4]) == (0, 0)
+        assert "kurtosis" not in derived(row)
 
     def test_the_spread_survives_a_mean_ten_thousand_times_larger(self, reduce: Reduce) -> None:
         x = 100 + 0.01 * normal(200_000)

@@ -79,6 +79,31 @@ def distributions() -> Corpus:
     }
 
 
+@cache
+def shapes() -> Corpus:
+    """Distributions with different kurtosis, also far from 0 beside their spread."""
+    drawn = normal(5001).double()
+    outlier = normal(5001, seed=1)
+    outlier[7] = 1e4
+    return {
+        "exponential": Case(drawn.exp().float()),
+        "of two values": Case((drawn > 0.3).float()),
+        "one outlier": Case(outlier),
+        "a mean of 100 spreads": Case((1 + 0.01 * drawn.pow(3)).float()),
+        "a mean of a million spreads": Case(1e6 + drawn.pow(3)),
+        "a tiny spread in float64": Case(1 + 1e-9 * drawn.pow(3)),
+        "one of many differs": Case(torch.ones(5001).index_fill(0, torch.tensor(3), 1.0000001)),
+        "small gradients": Case((1e-12 * drawn).float()),
+    }
+
+
+@cache
+def long_shapes() -> Corpus:
+    """The same of more than a piece, with parts that differ."""
+    drift = torch.linspace(0, 5, LONG)
+    return {"long exponential": Case(normal(LONG).exp()), "long drift": Case(normal(LONG) + drift * drift)}
+
+
 def near(eps: float, dtype: torch.dtype) -> torch.Tensor:
     """Numbers at the bound, just below it, and far from it."""
     at = torch.tensor(eps, dtype=torch.float64).to(dtype)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import kernel_corpus as corpus
 import mindspore as ms
 import numpy as np
 import pytest
+import torch
 from mindspore import COOTensor, Parameter, Tensor, mint
 from mindspore.common.initializer import initializer
 from reference import assert_agrees, derived, normal
@@ -21,18 +23,18 @@ SMALL_PIECE = 1 << 12
 Reduce = Callable[[Tensor], np.ndarray]
 
 
-def host(eps: float = EPS) -> Reduce:
+def host(eps: float = EPS, *, higher: bool = False) -> Reduce:
     def reduce(x: Tensor) -> np.ndarray:
         page = np.zeros((3, len(COLUMNS)))
-        assert MindSporeHostKernel(eps).reduce_into(x, page, 1)
+        assert MindSporeHostKernel(eps, higher=higher).reduce_into(x, page, 1)
         assert not page[[0, 2]].any()
         return page[1]
 
     return reduce
 
 
-def device(eps: float = EPS) -> Reduce:
-    kernel = MindSporeDeviceKernel(eps, piece=SMALL_PIECE)
+def device(eps: float = EPS, *, higher: bool = False) -> Reduce:
+    kernel = MindSporeDeviceKernel(eps, piece=SMALL_PIECE, higher=higher)
     return lambda x: combined(kernel.reduce(x).asnumpy())
 
 
@@ -59,6 +61,28 @@ INTEGERS = [ms.int8, ms.int16, ms.int32, ms.int64, ms.uint8, ms.uint16, ms.uint3
 def test_every_real_dtype_agrees_with_the_reference(reduce: Reduce, dtype: ms.Type) -> None:
     x = Tensor(normal(1300, 7)).to(dtype)
     assert_agrees(reduce(x), numbers(x), EPS)
+
+
+@pytest.mark.parametrize("of", [corpus.shapes, corpus.distributions, corpus.magnitudes, corpus.non_finite])
+def test_kurtosis_is_that_of_the_finite_elements(make: Callable[..., Reduce], of: Callable[[], corpus.Corpus]) -> None:
+    for case in of().values():
+        subnormal = 0 < float(case.x.abs().nan_to_num().max()) < 1e-37  # devices flush them to zero
+        if case.x.dtype in (torch.float32, torch.float64) and not subnormal:
+            assert_agrees(make(higher=True)(Tensor(case.x.numpy())), case.x, EPS, 1e-5, higher=True)
+
+
+@pytest.mark.parametrize("dtype", REALS, ids=str)
+def test_every_real_dtype_has_kurtosis(make: Callable[..., Reduce], dtype: ms.Type) -> None:
+    x = Tensor(np.exp(normal(1300, 7))).to(dtype)
+    assert_agrees(make(higher=True)(x), numbers(x), EPS, higher=True)
+
+
+def test_equal_elements_and_no_elements_have_no_kurtosis_and_nor_has_a_kernel_that_was_not_asked(
+    make: Callable[..., Reduce],
+) -> None:
+    same = [np.full(5000, 0.1, np.float32), np.ones(1), np.full(3, np.nan), np.array([0.1, np.inf, 0.1, 0.1], np.float32)]
+    rows = [make(higher=True)(Tensor(x)) for x in same] + [make()(Tensor(normal(5000)))]
+    assert ["kurtosis" in derived(row) for row in rows] == [False] * 5
 
 
 def test_complex_numbers_are_measured_by_magnitude(reduce: Reduce) -> None:

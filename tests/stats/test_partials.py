@@ -14,10 +14,21 @@ from monitor.stats.partials import COLUMNS, EMPTY, Partials, combine, combine_gr
 from monitor.stats.torch.host_kernel import TorchHostKernel
 
 KERNEL = TorchHostKernel(1e-8)
+HIGHER_KERNEL = TorchHostKernel(1e-8, higher=True)
 
 
 def row(x: torch.Tensor) -> np.ndarray:
     return np.array(KERNEL.reduce(x), dtype=np.float64)
+
+
+def higher_row(x: torch.Tensor) -> np.ndarray:
+    return np.array(HIGHER_KERNEL.reduce(x), dtype=np.float64)
+
+
+def scipy_kurtosis(x: np.ndarray) -> float:
+    """As ``scipy.stats.kurtosis`` computes it by default, in extended precision."""
+    off = x.astype(np.longdouble) - x.astype(np.longdouble).mean()
+    return float((off**4).mean() / np.square(off).mean() ** 2 - 3)
 
 
 values = st.one_of(
@@ -32,6 +43,45 @@ def test_however_a_tensor_is_cut_its_parts_combine_to_the_whole(numbers: list[fl
     edges = [0, *sorted(min(cut, len(numbers)) for cut in cuts), len(numbers)]
     parts = [row(x[a:b]) for a, b in pairwise(edges)]
     assert_agrees(union(np.array(parts)), x, 1e-8)
+
+
+@given(st.lists(values, max_size=30), st.lists(st.integers(0, 30), max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_kurtosis_of_the_parts_of_a_tensor_combines_to_that_of_the_whole(numbers: list[float], cuts: list[int]) -> None:
+    x = torch.tensor(numbers, dtype=torch.float32)
+    edges = [0, *sorted(min(cut, len(numbers)) for cut in cuts), len(numbers)]
+    parts = [higher_row(x[a:b]) for a, b in pairwise(edges)]
+    assert_agrees(union(np.array(parts)), x, 1e-8, higher=True)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e3, 1e8])
+def test_kurtosis_of_many_shards_does_not_lose_digits_to_a_large_mean(mean: float) -> None:
+    x = mean + torch.randn(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).exp()
+    parts = np.array([higher_row(part) for part in x.split([1, 999, 2500, 500])])
+    one_after_the_other = parts[0]
+    for part in parts[1:]:
+        one_after_the_other = union(np.array([one_after_the_other, part]))
+    expected = scipy_kurtosis(x.numpy())
+    for whole in (higher_row(x), union(parts), one_after_the_other):
+        assert derived(whole)["kurtosis"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_kurtosis_is_absent_where_one_of_the_parts_has_none() -> None:
+    x = torch.tensor([1.0, 2.0, 4.0, 8.0, 3.0, 3.0])
+    known, unknown, constant = higher_row(x[:2]), row(x[2:4]), row(x[4:])
+    assert "kurtosis" not in derived(union(np.array([known, unknown])))
+    assert "kurtosis" not in derived(union(np.array([unknown, known, constant])))
+    assert derived(union(np.array([known, constant])))["kurtosis"] == pytest.approx(scipy_kurtosis(x[[0, 1, 4, 5]].numpy()))
+
+
+def test_kurtosis_of_parts_of_extreme_scale_is_right_or_absent() -> None:
+    drawn = torch.randn(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).exp()
+    for scale in (1e-300, 1e-120, 1e-90, 1e-70, 1.0, 1e70, 1e90, 1e120, 1e300):
+        parts = np.array([higher_row(part * scale) for part in drawn.split(100)])
+        assert derived(union(parts))["kurtosis"] == pytest.approx(scipy_kurtosis(drawn.numpy()), rel=1e-9), scale
+    tiny, wide = 1 + 1e-15 * torch.arange(3, dtype=torch.float64), torch.tensor([1e80, -1e80, 2e80], dtype=torch.float64)
+    mixed = derived(union(np.array([higher_row(x) for x in (tiny, wide)])))
+    assert mixed["kurtosis"] == pytest.approx(scipy_kurtosis(np.concatenate([tiny, wide])), rel=1e-6)
 
 
 def test_norms_do_not_add_and_means_do_not_average() -> None:

@@ -21,36 +21,40 @@ from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.tensors import pieces
 
 
-def portable(eps: float) -> TorchHostKernel:
-    return TorchHostKernel(eps, with_native=False)
+def portable(eps: float, *, higher: bool = False) -> TorchHostKernel:
+    return TorchHostKernel(eps, with_native=False, higher=higher)
 
 
-def chunked(eps: float) -> TorchDeviceKernel:
-    return TorchDeviceKernel(eps, chunk=1 << 12)
+def chunked(eps: float, *, higher: bool = False) -> TorchDeviceKernel:
+    return TorchDeviceKernel(eps, chunk=1 << 12, higher=higher)
 
 
 KERNELS = {"native": TorchHostKernel, "host": portable, "device": chunked}
+AnyKernel = TorchHostKernel | TorchDeviceKernel
+
+
+def into_a_page(own: AnyKernel) -> Reduce:
+    def reduce(x: torch.Tensor) -> np.ndarray:
+        page = torch.zeros(3, len(COLUMNS), dtype=torch.float64)
+        assert own.reduce_into(x, page.numpy() if isinstance(own, TorchHostKernel) else page, 1)
+        assert not page[[0, 2]].any()
+        return page[1].numpy()
+
+    return reduce
 
 
 class TestTensorKernels(TensorContract):
     @pytest.fixture(params=KERNELS.values(), ids=KERNELS)
-    def kernel(self, request: pytest.FixtureRequest) -> Callable[[float], TorchHostKernel | TorchDeviceKernel]:
+    def kernel(self, request: pytest.FixtureRequest) -> Callable[..., AnyKernel]:
         return request.param
 
     @pytest.fixture
-    def make(self, kernel: Callable[[float], TorchHostKernel | TorchDeviceKernel]) -> Make:
-        def into_a_page(eps: float) -> Reduce:
-            own = kernel(eps)
+    def make(self, kernel: Callable[..., AnyKernel]) -> Make:
+        return lambda eps: into_a_page(kernel(eps))
 
-            def reduce(x: torch.Tensor) -> np.ndarray:
-                page = torch.zeros(3, len(COLUMNS), dtype=torch.float64)
-                assert own.reduce_into(x, page.numpy() if isinstance(own, TorchHostKernel) else page, 1)
-                assert not page[[0, 2]].any()
-                return page[1].numpy()
-
-            return reduce
-
-        return into_a_page
+    @pytest.fixture
+    def make_higher(self, kernel: Callable[..., AnyKernel]) -> Make:
+        return lambda eps: into_a_page(kernel(eps, higher=True))
 
 
 @pytest.mark.parametrize("precision", [np.float32, np.float64])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,13 +19,13 @@ EPS = 1e-8
 
 
 def assert_all_agree(tensors: list[torch.Tensor], eps: float = EPS) -> None:
-    for with_native in (True, False):
+    for with_native, higher in product((True, False), repeat=2):
         staging = Staging()
         assert all(staging.add(x) for x in tensors)
-        rows = TorchHostKernel(eps, with_native=with_native).staged_rows(staging)
+        rows = TorchHostKernel(eps, with_native=with_native, higher=higher).staged_rows(staging)
         assert (len(rows), len(staging)) == (len(tensors), 0)
         for row, x in zip(rows, tensors, strict=True):
-            assert_agrees(row, x, eps)
+            assert_agrees(row, x, eps, higher=higher)
 
 
 values = st.one_of(st.floats(width=32), st.sampled_from([0.0, 1e-9, 1e-30, 1e30, math.nan, math.inf, -math.inf, 1.0]))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from monitor.stats.histograms import BINS, FIRST_POWER, FORMATS, UPPER
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import COLUMNS, EMPTY, Floats, exponent_for, union
+from monitor.stats.partials import COLUMNS, EMPTY, Floats, exponent_for, higher_moments, union
 
 # --- The native kernel in C, which computes every partial of a host array in one read.
 #
@@ -43,12 +43,17 @@ Reduce = Callable[[Any, int, Floats, int], bool]
 
 
 class NativeKernel:
-    """Reduces contiguous elements to table rows. It has no state, so several threads may use it at once."""
+    """Reduces contiguous elements to table rows. It has no state, so several threads may use it at once.
 
-    def __init__(self, eps: float) -> None:
+    Args:
+        higher: Whether to measure the higher moments (``partials``).
+    """
+
+    def __init__(self, eps: float, *, higher: bool = False) -> None:
         narrow, wide = Epsilon.of(eps, np.float32).bound, Epsilon.of(eps, np.float64).bound
         bounds = (narrow, wide, narrow, narrow)
-        self._of: tuple[Reduce, ...] = tuple(partial(_host_kernel.reduce, form, bound) for form, bound in enumerate(bounds))
+        reduce = _host_kernel.reduce_higher if higher else _host_kernel.reduce
+        self._of: tuple[Reduce, ...] = tuple(partial(reduce, form, bound) for form, bound in enumerate(bounds))
 
     def of(self, form: int) -> Reduce:
         """``reduce_into`` for one format, without the cost of a Python frame."""
@@ -62,14 +67,14 @@ class NativeKernel:
             form: ``FLOAT32``, ``FLOAT64``, ``BFLOAT16`` or ``FLOAT16``.
 
         Returns:
-            False, and nothing written, if squares of float64 leave its range: the portable kernels scale them.
+            False, and nothing written, if powers of float64 leave its range: the portable kernels scale them.
         """
         return self._of[form](source, count, page, row)
 
 
-def native_kernel(eps: float) -> NativeKernel | None:
+def native_kernel(eps: float, *, higher: bool = False) -> NativeKernel | None:
     """The native kernel; None if it was not built or is switched off."""
-    return NativeKernel(eps) if _host_kernel is not None and is_wanted() else None
+    return NativeKernel(eps, higher=higher) if _host_kernel is not None and is_wanted() else None
 
 
 def is_wanted() -> bool:
@@ -188,7 +193,7 @@ class _Scratch(threading.local):
     """Chunk-sized buffers for temporaries, a set for each thread."""
 
     def __init__(self) -> None:
-        self.wide = np.empty(CHUNK)
+        self.wide, self.power = np.empty(CHUNK), np.empty(CHUNK)
         self.magnitudes = {np.dtype(one): np.empty(CHUNK, dtype=one) for one in (np.float32, np.float64)}
         self.below = np.empty(CHUNK, dtype=np.bool_)
 
@@ -198,10 +203,12 @@ class NumpyKernel:
 
     Args:
         with_native: Whether to use the native kernel if it was built.
+        higher: Whether to measure the higher moments (``partials``).
     """
 
-    def __init__(self, eps: float, *, with_native: bool = True) -> None:
-        self._native: NativeKernel | None = native_kernel(eps) if with_native else None
+    def __init__(self, eps: float, *, with_native: bool = True, higher: bool = False) -> None:
+        self._native: NativeKernel | None = native_kernel(eps, higher=higher) if with_native else None
+        self._higher = higher
         self._bounds = {np.dtype(one): one(Epsilon.of(eps, one).bound) for one in (np.float32, np.float64)}
         self._chunks = Chunks()
         self._scratch = _Scratch()
@@ -245,7 +252,7 @@ class NumpyKernel:
 
     def _finite(self, v: Reals, lo: float, hi: float) -> Row:
         n = len(v)
-        exponent = exponent_for(max(-lo, hi)) if v.dtype == np.float64 else 0
+        exponent = exponent_for(max(-lo, hi), higher=self._higher) if v.dtype == np.float64 else 0
         wide = self._widened(v, exponent)
         total = float(np.add.reduce(wide))
         np.multiply(wide, wide, out=wide)
@@ -253,7 +260,8 @@ class NumpyKernel:
         m2 = 0.0 if lo == hi else sumsq - total * total / n
         if lo != hi and m2 < _LEAST_SPREAD * sumsq:
             m2 = self._centred(v, exponent, total / n)
-        return (1.0, n, 0.0, 0.0, 0.0, self._smalls(v, lo, hi), lo, hi, total, sumsq, m2, float(exponent))
+        m3, m4 = self._higher_moments(v, exponent, total / n) if self._higher and lo != hi else (0.0, 0.0)
+        return (1.0, n, 0.0, 0.0, 0.0, self._smalls(v, lo, hi), lo, hi, total, sumsq, m2, m3, m4, float(exponent))
 
     def _centred(self, v: Reals, exponent: int, mean: float) -> float:
         """Σ (x - mean)², corrected for the rounding of the mean."""
@@ -262,6 +270,17 @@ class NumpyKernel:
         rest = float(np.add.reduce(wide))
         np.multiply(wide, wide, out=wide)
         return max(0.0, float(np.add.reduce(wide)) - rest * rest / len(v))
+
+    def _higher_moments(self, v: Reals, exponent: int, mean: float) -> tuple[float, float]:
+        """Σ (x - mean)³ and Σ (x - mean)⁴, corrected for the rounding of the mean."""
+        wide, power = self._widened(v, exponent), self._scratch.power[: len(v)]
+        np.subtract(wide, mean, out=wide)
+        sums = [float(np.add.reduce(wide))]
+        np.copyto(power, wide)
+        for _ in range(3):
+            np.multiply(power, wide, out=power)
+            sums.append(float(np.add.reduce(power)))
+        return higher_moments(len(v), sums[0] / len(v), *sums[1:])
 
     def _widened(self, v: Reals, exponent: int) -> Floats:
         """The chunk in float64, divided by 2^exponent, in the scratch buffer."""

@@ -20,14 +20,33 @@ from numpy.typing import NDArray
 from monitor.stats.host.array_kernel import NumpyKernel, Raw
 from monitor.stats.mindspore.tensors import Number, has_data, on_host
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import COLUMNS, COUNT, EMPTY, EXPONENT, MAX, MIN, NEGINFS, SCALED, SUMSQ, WRITES, Floats, union
+from monitor.stats.partials import (
+    COLUMNS,
+    COUNT,
+    EMPTY,
+    EXPONENT,
+    M2,
+    M3,
+    M4,
+    MAX,
+    MIN,
+    NEGINFS,
+    SCALED,
+    SUM,
+    SUMSQ,
+    WRITES,
+    Floats,
+    union,
+)
 
 PIECE: Final = 1 << 22
 """Elements of a piece: enough to fill a device, 16 MiB per float32 temporary, and few enough for exact counts in float32."""
 
-PIECE_COLUMNS: Final = len(COLUMNS) + 1
+PIECE_COLUMNS: Final = len(COLUMNS) + 4
 """Columns of a piece row: those of a table row without ``writes``, where ``count`` counts the finite elements only; then the
-remainders of integer extremes that float32 cannot hold, to be added to the extremes."""
+remainders of integer extremes that float32 cannot hold, to be added to the extremes; then the mean, and what its multiple lacks
+of ``sum``; then the greatest distance from the mean. ``m3`` and ``m4`` are divided by its third and fourth power, which float32
+may not hold."""
 
 _STEP: Final = {ms.float32: 50, ms.float64: 400}
 """Exponent steps of the scaling before squaring: elements are scaled by 2 to the power of 0, ±1 or ±2 steps, so that the
@@ -77,9 +96,14 @@ class _Constants:
 
 
 class MindSporeDeviceKernel:
-    """Reduces tensors of any device to piece rows, in the order of the device's queue."""
+    """Reduces tensors of any device to piece rows, in the order of the device's queue.
 
-    def __init__(self, eps: float, piece: int = PIECE) -> None:
+    Args:
+        higher: Whether to measure the higher moments (``partials``).
+    """
+
+    def __init__(self, eps: float, piece: int = PIECE, *, higher: bool = False) -> None:
+        self._higher = higher
         self._constants = {
             ms.float32: _Constants(Epsilon.of(eps, np.float32).bound, ms.float32),
             ms.float64: _Constants(Epsilon.of(eps, np.float64).bound, ms.float64),
@@ -96,7 +120,7 @@ class MindSporeDeviceKernel:
         if not has_data(x) or x.dtype not in _READ:
             return None
         if not x.size:
-            return Tensor([*EMPTY[COUNT:], 0.0, 0.0], ms.float32)
+            return Tensor([*EMPTY[COUNT:], *[0.0] * (PIECE_COLUMNS - len(COLUMNS) + 1)], ms.float32)
         pieces = (x,) if x.size <= self._piece_size else mint.split(x.reshape(-1), self._piece_size)
         return mint.cat([self._piece(piece) for piece in pieces])
 
@@ -112,15 +136,17 @@ class MindSporeDeviceKernel:
         scaled = mint.mul(kept, scale)
         total = mint.sum(scaled)
         at_least_one = mint.clamp(n, min=1.0)
-        off = mint.where(finite, mint.sub(scaled, mint.div(total, at_least_one)), 0.0)
+        mean = mint.div(total, at_least_one)
+        off = mint.where(finite, mint.sub(scaled, mean), 0.0)
         rest = mint.sum(off)
         m2 = mint.clamp(mint.sub(mint.sum(mint.square(off)), mint.div(mint.square(rest), at_least_one)), min=0.0)
         infinite = [mint.sum(mint.eq(v, sign), dtype=v.dtype) for sign in (math.inf, -math.inf)]
         counts = [n, mint.sum(mint.ne(v, v), dtype=v.dtype), *infinite]
         smalls = mint.sum(mint.lt(mint.abs(v), constants.bound), dtype=v.dtype)
         extremes = [lo, hi, zero, zero] if piece.dtype not in _INTEGERS else self._integer_extremes(piece)
-        sums = [total, mint.sum(mint.square(scaled)), m2, exponent]
-        numbers = [*counts, smalls, *extremes[:2], *sums, *extremes[2:]]
+        m3, m4, far = _relative_moments(off, n) if self._higher else (zero, zero, zero)
+        sums = [total, mint.sum(mint.square(scaled)), m2, m3, m4, exponent]
+        numbers = [*counts, smalls, *extremes[:2], *sums, *extremes[2:], mean, rest, far]
         return mint.cat([number.reshape(1) for number in numbers])
 
     def _integer_extremes(self, piece: Tensor) -> list[Tensor]:
@@ -130,6 +156,28 @@ class MindSporeDeviceKernel:
         lows = [mint.bitwise_and(one, self._low_bits) for one in least_and_most]
         highs = [mint.sub(one, low) for one, low in zip(least_and_most, lows, strict=True)]
         return [one.to(ms.float32) for one in (*highs, *lows)]
+
+
+def _relative_moments(off: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``m3`` and ``m4`` divided by powers of the greatest distance from the mean, and that distance.
+
+    Args:
+        off: The distances of finite elements from about their mean; 0 for the other elements.
+        n: The number of finite elements.
+    """
+    far = mint.amax(mint.abs(off))
+    return *_moments(mint.div(off, mint.where(mint.gt(far, 0.0), far, 1.0)), n), far
+
+
+def _moments(off: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """``m3`` and ``m4`` (``partials.higher_moments``)."""
+    squares = mint.square(off)
+    rest = mint.div(mint.sum(off), mint.clamp(n, min=1.0))
+    q, c, f = mint.sum(squares), mint.sum(mint.mul(squares, off)), mint.sum(mint.square(squares))
+    around = mint.mul(n, mint.square(rest))
+    m3 = mint.sub(c, mint.mul(rest, mint.sub(mint.mul(q, 3.0), mint.mul(around, 2.0))))
+    inner = mint.sub(mint.mul(c, 4.0), mint.mul(rest, mint.sub(mint.mul(q, 6.0), mint.mul(around, 3.0))))
+    return m3, mint.sub(f, mint.mul(rest, inner))
 
 
 def _real(piece: Tensor) -> Tensor:
@@ -145,7 +193,13 @@ def combined(end_to_end: NDArray[np.float32] | Floats) -> Floats:
     rows[:, WRITES] = 1.0
     rows[:, COUNT:] = pieces[:, : len(COLUMNS) - 1]
     rows[:, COUNT] += rows[:, COUNT + 1 : NEGINFS + 1].sum(axis=1)
-    rows[:, [MIN, MAX]] += pieces[:, -2:]
+    rows[:, [MIN, MAX]] += pieces[:, -5:-3]
+    mean, rest, far = pieces[:, -3:].astype(np.float64).T
+    # Of a sum in float32, the rounding would look like a spread between the means of pieces.
+    rows[:, SUM] = pieces[:, 0] * mean + rest
+    rows[:, M3] *= far**3
+    rows[:, M4] *= far**4
+    rows[rows[:, MIN] == rows[:, MAX], M2 : M4 + 1] = 0.0  # of equal elements they are rounding errors
     _clear_exponents(rows)
     return rows[0] if len(rows) == 1 else union(rows)
 
@@ -162,13 +216,18 @@ def _clear_exponents(rows: Floats) -> None:
 # --- Numbers near 1, whose squares fit a float32: no scaling is needed, and chunks can be combined on the device.
 
 
-def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, bound: Tensor) -> Tensor:
+_LEAST_VARIANCE: Final = 1e-15
+"""Least variance at which fourth powers in float32 have all digits."""
+
+
+def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, bound: Tensor, *, higher: bool) -> Tensor:
     """The numbers of a chunk, in float32, for ``union_of_unscaled``.
 
     Args:
         kept: The chunk with 0 in place of elements that are not finite.
         finite: Which elements are finite.
         bound: Magnitudes below it are counted as ``smalls``.
+        higher: Whether to measure the higher moments, too.
     """
     n, total = mint.sum(finite, dtype=ms.float32), mint.sum(kept)
     off = mint.where(finite, mint.sub(chunk, mint.div(total, mint.clamp(n, min=1.0))), 0.0)
@@ -183,11 +242,12 @@ def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, bound: Tensor) ->
         total,
         mint.sum(mint.mul(kept, kept)),
         mint.sum(mint.mul(off, off)),
+        *(_moments(off, n) if higher else ()),
     ]
     return mint.cat([number.reshape(1) for number in numbers])
 
 
-def union_of_unscaled(chunks: Sequence[Tensor], elements: int) -> dict[int, Number]:
+def union_of_unscaled(chunks: Sequence[Tensor], elements: int, *, higher: bool) -> dict[int, Number]:
     """The partials of all ``elements`` of some chunks, by column."""
     if not chunks:
         return {column: EMPTY[column] for column in range(COUNT, len(COLUMNS))}
@@ -198,7 +258,23 @@ def union_of_unscaled(chunks: Sequence[Tensor], elements: int) -> dict[int, Numb
     off = _columns(sums, 0, 1) / mint.clamp(n, min=1.0) - total / mint.clamp(finite, min=1.0)
     between = mint.sum(mint.mul(n, mint.mul(off, off)))
     numbers = [mint.amin(least), mint.amax(most), total, squares, mint.add(mint.sum(m2), between)]
+    if higher:
+        numbers += _higher_of_all(n, off, m2, *(_columns(parts, column, 1) for column in (10, 11)))
     return dict(enumerate([float(elements), *_sums(_columns(counts, 1, 4)), *numbers], COUNT))
+
+
+def _higher_of_all(n: Tensor, off: Tensor, m2: Tensor, m3: Tensor, m4: Tensor) -> list[Tensor]:
+    """``m3`` and ``m4`` of the union of chunks, as in ``partials.combine_groups``; zeros if float32 may have lost digits.
+
+    Args:
+        off: The mean of each chunk minus the mean of all.
+    """
+    around = mint.mul(n, mint.mul(off, off))
+    cubes = mint.sum(m3 + mint.mul(off, m2 * 3.0 + around))
+    fourths = mint.sum(m4 + mint.mul(off, m3 * 4.0 + mint.mul(off, m2 * 6.0 + around)))
+    known = mint.gt(mint.sum(m2) + mint.sum(around), mint.sum(n) * _LEAST_VARIANCE)
+    known = mint.logical_and(known, mint.logical_and(mint.isfinite(cubes), mint.isfinite(fourths)))
+    return [mint.where(known, moment, 0.0) for moment in (cubes, fourths)]
 
 
 def _columns(parts: Tensor, first: int, count: int) -> Tensor:
@@ -217,8 +293,8 @@ def _sums(parts: Tensor) -> list[Tensor]:
 class MindSporeHostKernel:
     """Reduces host tensors to table rows. Waits for earlier operations, as ``on_host`` does."""
 
-    def __init__(self, eps: float) -> None:
-        self._arrays = NumpyKernel(eps)
+    def __init__(self, eps: float, *, higher: bool = False) -> None:
+        self._arrays = NumpyKernel(eps, higher=higher)
 
     def reduce_into(self, x: Tensor, page: Floats, row: int) -> bool:
         """Write the partials of ``x`` into ``page[row]``. False if ``x`` has no data to read; the row is then untouched.

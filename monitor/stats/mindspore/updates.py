@@ -116,6 +116,7 @@ def adam_vectors(
     eps: float,
     *,
     eps_on_root: bool = False,
+    higher: bool = False,
 ) -> tuple[MindSporeSigned, MindSporeSigned]:
     """Adam's update directions: ``m / (sqrt(v) + adam_eps)`` and ``m / sqrt(v)``, which is 0 where both are 0.
 
@@ -124,6 +125,7 @@ def adam_vectors(
         mean_correction: The divisor that corrects the bias of ``mean``.
         square_correction: The divisor for ``square``, which has the shape of ``mean``.
         eps: Magnitudes below this count as zeros.
+        higher: Whether to measure the higher moments (``partials``).
 
     Raises:
         EarlierFailure: An earlier operation has failed.
@@ -133,8 +135,8 @@ def adam_vectors(
             given = mean_correction, square_correction
             corrections = [float(on.of(one)) if isinstance(one, Tensor) else one for one in given]
             added = adam_eps / math.sqrt(corrections[1]) if eps_on_root else adam_eps
-            return _vectors_seen(on.of(mean), on.of(square), corrections, added, eps)
-        updates, ratios = MindSporeDeviceSigned(eps), MindSporeDeviceSigned(eps)
+            return _vectors_seen(on.of(mean), on.of(square), corrections, added, NumpyKernel(eps, higher=higher))
+        updates, ratios = (MindSporeDeviceSigned(eps, higher=higher) for _ in range(2))
         there: Number = adam_eps * (square_correction**-0.5) if eps_on_root else adam_eps
         for m, v in _pieces(mean, square):
             m, root = m / mean_correction, mint.sqrt(v / square_correction)
@@ -145,9 +147,8 @@ def adam_vectors(
 
 
 def _vectors_seen(
-    mean: Raw, square: Raw, corrections: list[float], adam_eps: float, eps: float
+    mean: Raw, square: Raw, corrections: list[float], adam_eps: float, kernel: NumpyKernel
 ) -> tuple[MindSporeSigned, MindSporeSigned]:
-    kernel = NumpyKernel(eps)
     updates, ratios = MindSporeHostSigned(kernel), MindSporeHostSigned(kernel)
     for given_mean, given_square in _chunks(mean, square):
         m = given_mean / given_mean.dtype.type(corrections[0])
@@ -195,7 +196,8 @@ class MindSporeDeviceSigned:
     operations, but not for the device: no other counting operation has a kernel on the host.
     """
 
-    def __init__(self, eps: float) -> None:
+    def __init__(self, eps: float, *, higher: bool = False) -> None:
+        self._higher = higher
         self._bound = Tensor(Epsilon.of(eps, np.float32).bound, ms.float32)
         self._counts: Any = mint.zeros(UNIT_BINS + 2, dtype=ms.float32)
         self._parts: list[Tensor] = []
@@ -207,10 +209,10 @@ class MindSporeDeviceSigned:
         bins = mint.clamp(mint.ceil(mint.mul(kept_ones, float(_HALF))), -_HALF, _HALF + 1).to(ms.int32) + _HALF
         self._counts = self._counts + ops.unsorted_segment_sum(finite.to(ms.float32), bins, UNIT_BINS + 2)
         self._elements += chunk.size
-        self._parts.append(unscaled_part(chunk, kept_ones, finite, self._bound))
+        self._parts.append(unscaled_part(chunk, kept_ones, finite, self._bound, higher=self._higher))
 
     def numbers(self) -> Numbers:
-        return union_of_unscaled(self._parts, self._elements)
+        return union_of_unscaled(self._parts, self._elements, higher=self._higher)
 
     def histogram(self) -> Tensor:
         return self._counts

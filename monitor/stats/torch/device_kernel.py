@@ -20,7 +20,23 @@ from torch import Tensor
 from monitor.stats.histograms import BINS, UPPER
 from monitor.stats.host.array_kernel import EXPONENT_BINS, of_singles, restore_rounded
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import COLUMNS, COUNT, EXPONENT, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, WRITES
+from monitor.stats.partials import (
+    COLUMNS,
+    COUNT,
+    EXPONENT,
+    M2,
+    M3,
+    M4,
+    MAX,
+    MIN,
+    NANS,
+    NEGINFS,
+    POSINFS,
+    SMALLS,
+    SUM,
+    SUMSQ,
+    WRITES,
+)
 from monitor.stats.torch.memory import persistent
 from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, pieces, readable, working_precision
 
@@ -29,9 +45,14 @@ CHUNK: Final = 1 << 22
 
 
 class TorchDeviceKernel:
-    """Reduces tensors of any device to table rows, in stream order."""
+    """Reduces tensors of any device to table rows, in stream order.
 
-    def __init__(self, eps: float, chunk: int = CHUNK) -> None:
+    Args:
+        higher: Whether to measure the higher moments (``partials``).
+    """
+
+    def __init__(self, eps: float, chunk: int = CHUNK, *, higher: bool = False) -> None:
+        self._higher = higher
         self._eps = {torch.float32: Epsilon.of(eps, np.float32).bound, torch.float64: Epsilon.of(eps, np.float64).bound}
         self._zero_is_small = 1.0 if eps > 0 else 0.0
         self._chunk_size = chunk
@@ -61,7 +82,7 @@ class TorchDeviceKernel:
             rows.append(self._constant(source.implicit_zeros, x.device))
         if not rows:
             return self._constant(0, x.device, lo=math.inf, hi=-math.inf)
-        row = rows[0] if len(rows) == 1 else _union(torch.stack(rows))
+        row = rows[0] if len(rows) == 1 else _union(torch.stack(rows), self._higher)
         return row if source.repeats == 1 else _repeated(row, source.repeats)
 
     def _constant(self, zeros: int, device: torch.device, lo: float = 0.0, hi: float = 0.0) -> Tensor:
@@ -84,6 +105,11 @@ class TorchDeviceKernel:
         sumsq = scaled.square().sum(dtype=torch.float64)
         off = torch.where(finite, scaled - (total / n.clamp(min=1)).to(v.dtype), 0.0)
         m2 = off.square().sum(dtype=torch.float64) - off.sum(dtype=torch.float64).square() / n.clamp(min=1)
+        lo, hi = torch.where(finite, v, math.inf).amin(), torch.where(finite, v, -math.inf).amax()
+        m3 = m4 = torch.zeros_like(total)
+        if self._higher:
+            m2 = torch.where(lo < hi, m2, 0.0)  # of equal elements it is a rounding error
+            m3, m4 = (torch.where(lo < hi, moment, 0.0) for moment in _higher_moments(off, n))
         numbers = {
             WRITES: torch.ones_like(n),
             COUNT: torch.full_like(n, v.numel()),
@@ -91,14 +117,32 @@ class TorchDeviceKernel:
             POSINFS: (v == math.inf).sum(),
             NEGINFS: (v == -math.inf).sum(),
             SMALLS: (v.abs() < self._eps[v.dtype]).sum(),
-            MIN: torch.where(finite, v, math.inf).amin(),
-            MAX: torch.where(finite, v, -math.inf).amax(),
+            MIN: lo,
+            MAX: hi,
             SUM: total,
             SUMSQ: sumsq,
             M2: m2.clamp(min=0.0),
+            M3: m3,
+            M4: m4,
             EXPONENT: exponent,
         }
-        return _small_exponent(torch.stack([numbers[column].double() for column in range(len(COLUMNS))]))
+        row = torch.stack([numbers[column].double() for column in range(len(COLUMNS))])
+        return _small_exponent(row, most=200 if self._higher else 330)
+
+
+def _higher_moments(off: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """``m3`` and ``m4`` (``partials.higher_moments``).
+
+    Args:
+        off: The distances of finite elements from about their mean, below 4; 0 for the other elements.
+        n: The number of finite elements.
+    """
+    squares = off.square()
+    s, q, c = (powers.sum(dtype=torch.float64) for powers in (off, squares, squares * off))
+    rest = s / n.clamp(min=1)
+    around = n * rest.square()
+    m3 = c - rest * (3 * q - 2 * around)
+    return m3, squares.square_().sum(dtype=torch.float64) - rest * (4 * c - rest * (6 * q - 3 * around))
 
 
 def _write_below(page: Tensor, row: int, offset: Tensor, numbers: Tensor) -> None:
@@ -113,16 +157,17 @@ def _working(piece: Tensor) -> Tensor:
     return piece.to(working_precision(piece.dtype))
 
 
-def _small_exponent(row: Tensor) -> Tensor:
-    """The row with exponent 0 if its sums of squares fit a float64, as in the host kernel."""
+def _small_exponent(row: Tensor, most: int) -> Tensor:
+    """The row with exponent 0 if its exponent is below ``most``, so that its sums of powers fit a float64."""
     exponent = row[EXPONENT]
-    fits = exponent.abs() < 330
+    fits = exponent.abs() < most
     scale = torch.exp2(torch.where(fits, exponent, 0.0))
-    sums = [row[SUM] * scale, row[SUMSQ] * scale * scale, row[M2] * scale * scale]
+    square = scale * scale
+    sums = [row[SUM] * scale, row[SUMSQ] * square, row[M2] * square, row[M3] * square * scale, row[M4] * square * square]
     return torch.cat([row[:SUM], torch.stack([*sums, torch.where(fits, 0.0, exponent)])])
 
 
-def _union(rows: Tensor) -> Tensor:
+def _union(rows: Tensor, higher: bool) -> Tensor:
     """``partials.union`` in torch operators: shapes ``(sets, len(COLUMNS))`` to ``(len(COLUMNS),)``."""
     column = rows.unbind(1)
     sumsq, exponent = column[SUMSQ], column[EXPONENT]
@@ -132,11 +177,29 @@ def _union(rows: Tensor) -> Tensor:
     n = column[COUNT] - column[NANS] - column[POSINFS] - column[NEGINFS]
     sums = column[SUM] * down
     mean = sums.sum() / n.sum().clamp(min=1)
-    between = n * (sums / n.clamp(min=1) - mean).square()
+    off = sums / n.clamp(min=1) - mean
+    m2 = column[M2] * down.square()
     counts = rows[:, COUNT : SMALLS + 1].sum(0)
-    squares = [(sumsq * down.square()).sum(), (column[M2] * down.square() + between).sum()]
+    squares = [(sumsq * down.square()).sum(), (m2 + n * off.square()).sum()]
+    if higher:
+        m3, m4 = column[M3] * down.square() * down, column[M4] * down.square().square()
+        squares += _higher_of_all(n, off, m2, m3, m4)
+    else:
+        squares += [torch.zeros_like(top)] * 2
     rest = [column[MIN].amin(), column[MAX].amax(), sums.sum(), *squares, top]
     return torch.cat([torch.ones_like(counts[:1]), counts, torch.stack(rest)])
+
+
+def _higher_of_all(n: Tensor, off: Tensor, m2: Tensor, m3: Tensor, m4: Tensor) -> list[Tensor]:
+    """``m3`` and ``m4`` of the union of sets, as in ``partials.combine_groups``; zeros if they leave the range.
+
+    Args:
+        off: The mean of each set minus the mean of all.
+    """
+    around = n * off.square()
+    cubes, fourths = (m3 + off * (3 * m2 + around)).sum(), (m4 + off * (4 * m3 + off * (6 * m2 + around))).sum()
+    known = torch.isfinite(cubes) & torch.isfinite(fourths)
+    return [torch.where(known, moment, 0.0) for moment in (cubes, fourths)]
 
 
 def _repeated(row: Tensor, times: int) -> Tensor:
@@ -234,12 +297,13 @@ def _magnitudes(piece: Tensor) -> Tensor:
 _ADDED: Final = (NANS, POSINFS, NEGINFS, SMALLS, SUM, SUMSQ)
 
 
-def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, eps: float) -> Tensor:
+def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, eps: float, *, higher: bool) -> Tensor:
     """The numbers of a chunk, in float64, for ``union_of_unscaled``.
 
     Args:
         kept: The chunk with 0 in place of elements that are not finite.
         finite: Which elements are finite.
+        higher: Whether to measure the higher moments, too.
     """
     numbers = {
         NANS: torch.isnan(chunk).sum(dtype=torch.float64),
@@ -251,14 +315,29 @@ def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, eps: float) -> Te
         SUM: kept.sum(dtype=torch.float64),
         SUMSQ: kept.to(torch.float64).square_().sum(),
     }
-    return torch.stack([numbers[column] for column in (*_ADDED, MIN, MAX)])
+    centred = _centred_part(kept, finite, numbers[SUM]) if higher else []
+    return torch.stack([*(numbers[column] for column in (*_ADDED, MIN, MAX)), *centred])
 
 
-def union_of_unscaled(parts: list[Tensor], elements: int) -> dict[int, float | Tensor]:
+def _centred_part(kept: Tensor, finite: Tensor, total: Tensor) -> list[Tensor]:
+    """Number of finite elements, mean, ``m2``, ``m3`` and ``m4`` of a chunk, in float64."""
+    n = finite.sum(dtype=torch.float64)
+    mean = total / n.clamp(min=1)
+    off = torch.where(finite, kept.to(torch.float64) - mean, 0.0)
+    return [n, mean, off.square().sum(), *_higher_moments(off, n)]
+
+
+def union_of_unscaled(parts: list[Tensor], elements: int, *, higher: bool) -> dict[int, float | Tensor]:
     """The partials of all ``elements`` of some chunks, at least one, by column."""
     rows = torch.stack(parts)
     counted = rows[:, : len(_ADDED)].sum(dim=0)
     added = dict(zip(_ADDED, counted, strict=True))
     finite = (elements - counted[:3].sum()).clamp(min=1)
     m2 = (added[SUMSQ] - added[SUM].square() / finite).clamp(min=0)
-    return {COUNT: float(elements), **added, MIN: rows[:, -2].amin(), MAX: rows[:, -1].amax(), M2: m2}
+    lo, hi = rows[:, len(_ADDED)].amin(), rows[:, len(_ADDED) + 1].amax()
+    found: dict[int, float | Tensor] = {COUNT: float(elements), **added, MIN: lo, MAX: hi, M2: m2}
+    if higher:
+        n, mean, *moments = rows[:, len(_ADDED) + 2 :].unbind(1)
+        both = _higher_of_all(n, mean - added[SUM] / finite, *moments)
+        found |= zip((M3, M4), (torch.where(lo < hi, moment, 0.0) for moment in both), strict=True)
+    return found

@@ -17,7 +17,23 @@ from torch import Tensor
 from monitor.stats.host import array_kernel
 from monitor.stats.host.array_kernel import NativeKernel, NumpyKernel, Row, native_kernel
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import COLUMNS, COUNT, EMPTY, M2, MAX, MIN, SCALED, SMALLS, SUM, SUMSQ, WRITES, Floats, union
+from monitor.stats.partials import (
+    COLUMNS,
+    COUNT,
+    EMPTY,
+    M2,
+    M3,
+    M4,
+    MAX,
+    MIN,
+    SCALED,
+    SMALLS,
+    SUM,
+    SUMSQ,
+    WRITES,
+    Floats,
+    union,
+)
 from monitor.stats.torch.tensors import (
     BYPASSED_KEYS,
     Readable,
@@ -68,16 +84,18 @@ class TorchHostKernel:
 
     Args:
         with_native: Whether the native kernel is used where there is one.
+        higher: Whether to measure the higher moments (``partials``).
 
     Attributes:
         plain: The native kernel for the elements at a ``plain_address``; None where it is not there. Where it is most tensors
             cost one call, and nothing is gained by reducing small ones together.
     """
 
-    def __init__(self, eps: float, *, with_native: bool = True) -> None:
-        self._native: NativeKernel | None = native_kernel(eps) if with_native else None
+    def __init__(self, eps: float, *, with_native: bool = True, higher: bool = False) -> None:
+        self.higher = higher
+        self._native: NativeKernel | None = native_kernel(eps, higher=higher) if with_native else None
         self.plain = None if self._native is None else self._native.of(array_kernel.FLOAT32)
-        self._numpy = NumpyKernel(eps, with_native=with_native)
+        self._numpy = NumpyKernel(eps, with_native=with_native, higher=higher)
         self._staging = _PieceBuffers()
         self._bound = Epsilon.of(eps, np.float32).bound
         self._zero_is_small = eps > 0
@@ -96,7 +114,7 @@ class TorchHostKernel:
         """The rows of the tensors in ``staging``, shape ``(len(staging), len(COLUMNS))``. Empties ``staging``."""
         numbers, lengths = staging.take()
         starts = np.cumsum(lengths) - lengths
-        rows, hold = reduce_segments(numbers, starts, lengths, self._bound, np.empty(len(numbers)))
+        rows, hold = reduce_segments(numbers, starts, lengths, self._bound, np.empty(len(numbers)), higher=self.higher)
         for place in np.flatnonzero(~hold).tolist():
             rows[place] = self.reduce(torch.tensor(numbers[starts[place] : starts[place] + lengths[place]]))
         return rows
@@ -214,7 +232,13 @@ class Staging:
 
 
 def reduce_segments(
-    narrow: NDArray[np.float32], starts: NDArray[np.int64], lengths: NDArray[np.int64], bound: float, wide: Floats
+    narrow: NDArray[np.float32],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    bound: float,
+    wide: Floats,
+    *,
+    higher: bool = False,
 ) -> SegmentRows:
     """The rows of tensors that are stored end to end.
 
@@ -224,6 +248,7 @@ def reduce_segments(
         lengths: The number of elements of each tensor, at least 1.
         bound: ``zeros`` counts ``|x| < bound``, exact for float32.
         wide: Scratch memory of the size of ``narrow``.
+        higher: Whether to measure the higher moments (``partials``).
 
     Returns:
         Rows, shape ``(len(starts), len(COLUMNS))``, and which of them are valid. Rows of tensors with NaN or Inf are not, nor
@@ -246,4 +271,20 @@ def reduce_segments(
     # For a constant tensor, such as a new norm's weight, the difference is a rounding error: its spread is zero.
     constant = low == high
     rows[constant, M2] = 0.0
-    return rows, np.isfinite(sumsq) & (constant | (m2 > 1e-8 * sumsq))
+    valid = np.isfinite(sumsq) & (constant | (m2 > 1e-8 * sumsq))
+    if higher:
+        with np.errstate(invalid="ignore"):
+            rows[:, M3], rows[:, M4] = _higher_of_segments(narrow, starts, lengths, total, wide)
+        rows[constant | ~valid, M3 : M4 + 1] = 0.0
+    return rows, valid
+
+
+def _higher_of_segments(
+    narrow: NDArray[np.float32], starts: NDArray[np.int64], lengths: NDArray[np.int64], total: Floats, wide: Floats
+) -> tuple[Floats, Floats]:
+    """Σ (x - mean)³ and Σ (x - mean)⁴ of each tensor. The mean is that of float64, so its rounding does not matter."""
+    np.subtract(narrow, np.repeat(total / lengths, lengths), out=wide)
+    squares = np.square(wide)
+    np.multiply(squares, wide, out=wide)
+    m3 = np.add.reduceat(wide, starts)
+    return m3, np.add.reduceat(np.square(squares, out=squares), starts)

@@ -111,7 +111,7 @@ class TorchSigned(Protocol):
 
 def signed(like: Tensor, kernel: TorchHostKernel, eps: float) -> TorchSigned:
     """A new accumulator for chunks on the device of ``like``."""
-    return TorchHostSigned(kernel) if like.is_cpu else TorchDeviceSigned(like.device, eps)
+    return TorchHostSigned(kernel) if like.is_cpu else TorchDeviceSigned(like.device, eps, higher=kernel.higher)
 
 
 class TorchHostSigned:
@@ -147,8 +147,9 @@ def _bins(halves: Tensor) -> Tensor:
 class TorchDeviceSigned:
     """The version for any device, which reads no value. Such numbers need no scaling before squaring in float64."""
 
-    def __init__(self, device: torch.device, eps: float) -> None:
+    def __init__(self, device: torch.device, eps: float, *, higher: bool = False) -> None:
         self._eps = eps
+        self._higher = higher
         self._counts = torch.zeros(UNIT_BINS + 2, dtype=torch.int64, device=device)
         self._parts: list[Tensor] = []
         self._elements = 0
@@ -159,10 +160,12 @@ class TorchDeviceSigned:
         bins = _bins(kept * _HALF).to(torch.int64)
         self._counts.scatter_add_(0, bins.reshape(-1), finite.reshape(-1).to(torch.int64))
         self._elements += chunk.numel()
-        self._parts.append(unscaled_part(chunk, kept, finite, self._eps))
+        self._parts.append(unscaled_part(chunk, kept, finite, self._eps, higher=self._higher))
 
     def numbers(self) -> Numbers:
-        return union_of_unscaled(self._parts, self._elements) if self._parts else dict(enumerate(EMPTY))
+        if not self._parts:
+            return dict(enumerate(EMPTY))
+        return union_of_unscaled(self._parts, self._elements, higher=self._higher)
 
     def histogram(self) -> Tensor:
         return self._counts

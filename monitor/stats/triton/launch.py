@@ -245,7 +245,7 @@ def constants(
 
     Args:
         language: ``triton.language``.
-        layout: ``ALIGNED``, ``EVEN`` and, for a single tensor, ``DIMS``, ``INDEX`` and ``GROUP``, as in the source.
+        layout: ``ALIGNED``, ``EVEN``, ``HIGHER`` and, for a single tensor, ``DIMS``, ``INDEX`` and ``GROUP``, as in the source.
     """
     group = layout.get("GROUP", format_.group)
     sizes = {"R": format_.lane(layout["ALIGNED"]) // group, "LANES": blocks.lanes, "GROUP": group, "ROWS": blocks.rows}
@@ -262,11 +262,18 @@ def options(format_: ElementFormat, blocks: Blocks, warp: int) -> dict[str, Any]
 
 
 class FusedKernel:
-    """Reduces tensors of a device to table rows, in stream order. The portable kernel reduces tensors that it cannot read."""
+    """Reduces tensors of a device to table rows, in stream order. The portable kernel reduces tensors that it cannot read.
 
-    def __init__(self, eps: float, engine: FusedEngine, portable: TorchDeviceKernel | None = None) -> None:
+    Attributes:
+        higher: Whether the higher moments (``partials``) are measured.
+    """
+
+    def __init__(
+        self, eps: float, engine: FusedEngine, portable: TorchDeviceKernel | None = None, *, higher: bool = False
+    ) -> None:
         self._engine = engine
-        self._portable = portable or TorchDeviceKernel(eps)
+        self.higher = higher
+        self._portable = portable or TorchDeviceKernel(eps, higher=higher)
         self.bounds = {"float32": Epsilon.of(eps, np.float32).bound, "float64": Epsilon.of(eps, np.float64).bound}
         self._known: dict[tuple[torch.dtype, int, bool, bool], tuple[Launch, ElementFormat]] = {}
 
@@ -301,7 +308,8 @@ class FusedKernel:
         format_ = FORMATS.get(dtype)
         if format_ is None:
             return None
-        launch = self._engine.launch("reduce_one", format_, device, DIMS=0, INDEX="uint32", ALIGNED=aligned, EVEN=even)
+        layout = {"DIMS": 0, "INDEX": "uint32", "ALIGNED": aligned, "EVEN": even, "HIGHER": self.higher}
+        launch = self._engine.launch("reduce_one", format_, device, **layout)
         if launch is None:
             return None
         if launch.ready:
@@ -351,7 +359,7 @@ class FusedKernel:
         aligned = whole and not x.data_ptr() % READ and not any(stride % group for stride in strides[:-1])
         launch = self._engine.launch(
             "reduce_one", format_, x.get_device(), DIMS=x.dim(), INDEX="uint32" if n < _FAR else "uint64",
-            ALIGNED=aligned, EVEN=not n % EVEN, GROUP=group,
+            ALIGNED=aligned, EVEN=not n % EVEN, GROUP=group, HIGHER=self.higher,
         )  # fmt: skip
         if launch is None:
             return False
@@ -429,7 +437,7 @@ class FusedList:
     def _launch(self, kind: Kind, group: TensorGroup) -> bool:
         device, dtype, aligned, even = kind
         format_ = FORMATS[dtype]
-        launch = self._engine.launch("reduce_many", format_, device, ALIGNED=aligned, EVEN=even)
+        launch = self._engine.launch("reduce_many", format_, device, ALIGNED=aligned, EVEN=even, HIGHER=self._kernel.higher)
         if launch is None:
             return False
         stream = self._engine.driver.stream(device)

@@ -15,6 +15,9 @@ again in two cases:
 * The spread is computed as the difference of the two sums. If that is a small difference of large numbers, the part is read
   again and centred on its mean (``_centred``).
 
+If ``HIGHER`` is set, every part is read once more, centred on its mean, for the sums of third and fourth powers
+(``_higher_part``).
+
 Addresses are integers, and the types that they point to are fixed when a kernel is compiled. So a launch need not inspect its
 arguments. This module is imported only if there is a device to run it on.
 """
@@ -39,8 +42,10 @@ MAX: tl.constexpr = tl.constexpr(6)
 SUM: tl.constexpr = tl.constexpr(7)
 SUMSQ: tl.constexpr = tl.constexpr(8)
 M2: tl.constexpr = tl.constexpr(9)
-EXPONENT: tl.constexpr = tl.constexpr(10)
-COLUMNS: tl.constexpr = tl.constexpr(11)
+M3: tl.constexpr = tl.constexpr(10)
+M4: tl.constexpr = tl.constexpr(11)
+EXPONENT: tl.constexpr = tl.constexpr(12)
+COLUMNS: tl.constexpr = tl.constexpr(13)
 """The columns of a part in the workspace: those of a table row without its first, ``writes``."""
 
 
@@ -64,7 +69,7 @@ def _top(at, parts, ROWS: tl.constexpr):
 
 
 @triton.jit
-def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr):
+def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr, HIGHER: tl.constexpr):
     """``partials.union`` of the parts of a tensor, lane by lane and then pairwise: the same order each time."""
     top = tl.full((), 0.0, tl.float64)
     if tl.float64 == WORK:
@@ -72,6 +77,7 @@ def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr):
     zero = tl.zeros((ROWS,), tl.float64)
     count, nans, posinfs, neginfs, smalls = zero, zero, zero, zero, zero
     total, sumsq, m2, off, squares = zero, zero, zero, zero, zero
+    cubes, fourths = zero, zero
     lo, hi = tl.full((ROWS,), INF, tl.float64), tl.full((ROWS,), -INF, tl.float64)
     pivot = tl.full((), 0.0, tl.float64)
     for first in range(0, parts, ROWS):
@@ -84,6 +90,7 @@ def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr):
         sums = _column(at, SUM, part, parts, there, 0.0)
         spread = _column(at, M2, part, parts, there, 0.0)
         squared = _column(at, SUMSQ, part, parts, there, 0.0)
+        down = tl.full((ROWS,), 1.0, tl.float64)
         if tl.float64 == WORK:
             exponent = _column(at, EXPONENT, part, parts, there, 0.0)
             down = power_of_two(tl.maximum(tl.minimum(exponent - top, 0.0), -1000.0).to(tl.int64))
@@ -99,19 +106,40 @@ def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr):
         hi = tl.maximum(hi, _column(at, MAX, part, parts, there, -INF))
         total, sumsq, m2 = total + sums, sumsq + squared, m2 + spread
         off, squares = off + finite * d, squares + finite * d * d
+        if HIGHER:  # powers of x - pivot
+            third = _column(at, M3, part, parts, there, 0.0) * down * down * down
+            fourth = _column(at, M4, part, parts, there, 0.0) * down * down * down * down
+            cubes += third + d * (3.0 * spread + finite * d * d)
+            fourths += fourth + d * (4.0 * third + d * (6.0 * spread + finite * d * d))
     elements, away = tl.sum(count - nans - posinfs - neginfs, axis=0), tl.sum(off, axis=0)
     between = tl.maximum(tl.sum(squares, axis=0) - away * away / tl.maximum(elements, 1.0), 0.0)
+    least, most = tl.min(lo, axis=0), tl.max(hi, axis=0)
+    within = tl.sum(m2, axis=0)
+    m3, m4 = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+    if HIGHER:
+        around = within + tl.sum(squares, axis=0)
+        m3, m4 = _shifted(elements, away, around, tl.sum(cubes, axis=0), tl.sum(fourths, axis=0), least, most)
     return (
         tl.sum(count, axis=0), tl.sum(nans, axis=0), tl.sum(posinfs, axis=0), tl.sum(neginfs, axis=0), tl.sum(smalls, axis=0),
-        tl.min(lo, axis=0), tl.max(hi, axis=0),
-        tl.sum(total, axis=0), tl.sum(sumsq, axis=0), tl.sum(m2, axis=0) + between, top,
+        least, most, tl.sum(total, axis=0), tl.sum(sumsq, axis=0), within + between, m3, m4, top,
     )  # fmt: skip
+
+
+@triton.jit
+def _shifted(n, sums, squares, cubes, fourths, least, most):
+    """``partials.higher_moments`` from sums of powers of x - pivot. Zeros if all elements are equal or the range is left."""
+    off = sums / tl.maximum(n, 1.0)
+    around = n * off * off
+    m3 = cubes - off * (3.0 * squares - 2.0 * around)
+    m4 = fourths - off * (4.0 * cubes - off * (6.0 * squares - 3.0 * around))
+    known = (least < most) & (tl.abs(m3) < INF) & (m4 < INF)
+    return tl.where(known, m3, 0.0), tl.where(known, m4, 0.0)
 
 
 @triton.jit
 def store(at, step, repeats, numbers):
     """Store the columns of a part or a whole tensor, ``step`` apart, whose elements are each repeated ``repeats`` times."""
-    count, nans, posinfs, neginfs, smalls, lo, hi, total, sumsq, m2, exponent = numbers
+    count, nans, posinfs, neginfs, smalls, lo, hi, total, sumsq, m2, m3, m4, exponent = numbers
     tl.store(at + COUNT * step, count * repeats)
     tl.store(at + NANS * step, nans * repeats)
     tl.store(at + POSINFS * step, posinfs * repeats)
@@ -122,6 +150,8 @@ def store(at, step, repeats, numbers):
     tl.store(at + SUM * step, total * repeats)
     tl.store(at + SUMSQ * step, sumsq * repeats)
     tl.store(at + M2 * step, m2 * repeats)
+    tl.store(at + M3 * step, m3 * repeats)
+    tl.store(at + M4 * step, m4 * repeats)
     tl.store(at + EXPONENT * step, exponent)
 
 
@@ -185,9 +215,54 @@ def _centred(
 
 
 @triton.jit
+def _add_powers(v, mask, MASKED: tl.constexpr, top, pivot, WORK: tl.constexpr, sums, squares, cubes, fourths):
+    """The running sums of powers of v / 2^top - pivot, of each lane, updated with a tile."""
+    kept = tl.abs(v) < INF
+    if MASKED:
+        kept = kept & mask
+    v = tl.where(kept, v, 0.0)
+    w = scaled(v, -top) if tl.float64 == WORK else v * power_of_two(-top).to(WORK)
+    d = tl.where(kept, w - pivot, 0.0)
+    dd = d * d
+    sums, squares = sums + _sum(d).to(tl.float64), squares + _sum(dd).to(tl.float64)
+    return sums, squares, cubes + _sum(dd * d).to(tl.float64), fourths + _sum(dd * dd).to(tl.float64)
+
+
+@triton.jit
+def _higher_part(
+    at, start, whole, end, n, sizes, strides, finite, mean, exponent, least, most, DECODE: tl.constexpr, WORK: tl.constexpr,
+    DIMS: tl.constexpr, INDEX: tl.constexpr, REST: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Σ (x - mean)³ and Σ (x - mean)⁴ over the finite elements of a part with different elements, read again.
+
+    Elements are divided by a power of two near their largest magnitude. So fourth powers fit the working precision: distances
+    from the mean are 0, or at least 2^-24 of that magnitude in float32.
+    """
+    top = exponent_of(tl.maximum(tl.abs(least), tl.abs(most)))
+    if tl.float64 != WORK:
+        top = tl.minimum(tl.maximum(top, -126), 126)
+    pivot = scaled(mean, exponent.to(tl.int64) - top).to(WORK)
+    sums, squares = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
+    cubes, fourths = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
+    for here in range(start, whole, R * LANES * GROUP):
+        v, mask = tile(at, here, n, sizes, strides, False, DECODE, WORK, DIMS, INDEX, R, LANES, GROUP)
+        sums, squares, cubes, fourths = _add_powers(v, mask, False, top, pivot, WORK, sums, squares, cubes, fourths)
+    for here in range(whole, end, REST * LANES * GROUP):
+        v_rest, mask_rest = tile(at, here, n, sizes, strides, True, DECODE, WORK, DIMS, INDEX, REST, LANES, GROUP)
+        sums, squares, cubes, fourths = _add_powers(v_rest, mask_rest, True, top, pivot, WORK, sums, squares, cubes, fourths)
+    m3, m4 = _shifted(
+        finite, tl.sum(sums, axis=0), tl.sum(squares, axis=0), tl.sum(cubes, axis=0), tl.sum(fourths, axis=0), least, most
+    )
+    up = top - exponent.to(tl.int64)  # the sums of the part are divided by 2^exponent, not by 2^top
+    m3, m4 = scaled(m3, 3 * up), scaled(m4, 4 * up)
+    known = (tl.abs(m3) < INF) & (m4 < INF)
+    return tl.where(known, m3, 0.0), tl.where(known, m4, 0.0)
+
+
+@triton.jit
 def _reread_part(
     at, start, end, n, sizes, strides, bound, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr,
-    INDEX: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+    INDEX: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, HIGHER: tl.constexpr,
 ):  # fmt: skip
     """The columns of a part with NaN or Inf, or with squares beyond the range of its precision; in float64 throughout."""
     end = tl.minimum(end, n)
@@ -210,7 +285,9 @@ def _reread_part(
     exponent = tl.full((), 0, tl.int64)
     if tl.float64 == WORK:  # squares and sums of anything narrower fit a float64
         absmax = tl.where(finite > 0.0, tl.maximum(tl.abs(lo), tl.abs(hi)), 0.0)
-        if (absmax > 0.0) & ((absmax >= 1e100) | (absmax <= 1e-100)):
+        LARGE: tl.constexpr = 1e60 if HIGHER else 1e100
+        SMALL: tl.constexpr = 1e-60 if HIGHER else 1e-100
+        if (absmax > 0.0) & ((absmax >= LARGE) | (absmax <= SMALL)):
             exponent = exponent_of(absmax)
     sums, squares = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
     for here in range(start, end, step):
@@ -238,6 +315,7 @@ def _reread_part(
 def _part(
     at, start, end, n, sizes, strides, bound, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr,
     INDEX: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr,
+    HIGHER: tl.constexpr,
 ):  # fmt: skip
     """The columns of the elements from ``start`` to ``end``, or to ``n`` if that comes first."""
     TILE: tl.constexpr = R * LANES * GROUP
@@ -261,7 +339,9 @@ def _part(
     proven = (sumsq < INF) & (sumsq >= count * LEAST)
     if tl.float64 == WORK:
         absmax = tl.maximum(tl.abs(least), tl.abs(most))
-        inside = (absmax < 1e100) & ((absmax > 1e-100) | (absmax == 0.0))
+        LARGE: tl.constexpr = 1e60 if HIGHER else 1e100
+        SMALL: tl.constexpr = 1e-60 if HIGHER else 1e-100
+        inside = (absmax < LARGE) & ((absmax > SMALL) | (absmax == 0.0))
         equal, proven = equal & inside, proven & inside
     share = 1.0 / tl.maximum(count, 1.0)
     m2 = sumsq - total * total * share
@@ -272,7 +352,7 @@ def _part(
         total, sumsq, m2 = count * least, count * least * least, tl.zeros_like(count)
     elif (left > 0) & (proven == 0):
         count, nans, posinfs, neginfs, small, least, most, total, sumsq, m2, exponent = _reread_part(
-            at, start, end, n, sizes, strides, bound, DECODE, WORK, DIMS, INDEX, LANES, GROUP
+            at, start, end, n, sizes, strides, bound, DECODE, WORK, DIMS, INDEX, LANES, GROUP, HIGHER
         )
     elif (left > 0) & (m2 < sumsq * 0.0625):
         total, m2 = _centred(
@@ -294,7 +374,16 @@ def _part(
             LANES,
             GROUP,
         )
-    return count, nans, posinfs, neginfs, small, least, most, total, sumsq, m2, exponent
+    m3, m4 = tl.zeros_like(count), tl.zeros_like(count)
+    if HIGHER:
+        m2 = tl.where(least < most, m2, 0.0)  # of equal elements beside NaN or Inf it is a rounding error
+        if least < most:
+            finite = count - nans - posinfs - neginfs
+            m3, m4 = _higher_part(
+                at, start, whole, start + left, n, sizes, strides, finite, total / finite, exponent, least, most,
+                DECODE, WORK, DIMS, INDEX, REST, R, LANES, GROUP,
+            )  # fmt: skip
+    return count, nans, posinfs, neginfs, small, least, most, total, sumsq, m2, m3, m4, exponent
 
 
 # --- all parts ------------------------------------------------------------------------------------------------------------
@@ -304,7 +393,7 @@ def _part(
 def _read(
     address, n, part, tiles, bound, sizes, strides, ELEMENT: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr,
     DIMS: tl.constexpr, INDEX: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
-    LANES: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr,
+    LANES: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr, HIGHER: tl.constexpr,
 ):  # fmt: skip
     """The columns of one part, of ``tiles`` tiles, of the ``n`` elements from ``address`` on."""
     at = address.to(tl.pointer_type(ELEMENT))
@@ -315,11 +404,15 @@ def _read(
     start = part.to(tl.int64) * tiles * (R * LANES * GROUP)
     end = start + tiles * (R * LANES * GROUP)
     bound = tl.full((), bound, tl.float64).to(WORK)
-    return _part(at, start, end, n, sizes, strides, bound, DECODE, WORK, DIMS, INDEX, ALIGNED and EVEN, R, LANES, GROUP, LEAST)
+    return _part(
+        at, start, end, n, sizes, strides, bound, DECODE, WORK, DIMS, INDEX, ALIGNED and EVEN, R, LANES, GROUP, LEAST, HIGHER
+    )
 
 
 @triton.jit
-def _store_part(numbers, part, parts, row, workspace, counter, repeats, WORK: tl.constexpr, ROWS: tl.constexpr):
+def _store_part(
+    numbers, part, parts, row, workspace, counter, repeats, WORK: tl.constexpr, ROWS: tl.constexpr, HIGHER: tl.constexpr,
+):  # fmt: skip
     """Store the columns of a part in the workspace; the last program of a tensor combines all parts into the table row.
 
     Args:
@@ -338,7 +431,7 @@ def _store_part(numbers, part, parts, row, workspace, counter, repeats, WORK: tl
         done = tl.atomic_add(counter.to(tl.pointer_type(tl.int32)), 1, sem="acq_rel", scope="gpu")
         if done == parts - 1:
             tl.debug_barrier()
-            numbers = combined(rows, parts, ROWS, WORK)
+            numbers = combined(rows, parts, ROWS, WORK, HIGHER)
             tl.store(page, 1.0)
             store(page + 1, 1, repeats.to(tl.float64), numbers)
             tl.store(counter.to(tl.pointer_type(tl.int32)), 0)
@@ -355,7 +448,7 @@ def reduce_one(
     size3: tl.int64, stride0: tl.int64, stride1: tl.int64, stride2: tl.int64, stride3: tl.int64,
     ELEMENT: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr, INDEX: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, LEAST: tl.constexpr, ROW_BYTES: tl.constexpr,
+    ROWS: tl.constexpr, LEAST: tl.constexpr, HIGHER: tl.constexpr, ROW_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Reduce a tensor to the table row ``micro_step`` rows below ``row``; do nothing if ``micro_step`` is negative.
 
@@ -382,10 +475,10 @@ def reduce_one(
     if below >= 0:
         numbers = _read(
             address.to(tl.int64), n.to(tl.int64), part, tiles.to(tl.int64), bound, sizes, strides,
-            ELEMENT, DECODE, WORK, DIMS, INDEX, ALIGNED, EVEN, R, LANES, GROUP, LEAST,
+            ELEMENT, DECODE, WORK, DIMS, INDEX, ALIGNED, EVEN, R, LANES, GROUP, LEAST, HIGHER,
         )  # fmt: skip
         page = row.to(tl.int64) + below * ROW_BYTES
-        _store_part(numbers, part, parts, page, workspace.to(tl.int64), counter.to(tl.int64), repeats, WORK, ROWS)
+        _store_part(numbers, part, parts, page, workspace.to(tl.int64), counter.to(tl.int64), repeats, WORK, ROWS, HIGHER)
 
 
 @triton.jit(do_not_specialize=["table", "tensors", "workspace", "counters", "bound"])
@@ -393,6 +486,7 @@ def reduce_many(
     table: tl.int64, tensors: tl.int32, workspace: tl.int64, counters: tl.int64, bound: tl.float64,
     ELEMENT: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
     R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr,
+    HIGHER: tl.constexpr,
 ):  # fmt: skip
     """Reduce dense tensors to one table row each, with one program per part of each tensor.
 
@@ -404,13 +498,13 @@ def reduce_many(
     part = tl.program_id(0) - tl.load(at + 5 * tensors + tensor).to(tl.int32)
     numbers = _read(
         tl.load(at + tensor), tl.load(at + tensors + tensor), part, tl.load(at + 4 * tensors + tensor), bound, (), (),
-        ELEMENT, DECODE, WORK, 0, tl.uint32, ALIGNED, EVEN, R, LANES, GROUP, LEAST,
+        ELEMENT, DECODE, WORK, 0, tl.uint32, ALIGNED, EVEN, R, LANES, GROUP, LEAST, HIGHER,
     )  # fmt: skip
     # Read only now, because all registers were in use while the part was read.
     row, parts = tl.load(at + 2 * tensors + tensor), tl.load(at + 3 * tensors + tensor).to(tl.int32)
     workspace = workspace.to(tl.int64) + tl.load(at + 5 * tensors + tensor) * COLUMNS * 8
     counter = counters.to(tl.int64) + tensor.to(tl.int64) * 4
-    _store_part(numbers, part, parts, row, workspace, counter, tl.full((), 1, tl.int64), WORK, ROWS)
+    _store_part(numbers, part, parts, row, workspace, counter, tl.full((), 1, tl.int64), WORK, ROWS, HIGHER)
 
 
 FIELDS: tl.constexpr = tl.constexpr(6)

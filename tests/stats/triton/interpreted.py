@@ -70,5 +70,5 @@ def engine(blocks: Blocks = SMALL) -> FusedEngine:
     return FusedEngine(source(), HOST, blocks)
 
 
-def fused(eps: float, blocks: Blocks = SMALL) -> FusedKernel:
-    return FusedKernel(eps, engine(blocks))
+def fused(eps: float, blocks: Blocks = SMALL, *, higher: bool = False) -> FusedKernel:
+    return FusedKernel(eps, engine(blocks), higher=higher)

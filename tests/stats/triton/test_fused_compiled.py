@@ -17,13 +17,14 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from monitor.stats.partials import COSTLY  # noqa: E402
 from monitor.stats.triton import source as torch_fused_source  # noqa: E402
 from monitor.stats.triton.elements import FORMATS, Blocks  # noqa: E402
 from monitor.stats.triton.launch import FIELDS, constants, options  # noqa: E402
 from monitor.stats.triton.source import COLUMNS  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
-WHOLE = {"ALIGNED": True, "EVEN": True}
+WHOLE = {"ALIGNED": True, "EVEN": True, "HIGHER": False}
 REGISTERS = 65_536
 """Of a multiprocessor, of each NVIDIA device so far."""
 
@@ -89,6 +90,15 @@ def test_elements_are_read_16_bytes_at_a_time_and_registers_suffice(
     assert programs >= 4  # on a multiprocessor at once: what they have in flight covers the way to memory
 
 
+def test_the_second_read_for_higher_moments_is_of_16_bytes_at_a_time_and_spills_next_to_nothing(tmp_path: Any) -> None:
+    built = compiled("reduce_one", torch.bfloat16, HIGHER=True)
+    assert reads(built) == {"v4.b32"}
+    used = resources(built, tmp_path)
+    assert used["STACK"] <= 16
+    assert used["LOCAL"] == 0
+    assert REGISTERS // (-(-used["REG"] // 8) * 8 * Blocks().lanes) >= 4
+
+
 def test_what_begins_anywhere_is_read_element_by_element_and_registers_suffice(tmp_path: Any) -> None:
     built = compiled("reduce_one", torch.bfloat16, ALIGNED=False, EVEN=False)
     assert (reads(built), single_numbers(built)) == ({"b16"}, 1)
@@ -113,7 +123,7 @@ def test_all_threads_have_stored_before_one_tells_and_the_last_program_reads_pas
     assert "bar.sync" in before.rsplit("st.global", 1)[1]
     first, *loads = re.split(r"ld\.global", after)
     assert "bar.sync" in first
-    assert len(loads) == COLUMNS.value - 1
+    assert len(loads) == COLUMNS.value - 1 - len(COSTLY)
     assert all(load.startswith(".cg.") for load in loads)
     assert "ld.global.cg" not in before
 

@@ -33,9 +33,10 @@ class TestFusedKernel(TensorContract):
         """Without the portable kernel's help."""
         assert set(corpus.NUMBERS) <= set(FORMATS)
         cases = {str(dtype): Case(numbers(dtype)) for dtype in FORMATS}
-        own, page = fused(EPS, SMALL), torch.zeros(len(cases), len(COLUMNS), dtype=torch.float64)
-        assert [name for row, (name, case) in enumerate(cases.items()) if not own.reduces(case.x, page, row)] == []
-        assert differing(dict(zip(cases, page.numpy(), strict=True)), cases) == {}
+        for higher in (False, True):
+            own, page = fused(EPS, SMALL, higher=higher), torch.zeros(len(cases), len(COLUMNS), dtype=torch.float64)
+            assert [name for row, (name, case) in enumerate(cases.items()) if not own.reduces(case.x, page, row)] == []
+            assert differing(dict(zip(cases, page.numpy(), strict=True)), cases, higher=higher) == {}
 
     @pytest.fixture
     def kernel(self) -> Callable[[float], FusedKernel]:
@@ -43,15 +44,18 @@ class TestFusedKernel(TensorContract):
 
     @pytest.fixture
     def make(self) -> Make:
-        def into_a_page(eps: float) -> Reduce:
-            own = fused(eps, COARSE)
+        return lambda eps: into_a_page(fused(eps, COARSE))
 
-            def reduce(x: torch.Tensor) -> np.ndarray:
-                page = torch.zeros(3, len(COLUMNS), dtype=torch.float64)
-                assert own.reduce_into(x, page, 1)
-                assert not page[[0, 2]].any()
-                return page[1].numpy()
+    @pytest.fixture
+    def make_higher(self) -> Make:
+        return lambda eps: into_a_page(fused(eps, COARSE, higher=True))
 
-            return reduce
 
-        return into_a_page
+def into_a_page(own: FusedKernel) -> Reduce:
+    def reduce(x: torch.Tensor) -> np.ndarray:
+        page = torch.zeros(3, len(COLUMNS), dtype=torch.float64)
+        assert own.reduce_into(x, page, 1)
+        assert not page[[0, 2]].any()
+        return page[1].numpy()
+
+    return reduce
