@@ -24,6 +24,7 @@ class AnomalyNan:
 
     name: ClassVar[str] = "AnomalyNan"
     fields: ClassVar[int] = 0
+    advice: ClassVar[str] = ""
 
     def __init__(self, threshold: float | None = None) -> None:
         self._threshold: Final = threshold
@@ -100,6 +101,7 @@ class AnomalyTurbulence:
 
     name: ClassVar[str] = "AnomalyTurbulence"
     fields: ClassVar[int] = 6
+    advice: ClassVar[str] = ""
 
     def __init__(self, threshold: float) -> None:
         self._threshold: Final = threshold

@@ -118,10 +118,13 @@ class AnomalyRule(Protocol):
     Attributes:
         name: Its name in the configuration.
         fields: The number of state values per row.
+        advice: What to look at next if an event of this rule is an origin. Empty: the ranking derives it from the place of the
+            fault, as for a NaN or a deviation.
     """
 
     name: ClassVar[str]
     fields: ClassVar[int]
+    advice: ClassVar[str]
 
     def judge(self, columns: KindColumns, state: Floats, /) -> Iterable[Fired]:
         """Judge the rows. Fires at most once on a row of a tensor that holds a NaN or an Inf.

@@ -15,6 +15,7 @@ from monitor.anomalies.ranking.coverage import Coverage, UnjudgedSteps
 from monitor.anomalies.ranking.graph import Role
 from monitor.anomalies.ranking.ranking import SHOWN, Cause, Ranked, Ranking, Surroundings, capitalized, listed, name_of
 from monitor.anomalies.ranking.step_propagation import IN_PASSES
+from monitor.anomalies.rules import RULES
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
 from monitor.terminal import plain
 
@@ -75,7 +76,7 @@ def tensor(one: Ranked) -> str:
 
 def remark(one: Ranked) -> str:
     """The location of an origin, and whether it is on this replica only."""
-    if one.location is None:
+    if one.location is None or _advice_of_rule(one):
         return "on this replica only" if one.alone else ""
     return f"{one.location.text}; {one.alone}" if one.alone else one.location.text
 
@@ -229,7 +230,15 @@ def advice(ranking: Ranking) -> str:
     return " ".join([f"First came {_located(first)}.", *_next(first), *_not_finite(ranking, first)])
 
 
+def _advice_of_rule(one: Ranked) -> str:
+    """The advice of the rule that fired; empty if the place of the fault decides."""
+    advised: str = getattr(RULES.get(one.rule), "advice", "")
+    return advised
+
+
 def _located(one: Ranked) -> str:
+    if _advice_of_rule(one):
+        return _found(one)
     return f"{_found(one)}, {one.location.text}" if one.location else f"{_found(one)}, which may follow from something before"
 
 
@@ -251,6 +260,8 @@ def _found(one: Ranked) -> str:
 
 
 def _next(one: Ranked) -> list[str]:
+    if said := _advice_of_rule(one):
+        return [said]
     where = one.location.cause if one.location else Cause.UNKNOWN
     parts = []
     if one.member.skipped(one.step):

@@ -8,6 +8,7 @@ import pytest
 from played_job import PlayedRank, pipeline, ranked, replicas
 from rich.console import Console
 
+from monitor.anomalies.ranking import report
 from monitor.anomalies.ranking.report import advice, counts, listing
 
 ALONE = "only on rank 1 of its 3 data-parallel replicas"
@@ -357,3 +358,15 @@ def test_a_nan_that_all_replicas_have_is_not_blamed_on_a_device(kind, name, tmp_
 def test_an_aggregated_gradient_that_all_replicas_have_tells_nothing_of_where_it_began(tmp_path):
     told = advice(ranked(tmp_path, *(rank.fire("grad_reduced", "b.weight") for rank in replicas(3))))
     assert "replicas have it" not in told
+
+
+def test_a_rule_with_advice_of_its_own_is_quoted_in_place_of_the_location(tmp_path, monkeypatch):
+    class Stuck:
+        advice = "See whether it is to train."
+
+    found = ranked(tmp_path, PlayedRank().fire("param_origin", "b.weight"))
+    [event] = found.ranked
+    assert "before step 1" in advice(found)
+    monkeypatch.setattr(report, "RULES", {event.rule: Stuck})
+    assert advice(found).endswith(f". {Stuck.advice}")
+    assert "before step 1" not in advice(found)
