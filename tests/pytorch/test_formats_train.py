@@ -113,6 +113,17 @@ def test_kurtosis_is_the_same_in_every_format_and_as_the_definition_says(output:
     assert sorted(shown) == pytest.approx(sorted(value for value in found.values() if value is not None), rel=1e-6)
 
 
+def test_kurtosis_is_recorded_from_the_step_on_in_which_it_is_asked_for(output: Output) -> None:
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(output, model, optimizer, param_distribution=True, ops=["norm"], format=["hdf5"]) as monitor:
+        for ops in (["norm"], ["kurtosis"], ["max"]):
+            monitor.ops = ops
+            train(model, optimizer, 1, torch.randn(6, 5))
+    rows = [row for path in output.directory().glob("*.h5") for row in read_hdf5(path, ops=["kurtosis"]).to_pylist()]
+    assert {row["step"] for row in rows if row["kurtosis"] is not None} == {1}
+
+
 def test_a_shard_holds_the_record_and_says_what_was_configured(trained: Output) -> None:
     paths = sorted(trained.directory().glob("*.h5"))
     assert [path.name for path in paths] == ["metrics_0-1.h5", "metrics_2-3.h5", "metrics_4-5.h5"]

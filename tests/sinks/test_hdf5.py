@@ -107,6 +107,25 @@ class TestContent:
             expected = [partials_of(v)[COLUMNS.index(name)] for v in values]
             assert expected == table[name].to_pylist(), name
 
+    def test_higher_moments_have_datasets_only_where_they_were_measured_and_read_as_zeros_elsewhere(
+        self, rank: Rank, out: Path
+    ) -> None:
+        sink = Hdf5Sink(rank.context)
+        equal, different = [Measured("w", [2.0, 2.0])], [Measured("w", [1.0, 2.0, 6.0])]
+        write(sink, rank, 0, kinds={"param_origin": equal, "exp_avg": equal})
+        write(sink, rank, 1, kinds={"param_origin": different, "exp_avg": equal})
+        sink.close()
+        with h5py.File(out / "metrics_0-4.h5") as file:
+            assert [name in file[kind] for kind in ("param_origin", "exp_avg") for name in ("m3", "m4")] == [
+                True,
+                True,
+                False,
+                False,
+            ]
+        table = read_hdf5(out / "metrics_0-4.h5")
+        found = {(row["kind"], row["step"]): row["m4"] for row in table.to_pylist()}
+        assert found == {("param_origin", 0): 0.0, ("param_origin", 1): 98.0, ("exp_avg", 0): 0.0, ("exp_avg", 1): 0.0}
+
     def test_the_columns_have_the_types_of_what_they_hold(self, rank: Rank, out: Path) -> None:
         sink = Hdf5Sink(rank.context)
         write(sink, rank, 0, kinds={"actv": [Measured("in", micro_step=0), Measured("out", vpp_stage=2, shape=(2, 3))]})

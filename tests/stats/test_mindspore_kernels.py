@@ -65,8 +65,8 @@ def test_every_real_dtype_agrees_with_the_reference(reduce: Reduce, dtype: ms.Ty
 
 @pytest.mark.parametrize("of", [corpus.shapes, corpus.distributions, corpus.magnitudes, corpus.non_finite])
 def test_kurtosis_is_that_of_the_finite_elements(make: Callable[..., Reduce], of: Callable[[], corpus.Corpus]) -> None:
-    for case in of().values():
-        subnormal = 0 < float(case.x.abs().nan_to_num().max()) < 1e-37  # devices flush them to zero
+    for name, case in of().items():
+        subnormal = name.endswith("of 1e-38")  # the device flushes such numbers to zero
         if case.x.dtype in (torch.float32, torch.float64) and not subnormal:
             assert_agrees(make(higher=True)(Tensor(case.x.numpy())), case.x, EPS, 1e-5, higher=True)
 

@@ -21,7 +21,7 @@ from monitor.stats.mindspore.updates import (
     snapshot,
     squares_of_update,
 )
-from monitor.stats.partials import COLUMNS, COUNT, EMPTY, M2, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, M2, M3, M4, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ
 
 EPS = 1e-8
 FLOATS = [ms.float32, ms.float16, ms.bfloat16, ms.float64]
@@ -126,6 +126,18 @@ def told(counts: MindSporeHostSigned | MindSporeDeviceSigned) -> tuple[dict[int,
 
 def bins(x: np.ndarray) -> list[int]:
     return np.bincount(np.searchsorted(UNIT_UPPER, x.astype(np.float64)), minlength=len(UNIT_UPPER)).tolist()
+
+
+def test_kurtosis_is_that_of_all_chunks(where: str) -> None:
+    counts = MindSporeHostSigned(NumpyKernel(EPS, higher=True)) if where == "host" else MindSporeDeviceSigned(EPS, higher=True)
+    x = np.concatenate([3 + normal(5000) ** 3, normal(700) - 20, np.zeros(5, np.float32), np.array([np.nan], np.float32)])
+    for chunk in np.array_split(x, 7):
+        counts.add(chunk if where == "host" else Tensor(chunk))
+    numbers, _ = told(counts)
+    kept = x[np.isfinite(x)].astype(np.float64)
+    off = kept - kept.mean()
+    moments = {M2: (off**2).sum(), M3: (off**3).sum(), M4: (off**4).sum()}
+    assert {column: numbers[column] for column in moments} == {c: pytest.approx(m, rel=1e-5) for c, m in moments.items()}
 
 
 def test_bins_hold_what_is_at_most_their_upper_end(where: str) -> None:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from reference import assert_agrees
 from torch import Tensor
 
 from monitor.stats.histograms import UNIT_UPPER
@@ -100,6 +101,19 @@ def test_partials_are_those_of_all_chunks(where: str) -> None:
         "m2": (wide - wide.mean()).square().sum().item(),
     }
     assert expected == {name: pytest.approx(partials[name][0], rel=1e-6) for name in expected}
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_kurtosis_is_that_of_all_chunks(where: str) -> None:
+    kernel = TorchHostKernel(1e-8, higher=True)
+    counts = TorchHostSigned(kernel) if where == "host" else TorchDeviceSigned(torch.device("cpu"), 1e-8, higher=True)
+    x = torch.cat([3 + normal(5000).pow(3), normal(700) - 20, torch.zeros(5), torch.tensor([math.nan, math.inf])])
+    for chunk in x.split(999):
+        counts.add(chunk)
+    row = np.zeros(len(COLUMNS))
+    for column, number in (counts.numbers() | {0: 1.0}).items():
+        row[column] = float(number)
+    assert_agrees(row, x, 1e-8, higher=True)
 
 
 @both
