@@ -13,16 +13,7 @@ from mindspore import Tensor, nn
 from mindspore.ops.composite import base
 
 from monitor.failures import LOGGER, Failures
-from monitor.mindspore import hooks as cell_hooks
-from monitor.mindspore.autograd import (
-    GRAPH_IS_THERE,
-    RecomputeRepetitions,
-    in_backward,
-    made_since,
-    on_gradient,
-    recording,
-    requires_grad,
-)
+from monitor.mindspore import autograd, hooks as cell_hooks
 from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher
 from monitor.recording.attached_model import NamedParts
@@ -30,7 +21,7 @@ from monitor.recording.backend import HookSet
 
 never_called: tuple[type, ...] = (nn.CellList, nn.CellDict)
 before_forward, after_forward, takes_hooks = cell_hooks.before_forward, cell_hooks.after_forward, cell_hooks.takes_hooks
-repeating = in_backward
+repeating = autograd.in_backward
 
 
 def chunks_of(model: Any) -> Sequence[nn.Cell]:
@@ -56,7 +47,7 @@ def parts(chunk: nn.Cell) -> NamedParts:
 class CellHooks:
     """The hooks of a collector's cells (``CallHooks``). MindSpore calls none after a forward that raised."""
 
-    repetitions = RecomputeRepetitions
+    repetitions = autograd.RecomputeRepetitions
 
     def __init__(self, collector: ModuleCollector) -> None:
         self._failures = collector.failures
@@ -89,8 +80,8 @@ class CellHooks:
         return training
 
     def backward_begins(self, x: Tensor, call: Callable[[Tensor], None]) -> None:
-        if requires_grad(x) and made_since(x, 0):  # a hook on a parameter would stay for every later backward
-            on_gradient(x, call)
+        if autograd.requires_grad(x) and autograd.made_since(x, 0):  # a hook on a parameter would stay for every later backward
+            autograd.on_gradient(x, call)
 
     def end_step(self) -> None:
         """Keeps no data."""
@@ -154,7 +145,7 @@ def observable(root: nn.Cell) -> Observable:
     named = [(name, cell) for name, cell in root.cells_and_names() if _REPEATS not in name.split(".")]
     hiding = {name: inside for name, cell in named if compiled(cell) and (inside := _inside(cell))}
     hidden: set[int] = set().union(*hiding.values())
-    if not GRAPH_IS_THERE:  # a repetition could not be distinguished from a call
+    if not autograd.GRAPH_IS_THERE:  # a repetition could not be distinguished from a call
         repeated = [name.split(".") for name, _ in root.cells_and_names()]
         hidden |= {id(cell) for name, cell in named if any(_repeats(name, one) for one in repeated)}
     cells = [(name, cell) for name, cell in named if id(cell) not in hidden]
@@ -177,7 +168,7 @@ def trains(cell: nn.Cell) -> bool:
     MindSpore also records operations that do not train: everything after a differentiated function has raised, and every call
     of a cell with ``set_grad``.
     """
-    return recording() and (_DIFFERENTIATING is None or _is_trained(cell))
+    return autograd.recording() and (_DIFFERENTIATING is None or _is_trained(cell))
 
 
 def _is_trained(cell: nn.Cell) -> bool:

@@ -13,15 +13,8 @@ from monitor.recording.attached_model import Attached, ComputedRow, NamedParamet
 from monitor.recording.parameters import RatioCollector
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import DIRECTION_KIND
+from monitor.stats.mindspore import updates as kernels
 from monitor.stats.mindspore.tensors import Number, has_data
-from monitor.stats.mindspore.updates import (
-    MindSporeSigned,
-    TensorSnapshot,
-    adam_vectors,
-    agreement,
-    snapshot,
-    squares_of_update,
-)
 from monitor.stats.partials import COUNT, SUM
 
 # --- ``ur_distribution``: Adam's updates and moment ratios, as histograms.
@@ -61,8 +54,8 @@ class MindSporeAdamCollector(Collector):
         self._update.record_computed(update, turn.held)
         self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), turn.held)
 
-    def _vectors(self, moments: MindSporeMoments) -> tuple[MindSporeSigned, MindSporeSigned]:
-        return adam_vectors(
+    def _vectors(self, moments: MindSporeMoments) -> tuple[kernels.MindSporeSigned, kernels.MindSporeSigned]:
+        return kernels.adam_vectors(
             moments.mean,
             moments.square,
             moments.mean_correction,
@@ -74,7 +67,7 @@ class MindSporeAdamCollector(Collector):
         )
 
 
-def _computed(vector: MindSporeSigned, moments: MindSporeMoments) -> ComputedRow:
+def _computed(vector: kernels.MindSporeSigned, moments: MindSporeMoments) -> ComputedRow:
     return ComputedRow(vector.numbers(), moments.mean, vector.histogram())
 
 
@@ -111,7 +104,7 @@ class MindSporeDirectionCollector(Collector):
         if tuple(momentum.shape) != tuple(gradient.shape):
             return None
         uphill = self._framework.maximizes(parameter)
-        agreeing = agreement(gradient, momentum, uphill=uphill and momentum is not gradient)
+        agreeing = kernels.agreement(gradient, momentum, uphill=uphill and momentum is not gradient)
         return ComputedRow({COUNT: float(gradient.size), SUM: agreeing}, gradient)
 
 
@@ -124,11 +117,11 @@ class MindSporeWeightCopies:
     def usable(self, weight: Tensor) -> Tensor | None:
         return weight if is_floating_point(weight) and has_data(weight) and weight.size else None
 
-    def copy(self, usable: Tensor) -> TensorSnapshot:
-        return snapshot(usable)
+    def copy(self, usable: Tensor) -> kernels.TensorSnapshot:
+        return kernels.snapshot(usable)
 
-    def squares(self, after: Tensor, before: TensorSnapshot) -> tuple[Number, Number] | None:
-        return squares_of_update(after, before) if tuple(before.shape) == tuple(after.shape) else None
+    def squares(self, after: Tensor, before: kernels.TensorSnapshot) -> tuple[Number, Number] | None:
+        return kernels.squares_of_update(after, before) if tuple(before.shape) == tuple(after.shape) else None
 
 
 def new_updates(attached: Attached) -> Iterator[Collector]:

@@ -8,22 +8,13 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from monitor.pipeline.process import PROCESS
+from monitor.recording import phases
 from monitor.recording.activations import ModuleCollector
 from monitor.recording.attached_model import Attached, AttachmentSpec, Host, ModelNames, NamedModule
 from monitor.recording.backend import HookSet
 from monitor.recording.features.collector import FeatureCollector
 from monitor.recording.module_info import StackCollector, StructureCollector
 from monitor.recording.parameters import GradientCollector, MomentCollector, WeightCollector
-from monitor.recording.phases import (
-    PARTLY_SKIPPED,
-    STILL_SCALED,
-    UNSCALED,
-    Collector,
-    Collectors,
-    OptimizerParameters,
-    OptimizerTurn,
-    OptimizerTurns,
-)
 from monitor.recording.recorder import RecordedSeries, SeenModule, observed_dataflow
 from monitor.recording.run import Run
 from monitor.recording.step_clock import Clock, Schedule
@@ -159,8 +150,8 @@ class Attachment:
         self.last_collected: int | None = None
         self._names = names
         self._scaling: dict[str, RecordedSeries] = {}
-        self._turns = OptimizerTurns()
-        self._now: OptimizerTurn | None = None
+        self._turns = phases.OptimizerTurns()
+        self._now: phases.OptimizerTurn | None = None
         self._scaling_said = ""
         self._any_turn = False
         self._unheld_reported = False
@@ -169,8 +160,8 @@ class Attachment:
         self._forks = PROCESS.forks
         self._hooks = HookSet()
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend)
-        self.collectors = Collectors()
-        self._held = OptimizerParameters((), watch.framework)
+        self.collectors = phases.Collectors()
+        self._held = phases.OptimizerParameters((), watch.framework)
         try:
             self._attach()
             self._steps = watch.framework.steps(self, self._failures)
@@ -197,7 +188,7 @@ class Attachment:
         self.schedule, self._scaling_said = Schedule(self.clock.step, 1, 0), ""
         self._remove_hooks()
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend)
-        self.collectors = Collectors()
+        self.collectors = phases.Collectors()
 
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
@@ -208,7 +199,7 @@ class Attachment:
             self.modules.watch_root(chunk, root)
         if config.xy_distribution:
             self.watch_activations(modules)
-        self._held = OptimizerParameters(parameters, watch.framework)
+        self._held = phases.OptimizerParameters(parameters, watch.framework)
         attached = Attached(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self.sealer.note)
         for collector in self._configured(attached, modules):
             self.collectors.add(collector)
@@ -217,7 +208,7 @@ class Attachment:
         for root in filter(self._backend.modules.takes_hooks, watch.chunks):
             self._hooks.add(self._backend.modules.before_forward(root, begins, compiled=True))
 
-    def _configured(self, attached: Attached, modules: Sequence[NamedModule]) -> Iterator[Collector]:
+    def _configured(self, attached: Attached, modules: Sequence[NamedModule]) -> Iterator[phases.Collector]:
         """Create the configured collectors, in the order of their calls."""
         config, backend = attached.config, attached.backend
         if config.recording_l2_features:
@@ -253,15 +244,15 @@ class Attachment:
         trains = self._backend.modules.trains(root)
         self.begun = self.begun or trains
         if not self._steps.evaluating:
-            self.collectors.each(Collector.end_turn, None)  # data of a step that raised
+            self.collectors.each(phases.Collector.end_turn, None)  # data of a step that raised
         if trains and self._recorder.active:
-            self.collectors.each(Collector.forward_begins, root)
+            self.collectors.each(phases.Collector.forward_begins, root)
 
     # `StepListener`: the phases of an optimizer's step, in this order.
 
     def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:
         self._begin_turn(optimizer)
-        self._scaling_said = UNSCALED
+        self._scaling_said = phases.UNSCALED
         if self._records_scaled():
             self.sealer.note(
                 "loss_scale", "grad_unreduced and actv_grad are multiplied by the loss scale, whose rows are in `other`"
@@ -276,21 +267,21 @@ class Attachment:
             )
             self._recorder.record(self._scalar("found_inf", self._place_of(optimizer)), found_inf, aliases=False)
             if still_scaled:
-                self._scaling_said = STILL_SCALED
+                self._scaling_said = phases.STILL_SCALED
 
     def before_step(self, optimizer: Any) -> None:
         self._failures.reraise_deferred()
         self._begin_turn(optimizer)
         if self._recorder.active:
-            self.collectors.each(Collector.before_step, self._stepping(optimizer))
+            self.collectors.each(phases.Collector.before_step, self._stepping(optimizer))
 
     def gradients_ready(self, optimizer: Any) -> None:
         if self._recorder.active:
-            self.collectors.each(Collector.gradients_ready, self._stepping(optimizer))
+            self.collectors.each(phases.Collector.gradients_ready, self._stepping(optimizer))
 
     def after_step(self, optimizer: Any) -> None:
         if self._recorder.active:
-            self.collectors.each(Collector.after_step, self._stepping(optimizer))
+            self.collectors.each(phases.Collector.after_step, self._stepping(optimizer))
         self._end_turn(optimizer)
 
     def step_skipped(self, optimizer: Any) -> None:
@@ -315,13 +306,13 @@ class Attachment:
         if self._turns.complete(self._steps.optimizers):
             self._end_step(self._turns.status)
         elif self._recorder.active:
-            self.collectors.each(Collector.end_turn, self._stepping(optimizer))
+            self.collectors.each(phases.Collector.end_turn, self._stepping(optimizer))
             self._scaling_said = ""
 
-    def _stepping(self, optimizer: Any) -> OptimizerTurn:
+    def _stepping(self, optimizer: Any) -> phases.OptimizerTurn:
         """The current turn, with the parameters of its optimizer, which are determined once per turn."""
         if self._now is None or self._now.optimizer is not optimizer:
-            self._now = OptimizerTurn(optimizer, self._held.by(optimizer, self._steps.optimizers), self._scaling_said)
+            self._now = phases.OptimizerTurn(optimizer, self._held.by(optimizer, self._steps.optimizers), self._scaling_said)
         return self._now
 
     def _scalar(self, name: str, place: int) -> RecordedSeries:
@@ -368,7 +359,7 @@ class Attachment:
         finally:
             self._end_step_of_collectors(collected=was_active)
             self.modules.end_step()
-            self.collectors.each(Collector.end_turn, None)
+            self.collectors.each(phases.Collector.end_turn, None)
             self.collected += self.schedule.collects(self.clock.step, self.collected)
             self.clock.next_step()
             self._finish_first_step()  # before the boundary, which may attach collectors that have not seen a step
@@ -378,7 +369,7 @@ class Attachment:
     def _report_optimizers(self) -> None:
         """Note partly skipped steps in the manifest, and warn once about parameters that no optimizer steps."""
         if self._turns.mixed:
-            self.sealer.note("optimizers", PARTLY_SKIPPED)
+            self.sealer.note("optimizers", phases.PARTLY_SKIPPED)
         if self._unheld_reported or not self._needs_optimizers():
             return
         self._unheld_reported = True
@@ -400,11 +391,11 @@ class Attachment:
         self._recorder.activate(wanted)
         if self._recorder.active and not before_a_turn:
             self._scaling_said = ""
-        self.collectors.each(Collector.begin_step, before_a_turn=before_a_turn)
+        self.collectors.each(phases.Collector.begin_step, before_a_turn=before_a_turn)
 
     def _end_step_of_collectors(self, *, collected: bool) -> None:
         if PROCESS.forks == self._forks:
-            self.collectors.each(Collector.end_step, collected=collected)
+            self.collectors.each(phases.Collector.end_step, collected=collected)
 
     def _finish_first_step(self) -> None:
         if self.on_first_step is not None and PROCESS.forks == self._forks:
@@ -433,8 +424,8 @@ class Attachment:
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        self.collectors.each(Collector.end_turn, None)
-        self.collectors.each(Collector.remove)
+        self.collectors.each(phases.Collector.end_turn, None)
+        self.collectors.each(phases.Collector.remove)
         self.modules.remove()
         self._hooks.remove()
 

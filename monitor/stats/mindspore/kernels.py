@@ -17,32 +17,16 @@ import numpy as np
 from mindspore import Tensor, mint
 from numpy.typing import NDArray
 
+from monitor.stats import partials
 from monitor.stats.host.array_kernel import NumpyKernel, Raw
 from monitor.stats.mindspore.tensors import Number, has_data, on_host
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import (
-    COLUMNS,
-    COUNT,
-    EMPTY,
-    EXPONENT,
-    M2,
-    M3,
-    M4,
-    MAX,
-    MIN,
-    NEGINFS,
-    SCALED,
-    SUM,
-    SUMSQ,
-    WRITES,
-    Floats,
-    union,
-)
+from monitor.stats.partials import Floats
 
 PIECE: Final = 1 << 22
 """Elements of a piece: enough to fill a device, 16 MiB per float32 temporary, and few enough for exact counts in float32."""
 
-PIECE_COLUMNS: Final = len(COLUMNS) + 4
+PIECE_COLUMNS: Final = len(partials.COLUMNS) + 4
 """Columns of a piece row: those of a table row without ``writes``, where ``count`` counts the finite elements only; then the
 remainders of integer extremes that float32 cannot hold, to be added to the extremes; then the mean, and what its multiple lacks
 of ``sum``; then the greatest distance from the mean. ``m3`` and ``m4`` are divided by its third and fourth power, which float32
@@ -120,7 +104,7 @@ class MindSporeDeviceKernel:
         if not has_data(x) or x.dtype not in _READ:
             return None
         if not x.size:
-            return Tensor([*EMPTY[COUNT:], *[0.0] * (PIECE_COLUMNS - len(COLUMNS) + 1)], ms.float32)
+            return Tensor([*partials.EMPTY[partials.COUNT :], *[0.0] * (PIECE_COLUMNS - len(partials.COLUMNS) + 1)], ms.float32)
         pieces = (x,) if x.size <= self._piece_size else mint.split(x.reshape(-1), self._piece_size)
         return mint.cat([self._piece(piece) for piece in pieces])
 
@@ -189,28 +173,29 @@ def _real(piece: Tensor) -> Tensor:
 def combined(end_to_end: NDArray[np.float32] | Floats) -> Floats:
     """The table row of a tensor, from its piece rows on the host."""
     pieces = end_to_end.reshape(-1, PIECE_COLUMNS)
-    rows = np.empty((len(pieces), len(COLUMNS)))
-    rows[:, WRITES] = 1.0
-    rows[:, COUNT:] = pieces[:, : len(COLUMNS) - 1]
-    rows[:, COUNT] += rows[:, COUNT + 1 : NEGINFS + 1].sum(axis=1)
-    rows[:, [MIN, MAX]] += pieces[:, -5:-3]
+    rows = np.empty((len(pieces), len(partials.COLUMNS)))
+    rows[:, partials.WRITES] = 1.0
+    rows[:, partials.COUNT :] = pieces[:, : len(partials.COLUMNS) - 1]
+    rows[:, partials.COUNT] += rows[:, partials.COUNT + 1 : partials.NEGINFS + 1].sum(axis=1)
+    rows[:, [partials.MIN, partials.MAX]] += pieces[:, -5:-3]
     mean, rest, far = pieces[:, -3:].astype(np.float64).T
     # Of a sum in float32, the rounding would look like a spread between the means of pieces.
-    rows[:, SUM] = pieces[:, 0] * mean + rest
-    rows[:, M3] *= far**3
-    rows[:, M4] *= far**4
-    rows[rows[:, MIN] == rows[:, MAX], M2 : M4 + 1] = 0.0  # of equal elements they are rounding errors
+    rows[:, partials.SUM] = pieces[:, 0] * mean + rest
+    rows[:, partials.M3] *= far**3
+    rows[:, partials.M4] *= far**4
+    # The moments of equal elements are rounding errors.
+    rows[rows[:, partials.MIN] == rows[:, partials.MAX], partials.M2 : partials.M4 + 1] = 0.0
     _clear_exponents(rows)
-    return rows[0] if len(rows) == 1 else union(rows)
+    return rows[0] if len(rows) == 1 else partials.union(rows)
 
 
 def _clear_exponents(rows: Floats) -> None:
     """Set the exponent to 0 if the sums of squares fit a float64: always, except for some tensors of float64."""
-    fits = (np.abs(rows[:, EXPONENT]) < _STEP[ms.float64]) | (rows[:, SUMSQ] == 0)
-    exponents = np.where(fits, rows[:, EXPONENT], 0.0).astype(np.int64)
-    for column, power in SCALED:
+    fits = (np.abs(rows[:, partials.EXPONENT]) < _STEP[ms.float64]) | (rows[:, partials.SUMSQ] == 0)
+    exponents = np.where(fits, rows[:, partials.EXPONENT], 0.0).astype(np.int64)
+    for column, power in partials.SCALED:
         rows[:, column] = np.ldexp(rows[:, column], power * exponents)
-    rows[fits, EXPONENT] = 0.0
+    rows[fits, partials.EXPONENT] = 0.0
 
 
 # --- Numbers near 1, whose squares fit a float32: no scaling is needed, and chunks can be combined on the device.
@@ -250,7 +235,7 @@ def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, bound: Tensor, *,
 def union_of_unscaled(chunks: Sequence[Tensor], elements: int, *, higher: bool) -> dict[int, Number]:
     """The partials of all ``elements`` of some chunks, by column."""
     if not chunks:
-        return {column: EMPTY[column] for column in range(COUNT, len(COLUMNS))}
+        return {column: partials.EMPTY[column] for column in range(partials.COUNT, len(partials.COLUMNS))}
     parts = mint.cat([one.reshape(1, -1) for one in chunks])
     counts, least, most, sums, m2 = (_columns(parts, *span) for span in ((0, 5), (5, 1), (6, 1), (7, 2), (9, 1)))
     finite, (total, squares) = mint.sum(_columns(counts, 0, 1)), _sums(sums)
@@ -260,7 +245,7 @@ def union_of_unscaled(chunks: Sequence[Tensor], elements: int, *, higher: bool) 
     numbers = [mint.amin(least), mint.amax(most), total, squares, mint.add(mint.sum(m2), between)]
     if higher:
         numbers += _higher_of_all(n, off, m2, *(_columns(parts, column, 1) for column in (10, 11)))
-    return dict(enumerate([float(elements), *_sums(_columns(counts, 1, 4)), *numbers], COUNT))
+    return dict(enumerate([float(elements), *_sums(_columns(counts, 1, 4)), *numbers], partials.COUNT))
 
 
 def _higher_of_all(n: Tensor, off: Tensor, m2: Tensor, m3: Tensor, m4: Tensor) -> list[Tensor]:
