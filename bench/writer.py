@@ -36,7 +36,7 @@ from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks.csv import CsvSink
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.ops import derive
-from monitor.stats.partials import COUNT, MAX, MIN, SMALLS, SUM, SUMSQ, Partials
+from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, SMALLS, SUM, SUMSQ, Partials
 from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 OPS = ("min", "max", "mean", "norm", "zeros", "nans")
@@ -145,7 +145,7 @@ def kinds(rng: np.random.Generator, rows: int) -> Iterator[tuple[str, KindRows]]
 def gradients(rng: np.random.Generator, rows: int) -> Partials:
     """Partials of gradients with magnitudes from 1e-12 to 1, a third of them with elements that count as zero."""
     magnitude = 10 ** rng.uniform(-12, 0, rows)
-    columns = np.zeros((12, rows))
+    columns = np.zeros((len(COLUMNS), rows))
     columns[COUNT] = ELEMENTS
     columns[MIN], columns[MAX] = -magnitude * rng.uniform(0.5, 1, rows), magnitude
     columns[SUM] = magnitude * rng.normal(0, 20, rows)

@@ -11,7 +11,7 @@ from monitor.formats import FORMATS
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
-from monitor.stats.partials import Partials
+from monitor.stats.partials import COLUMNS, Partials
 from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 OPS = ("min", "max", "mean", "norm", "zeros", "nans")
@@ -25,7 +25,9 @@ def measured(rng: np.random.Generator) -> KindRows:
     sums = np.stack([scale * rng.normal(0, 20, SERIES), *(scale**2 * 400 * rng.uniform(0.8, 1, (2, SERIES)))])
     counts = np.zeros((5, SERIES))
     counts[0], counts[4] = 4096, np.where(rng.random(SERIES) < 0.3, rng.integers(0, 4096, SERIES), 0)
-    columns = np.concatenate([np.ones((1, SERIES)), counts, extremes, sums, np.zeros((1, SERIES))])
+    measured_columns = np.concatenate([np.ones((1, SERIES)), counts, extremes, sums])
+    columns = np.zeros((len(COLUMNS), SERIES))
+    columns[: len(measured_columns)] = measured_columns
     index = np.arange(SERIES)
     return KindRows(index, np.full(SERIES, NO_MICRO_STEP), index, np.zeros(SERIES, dtype=np.int64), Partials(columns))
 
