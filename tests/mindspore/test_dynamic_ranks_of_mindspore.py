@@ -12,7 +12,7 @@ from monitor.config import MonitorConfig
 from monitor.coordinator.manifest_format import ConfigurationRecord, ManifestRecord, RecordedModel, read_manifest
 from monitor.coordinator.store import ASKED_PER_SECOND
 from monitor.failures import Failures
-from monitor.mindspore import trainer_mon
+from monitor.mindspore.trainer_mon import BACKEND
 from monitor.recording.recording import Recording
 from monitor.recording.run import ProcessTopology, RecordingSpec
 
@@ -96,5 +96,5 @@ def test_what_ranks_hold_alike_is_written_by_the_first_after_every_switch(
 
 def test_the_store_that_python_serves_is_asked_no_more_often_than_it_can_answer(tmp_path: Path) -> None:
     spec = RecordingSpec(MonitorConfig(), "", tmp_path, RecordedModel("Network", ""), Failures())
-    recording = Recording(spec, ProcessTopology, trainer_mon)
+    recording = Recording(spec, ProcessTopology, BACKEND)
     assert recording.job().asked_per_second == ASKED_PER_SECOND
