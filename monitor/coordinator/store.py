@@ -248,19 +248,19 @@ class StoreLocator:
 
     def _greeted(self, ports: Any) -> socket.socket:
         """A connection to the first port of the store. A refusal by a store is reported rather than a silent port."""
-        said: OSError | None = None
+        said = ""  # no exception: it would hold the frames of its callers, and with them the client, until a garbage collection
         for port in ports:
             try:
                 connection, instance = greet(self.rendezvous.host, port, self._hello)
             except OSError as error:
-                said = error if said is None or isinstance(error, RefusedError) else said
+                said = str(error) if not said or isinstance(error, RefusedError) else said
                 continue
             if self._found is None:
                 self._found = port, instance
             if self._found == (port, instance):
                 return connection
             connection.close()
-            said = RefusedError("another process replaced its server, and does not hold the agreements")
+            said = "another process replaced its server, and does not hold the agreements"
         raise ConnectionError(f"no store of this job at {self.rendezvous}: {said}")
 
 
