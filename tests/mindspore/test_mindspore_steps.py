@@ -13,7 +13,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.nn.cell import _pynative_executor
 from training import Net, array, inputs
 
-from monitor.mindspore import autograd
+from monitor.mindspore import modules
 
 KINDS = ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_origin", "param_updated")
 STEPS = 3
@@ -242,7 +242,7 @@ def test_a_batch_of_several_forwards_is_one_batch(output: Output) -> None:
 
 
 def test_cells_that_are_recomputed_are_left_out_where_a_repetition_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "GRAPH_IS_THERE", False)
+    monkeypatch.setattr(modules.autograd, "GRAPH_IS_THERE", False)
     net = Net()
     assert [name for name, _ in modules.observable(net).cells] == ["", "a", "b"]
     net.b.recompute()
