@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 OPS = ["min", "max", "mean", "norm", "zeros", "nans"]
-BY = ("nobody", "ours", "peer")
+BY = ("none", "ours", "peer")
 
 
 def work(by: str, rank: int, place: Path, steps: int, calls: int, size: int) -> None:
@@ -53,7 +53,7 @@ def work(by: str, rank: int, place: Path, steps: int, calls: int, size: int) -> 
 
 def attach(by: str, place: Path, model: Any, optimizer: Any) -> None:
     """Attach the monitor that is meant, recording outputs of communication and nothing else."""
-    if by == "nobody":
+    if by == "none":
         return
     config = {"targets": {}, "format": "csv", "ops": OPS, "cc_distribution": {"enable": True, "cc_codeline": []}}
     path = place / f"{by}-{os.getpid()}.json"
@@ -138,7 +138,7 @@ def main() -> None:
 def report(given: argparse.Namespace) -> None:
     """Run the jobs in turns and print what each adds a call."""
     arguments = ["--steps", str(given.steps), "--calls", str(given.calls), "--size", str(given.size)]
-    pythons = {"nobody": sys.executable, "ours": sys.executable, "peer": given.peer_python}
+    pythons = {"none": sys.executable, "ours": sys.executable, "peer": given.peer_python}
     with tempfile.TemporaryDirectory() as base:
         jobs = {by: Job(by, python, Path(base), arguments) for by, python in pythons.items() if python}
         try:
@@ -152,9 +152,9 @@ def report(given: argparse.Namespace) -> None:
     each = {by: [median(one) / given.calls * 1e6 for one in zip(*of[1:], strict=True)] for by, of in taken.items()}
     print(f"{given.calls} all-reduces of {given.size} elements a step; microseconds a call")
     print(f"{'':18}{'CPU':>10}{'added':>10}{'wall':>10}{'added':>10}")
-    titles = {"nobody": "no monitor", "ours": "monitor", "peer": "mindstudio-probe"}
+    titles = {"none": "no monitor", "ours": "monitor", "peer": "mindstudio-probe"}
     for by, (cpu, wall) in each.items():
-        base_cpu, base_wall = each["nobody"]
+        base_cpu, base_wall = each["none"]
         print(f"{titles[by]:18}{cpu:10.1f}{cpu - base_cpu:10.1f}{wall:10.1f}{wall - base_wall:10.1f}")
 
 

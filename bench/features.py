@@ -38,7 +38,7 @@ SAMPLES = ((1024, 1), (8192, 1), (8192, 8), (32768, 1))
 """Lengths of sequences, and how many heads of one row of the batch are looked at."""
 
 HOOKS = {"attention_hook": "attn", "linear_hook": None, "moe_router_weight_hook": "mlp.0", "moe_router_logit_hook": "mlp.0"}
-"""What of each block a hook is given; of a GPT without experts, a layer of it stands for a router."""
+"""What of each block a hook is given; of a GPT without experts, a layer of it takes the place of a router."""
 
 
 @dataclass(frozen=True)

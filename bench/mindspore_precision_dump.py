@@ -3,8 +3,8 @@
 python bench/mindspore_precision_dump.py
 python bench/mindspore_precision_dump.py --workload tiny --level mix
 
-MindSpore computes on threads of its own while Python goes on; on a CPU a dump waits for each tensor that it reads, and what no
-longer overlaps is in these figures, too.
+MindSpore computes on threads of its own while Python continues. On a CPU a dump waits for each tensor that it
+reads. Work that no longer overlaps is in these figures, too.
 """
 
 from __future__ import annotations

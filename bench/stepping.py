@@ -19,7 +19,7 @@ SECONDS_TO_LEAVE = 10
 
 
 class WorkerError(Exception):
-    """A measured process ended before it was told to; the message holds the end of its log."""
+    """A measured process ended before it was asked to; the message holds the end of its log."""
 
 
 class Worker:

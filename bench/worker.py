@@ -1,4 +1,4 @@
-"""A process that trains a model, with one monitor or none, a turn at a time as it is told.
+"""A process that trains a model, with one monitor or none, a turn at a time, when it is asked to.
 
 Requests come on standard input and replies go to standard output, a JSON object a line:
 
@@ -99,7 +99,7 @@ def attach(monitor: str, config: str, training: Training) -> Callable[[], None]:
 
 
 def serve(requests: Iterable[str], replies: TextIO, training: Training, close: Callable[[], None]) -> None:
-    """Answer requests until the last one, or until there is nobody left to ask."""
+    """Answer requests until the last one, or until there is no one left to ask."""
     stopwatch = Stopwatch()
     for line in requests:
         request = json.loads(line)

@@ -14,7 +14,7 @@ RELU = [32, 16, 28, 28]
 
 
 class Example:
-    """As one framework spells it.
+    """As one framework writes it.
 
     Args:
         prefix: Of modules.

@@ -33,7 +33,7 @@ class Spelling(NamedTuple):
 
 
 class Spelled(str):
-    """The type of a setting that a dump spells without its value."""
+    """The type of a setting that a dump writes without its value."""
 
     __slots__ = ()
 

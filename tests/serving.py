@@ -1,4 +1,4 @@
-"""A store of our own for tests: a server in this process, at a port that nobody else has, and ranks that ask it."""
+"""A store of our own for tests: a server in this process, at a port that no one else has, and ranks that ask it."""
 
 from __future__ import annotations
 

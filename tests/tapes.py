@@ -1,6 +1,6 @@
 """Networks computed by hand, in float64 with numpy, and what a precision dump has to say of each call of theirs.
 
-A tape is told of every call that a framework makes, by the name that the call has in a dump, with the formula of its result
+A tape is given every call that a framework makes, by the name that the call has in a dump, with the formula of its result
 and of its gradients.
 """
 

@@ -120,7 +120,7 @@ class TestSquashed:
         assert squashed(["a.norm", "a.norm"]) == {"a.norm": "norm"}
 
     @given(names)
-    def test_names_that_differ_are_spelled_differently(self, names: list[str]) -> None:
+    def test_names_that_differ_are_written_differently(self, names: list[str]) -> None:
         short = squashed(names)
         assert short.keys() == set(names)
         assert len(set(short.values())) == len(short)

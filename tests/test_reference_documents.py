@@ -185,7 +185,7 @@ def test_the_detailed_configuration_records_all_but_what_csv_cannot_hold() -> No
     assert {name: getattr(loaded, name) for name in kept} == kept
 
 
-def test_a_field_that_nobody_knows_stays_an_error(tmp_path: Path) -> None:
+def test_a_field_that_no_one_knows_stays_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"wg_distribtion": true}')
     with pytest.raises(ConfigError, match="did you mean `wg_distribution`"):
         load_config(tmp_path / "config.json")

@@ -165,7 +165,7 @@ class TestSpellings:
         assert modules(selection, names=names) == [f"{prefix}h.0"]
         assert parameters(selection, names=names) == [f"{prefix}h.0.weight"]
 
-    def test_the_root_and_the_module_it_wraps_are_told_apart(self) -> None:
+    def test_the_root_and_the_module_it_wraps_are_distinguished(self) -> None:
         assert modules(select([""], self.WRAPPED), names=self.WRAPPED) == [""]
         assert modules(select(["module"], self.WRAPPED), names=self.WRAPPED) == ["module"]
 
@@ -283,7 +283,7 @@ class TestTargetsThatMatchNothing:
             assert unmatched.nearest
             assert select(unmatched.nearest, first, second).unmatched == ()
 
-    def test_a_target_in_the_wrong_chunk_is_told_the_right_one(self) -> None:
+    def test_a_target_in_the_wrong_chunk_is_answered_with_the_right_one(self) -> None:
         first, second = ChunkNames(("", "layers.0"), ()), ChunkNames(("", "layers.5"), ())
         assert select(["0:layers.5"], first, second).unmatched[0].nearest[0] == "1:layers.5"
 

@@ -63,7 +63,7 @@ def _tree(schema: FieldSchema, path: str, node: SchemaNode, *, required: bool) -
 
 
 def _holder(schema: FieldSchema, node: SchemaNode) -> tuple[SchemaNode, str]:
-    """The object that has the fields, which may be an item of a list or a value under a free name, and how that is spelled."""
+    """The object that has the fields, which may be an item of a list or a value under a free name, and how that is written."""
     if node.get("type") == "array":
         return schema.resolved(node["items"]), "[i]"
     if isinstance(node.get("additionalProperties"), dict):

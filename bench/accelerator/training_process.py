@@ -1,4 +1,4 @@
-"""A process that trains as it is told and says what it took, in a line of JSON.
+"""A process that trains as it is asked to, and says what it took, in a line of JSON.
 
 The request is its argument (``training.py`` makes it). The reply has ``steps`` (seconds each), ``peak`` (bytes of device
 memory) and ``waits`` (the first wait for the device in a step, or nothing; null where that is not to be found out). Unmonitored

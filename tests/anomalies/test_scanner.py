@@ -1,4 +1,4 @@
-"""Rules side by side: what counts where several fire, and who is told."""
+"""Rules side by side: what counts where several fire, and which callbacks are called."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_rules_see_what_they_need_whatever_statistics_are_written(ops: tuple[str
 
 
 class Listening:
-    """Keeps what it was told."""
+    """Keeps what it was given."""
 
     def __init__(self) -> None:
         self.told: list[object] = []
@@ -131,7 +131,7 @@ class Listening:
         self.told.append("close")
 
 
-def test_every_listener_is_told_of_steps_with_and_without_events_and_of_those_that_were_lost() -> None:
+def test_every_listener_gets_steps_with_and_without_events_and_of_those_that_were_lost() -> None:
     listening = Listening()
     watched = Watched((NAN_RULE, None), listeners=[listening])
     watched.step(a=[1.0])

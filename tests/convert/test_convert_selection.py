@@ -166,7 +166,7 @@ class TestFiles:
         rows = query(converted(tmp_path).output, "SELECT name, sr, kernel_norm FROM linear_hook")
         assert rows == [("q", 2.5, None), ("k", "nan", 1.0)]
 
-    def test_of_kinds_that_nobody_asked_for_nothing_is_said(self, tmp_path: Path) -> None:
+    def test_of_kinds_that_no_one_asked_for_nothing_is_said(self, tmp_path: Path) -> None:
         job(tmp_path, ranks=1)
         (directory,) = tmp_path.glob("*-rank0-*")
         (directory / "actv_0-4.csv").write_text("torn")
@@ -242,7 +242,7 @@ class TestArguments:
         assert made.endswith(ending)
         assert at_time(made.removesuffix(ending))
 
-    def test_a_script_without_a_guard_is_told_of_it(self, tmp_path: Path) -> None:
+    def test_a_script_without_a_guard_gets_a_message_that_says_so(self, tmp_path: Path) -> None:
         plain(tmp_path / "run")
         call = "csv2tensorboard_by_step('run', None, None, process_num=2, output_dirpath='curves')"
         (tmp_path / "script.py").write_text(f"from monitor.convert import csv2tensorboard_by_step\n{call}\n")

@@ -77,7 +77,7 @@ def client(*ports: int, rank: int = 1, process: str = "process 1", first_s: floa
     return StoreClient(StoreLocator(Rendezvous(HOST, ports, JOB), Hello(JOB, rank, process), first_s))
 
 
-def test_a_key_is_set_by_who_expects_what_it_holds_and_by_nobody_else(meet: MakeLocator) -> None:
+def test_a_key_is_set_by_who_expects_what_it_holds_and_by_no_one_else(meet: MakeLocator) -> None:
     one, other = StoreClient(meet()), StoreClient(meet())
     assert one.compare_set("key", "", "first") == b"first"
     assert other.compare_set("key", "", "second") == b"first"
@@ -113,7 +113,7 @@ def test_any_text_comes_back_as_it_was_set(meet: MakeLocator, text: str) -> None
 
 
 def test_of_many_that_ask_at_once_each_is_counted_and_one_is_first(meet: MakeLocator) -> None:
-    """32 threads stand for ranks."""
+    """32 threads act as ranks."""
 
     def of_a_rank(rank: int) -> tuple[bytes, list[int]]:
         store = StoreClient(meet())
@@ -231,7 +231,7 @@ def test_a_store_whose_own_rank_has_a_successor_lets_in_no_rank_that_it_does_not
     ],
     ids=["empty", "bytes", "list", "unhashable", "deep", "endless"],
 )
-def test_who_sends_something_else_is_left_and_disturbs_nobody(garbage: bytes) -> None:
+def test_who_sends_something_else_is_left_and_disturbs_no_one(garbage: bytes) -> None:
     with serving() as port:
         store = client(port)
         store.add("count", 1)

@@ -8,7 +8,7 @@ from monitor.coordinator.output import MONTHS, RankDirectory, timestamp_fields, 
 MOMENTS = st.datetimes(min_value=datetime(1970, 1, 1), max_value=datetime(2199, 1, 1))
 
 
-def test_a_timestamp_is_spelled_with_month_day_and_time():
+def test_a_timestamp_is_written_with_month_day_and_time():
     assert timestamp_of(datetime(2024, 12, 3, 21, 34, 40)) == "Dec03_21-34-40"
 
 
@@ -70,6 +70,6 @@ def test_other_names_are_no_rank_directories(name):
 
 
 @given(st.text())
-def test_whatever_parses_is_spelled_as_it_was(name):
+def test_whatever_parses_is_written_as_it_was(name):
     parsed = RankDirectory.parse(name)
     assert parsed is None or str(parsed) == name

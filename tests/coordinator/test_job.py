@@ -53,7 +53,7 @@ def agreed(store, ordinal=0):
 
 
 @given(st.datetimes(min_value=datetime(1970, 1, 1)))
-def test_an_identity_reads_back_as_it_was_spelled(moment):
+def test_an_identity_reads_back_as_it_was_written(moment):
     identity = JobIdentity.new(moment)
     assert JobIdentity.parse(identity.serialized()) == identity
 
@@ -87,7 +87,7 @@ def store_of_a_rank(request, tcp, tmp_path):
         return lambda: shared
     if request.param == "FileStore":
         path = str(tmp_path / "store")
-        first = dist.FileStore(path, 4)  # kept, as a rank keeps its own: the last one to be let go of deletes the file
+        first = dist.FileStore(path, 4)  # kept, as a rank keeps its own: the last one to be released deletes the file
         return lambda: first and dist.FileStore(path, 4)
     if request.param == "TCPStore":
         return lambda: client(tcp.port)
@@ -95,7 +95,7 @@ def store_of_a_rank(request, tcp, tmp_path):
 
 
 def test_ranks_that_ask_at_once_share_one_identity_for_each_monitor(store_of_a_rank):
-    """Four threads stand for ranks, each with its own client where the store has clients."""
+    """Four threads act as ranks, each with its own client where the store has clients."""
 
     def of_a_rank(_):
         store = store_of_a_rank()

@@ -253,7 +253,7 @@ TELLINGS = st.lists(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(TELLINGS)
-def test_whatever_is_told_reads_back(tmp_path, tellings):
+def test_whatever_is_recorded_reads_back(tmp_path, tellings):
     rank = Rank(tmp_path / "rank")
     expected = {"written": set(), "dropped": set(), "lost": set()}
     for what, step, text in tellings:

@@ -47,7 +47,7 @@ def test_a_leading_tilde_is_the_home_directory(monkeypatch, tmp_path):
     assert base_directory({"MONITOR_OUTPUT_DIR": "~/out"}) == tmp_path / "out"
 
 
-def test_the_home_of_nobody_known_is_a_clear_error():
+def test_the_home_of_no_one_known_is_a_clear_error():
     with pytest.raises(OutputError, match="MONITOR_OUTPUT_DIR is '~no-such-user/out'"):
         base_directory({"MONITOR_OUTPUT_DIR": "~no-such-user/out"})
 

@@ -100,7 +100,7 @@ def test_what_differs_over_one_group_is_still_the_same_over_another(kind):
 
 
 @pytest.mark.parametrize("kind", sorted(REPLICAS_AFTER_REDUCTION))
-def test_a_data_parallel_group_that_is_passed_stands_for_the_one_of_the_parameter(kind):
+def test_a_data_parallel_group_that_is_passed_represents_the_one_of_the_parameter(kind):
     """Of an expert: four data-parallel ranks have two of them, each on two."""
     own = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
     others = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
@@ -120,7 +120,7 @@ def test_replicas_that_the_tensor_knows_of_and_those_of_the_groups_make_one_set(
     assert owner.placed("grad_unreduced", Placement(replicas=replicas[3])).replicas == (1, 3)
 
 
-def test_replicas_that_nobody_passed_a_group_for_are_written_by_all_and_known():
+def test_replicas_that_no_one_passed_a_group_for_are_written_by_all_and_known():
     known = Placement(unclaimed=(0, 1))
     assert writers([(None, None)] * 2, "grad_reduced", known=lambda _: known) == {0, 1}
     assert Ownership(0, 2, dp_group=(0, 1)).placed("grad_reduced", known) == Placement(replicas=(0, 1))
@@ -170,7 +170,7 @@ def test_a_group_that_this_rank_is_not_in_decides_nothing():
     assert Ownership(5, 8, dp_group=(0, 1)).placed("grad_reduced", LOCAL) == LOCAL
 
 
-def test_ranks_that_are_not_in_the_job_are_told_of():
+def test_ranks_that_are_not_in_the_job_are_reported():
     assert no_rank_monitored([9, 8], 8) == (
         "module_ranks [8, 9] names no rank of this job, whose ranks are 0 to 7: nothing will be recorded"
     )

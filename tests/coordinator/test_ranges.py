@@ -65,7 +65,7 @@ def test_past_the_bound_steps_are_counted_and_framed(steps, most):
     assert ranges.rest == (Rest(len(unlisted), unlisted[0], unlisted[-1]) if unlisted else None)
 
 
-def test_a_cadence_goes_on_past_the_bound():
+def test_a_cadence_continues_past_the_bound():
     ranges = StepRanges([0, 1, 5, 6, 100, 107], most=2)
     assert ranges.ranges == (StepRange(0, 1), StepRange(5, 6))
     ranges.add(7)
@@ -117,7 +117,7 @@ def test_a_range_that_stands_clear_of_the_others_is_not_taken_apart():
 
 
 @given(STEPS, st.integers(1, 5))
-def test_what_was_read_back_goes_on_as_it_was(steps, most):
+def test_what_was_read_back_continues_as_it_was(steps, most):
     ranges = StepRanges(steps, most=most)
     again = StepRanges.restored(ranges.ranges, ranges.rest, most=most)
     for step in (7, 10**13):

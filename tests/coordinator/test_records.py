@@ -153,7 +153,7 @@ JSON = st.recursive(
 )
 
 
-def test_a_manifest_from_before_pipelines_were_told_of_reads_without_one(path):
+def test_a_manifest_from_before_pipelines_were_recorded_reads_without_one(path):
     fields = json.loads(path.read_text())
     del fields["pipeline"]
     path.write_text(json.dumps(fields))

@@ -150,7 +150,7 @@ class TestClaims:
         assert (tmp_path / ".lock").stat().st_mtime_ns > 5
         held.release()
 
-    def test_where_there_are_no_locks_nobody_is_kept_out_and_no_file_is_left(self, tmp_path, monkeypatch):
+    def test_where_there_are_no_locks_no_one_is_kept_out_and_no_file_is_left(self, tmp_path, monkeypatch):
         def no_locks(*_):
             raise OSError(errno.ENOLCK, "no locks available")
 
@@ -234,7 +234,7 @@ class TestTimeline:
         assert listed(second.saved().steps.skipped) == [0, 1, 3]
 
     @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), min_size=1, max_size=5))
-    def test_however_often_it_is_resumed_each_step_is_told_of_once(self, runs):
+    def test_however_often_it_is_resumed_each_step_is_reported_once(self, runs):
         line, written, ever = Timeline(), set(), set()
         for first, count in runs:
             for step in range(first, first + count):
@@ -423,7 +423,7 @@ class TestHome:
         assert "is writing Jan01_00-00-00-rank0-1a2b3c4d" in caplog.text
         self.released(first, second)
 
-    def test_one_that_cannot_be_put_in_order_is_let_go_of_and_nothing_is_raised(self, tmp_path):
+    def test_one_that_cannot_be_put_in_order_is_released_and_nothing_is_raised(self, tmp_path):
         directory = tmp_path / "Jan01_00-00-00-rank0-1a2b3c4d"
         (directory / ".actv_0-4.csv.part").mkdir(parents=True)
         failures = Failures()

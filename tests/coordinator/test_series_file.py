@@ -173,7 +173,7 @@ def test_a_file_that_is_no_gzip_is_refused(on_disk):
         read_series(path.parent, manifest)
 
 
-def test_content_that_its_name_does_not_stand_for_is_refused(on_disk):
+def test_content_that_its_name_does_not_represent_is_refused(on_disk):
     path, manifest = on_disk
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b"weight", b"wright")))
     with pytest.raises(ManifestError, match="does not match the digest in its name"):

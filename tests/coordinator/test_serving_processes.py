@@ -1,4 +1,4 @@
-"""Processes stand for ranks: whoever starts, hangs, forks or dies when, nobody waits without a bound, and nothing is left."""
+"""Processes act as ranks: whichever of them starts, hangs, forks or dies, none waits without a bound, and nothing is left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def port() -> int:
-    """Of a launcher, with free ones beside. Below those that systems give to whoever asks for any."""
+    """Of a launcher, with free ones beside. Below those that systems give to anyone who asks for any."""
     while True:
         port = SystemRandom().randrange(12_000, 30_000)
         with suppress(OSError):
@@ -120,7 +120,7 @@ def test_a_rank_that_is_started_again_alone_has_a_name_of_its_own_and_says_so(st
     assert "it belongs to an earlier run: another process has used it as rank 1" in errors
 
 
-def test_when_the_serving_process_is_killed_the_others_are_told_at_once(start: Start) -> None:
+def test_when_the_serving_process_is_killed_the_others_are_informed_at_once(start: Start) -> None:
     serving = start(0, "store(); print('serves', flush=True); wait()")
     line(serving)
     asks = """
@@ -190,7 +190,7 @@ os._exit(0)
 
 
 def test_a_process_on_another_host_than_the_meeting_point_does_not_serve(start: Start) -> None:
-    """192.0.2.1 is nobody's: it stands in documents."""
+    """192.0.2.1 is no one's: it stands in documents."""
     script = "print(type(STORES.at(Rendezvous.beside('192.0.2.1', port, world), 0, serves=True)).__name__)"
     assert end(start(0, script)) == (0, ["StoreClient"], "")
 

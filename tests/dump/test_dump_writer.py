@@ -138,7 +138,7 @@ def test_no_thread_is_left_when_all_is_written_and_what_comes_later_is_written_a
     assert [record["entry"] for record in read(tmp_path / FILE, Damage())] == ["first", "second"]
 
 
-def test_a_thread_that_nobody_asks_for_more_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_no_one_asks_for_more_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monitor.dump.files.IDLE_SECONDS", 0.2)
     place, before = Place(tmp_path), threads()
     place.writer.put(place.entry("first"))

@@ -177,7 +177,7 @@ class ModelRank:
         except UnreachableError:
             self._conversation = None
         else:
-            raise AssertionError("a conversation goes on without its store")
+            raise AssertionError("a conversation continues without its store")
 
 
 class World:

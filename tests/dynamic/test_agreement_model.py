@@ -137,7 +137,7 @@ def test_ranks_that_fail_in_any_way_keep_those_alike_that_reach_the_store(ahead,
 
 
 def assert_the_rest_ends(world: World) -> None:
-    """Whoever is still there gets through training, and where it was not like the others, it knows."""
+    """Every rank that is still there finishes training, and knows where it was not like the others."""
     for _ in range(400):
         for rank in world.ranks:
             move(world, rank.rank, "step")
@@ -162,7 +162,7 @@ def test_a_wish_is_granted_where_all_answer_before_any_has_waited_long_enough(si
 
 
 def test_an_acknowledgement_of_which_no_answer_came_is_not_made_again():
-    """It was counted, and twice would stand for the rank that has not acknowledged."""
+    """It was counted, and twice would count for the rank that has not acknowledged."""
     world = joined(World(2, last_step=3))
     first = world.ranks[0]
     world.wish(0, "new")
@@ -219,7 +219,7 @@ def test_an_excursion_asked_for_by_two_ranks_happens_once():
     assert world.commits == {1: 0}
 
 
-def test_a_rank_that_starts_late_holds_nobody_up_and_nothing_is_proposed_before_it_is_there():
+def test_a_rank_that_starts_late_holds_no_one_up_and_nothing_is_proposed_before_it_is_there():
     world = World(2, last_step=3)
     early, late = world.ranks
     world.wish(0, "new")

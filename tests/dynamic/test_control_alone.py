@@ -131,7 +131,7 @@ def test_what_ended_at_the_last_step_is_written_before_the_end(training: Trainin
     assert not load_config(training.path).dynamic_on
 
 
-def test_a_file_that_cannot_be_written_is_said_once_and_training_goes_on(
+def test_a_file_that_cannot_be_written_is_said_once_and_training_continues(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("monitor.dynamic.config_file.write_whole", unwritable)

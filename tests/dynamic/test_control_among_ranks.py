@@ -1,4 +1,4 @@
-"""Threads stand for ranks, with the real stores: whatever is edited and whenever, every step is begun alike by all."""
+"""Threads act as ranks, with the real stores: whatever is edited, and at whatever time, every step is begun alike by all."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeS
         shared = dist.HashStore()
         yield lambda: shared
     elif request.param == "FileStore":
-        first = dist.FileStore(str(tmp_path / "store"), 8)  # kept: the last one to be let go of deletes the file
+        first = dist.FileStore(str(tmp_path / "store"), 8)  # kept: the last one to be released deletes the file
         yield lambda: first and dist.FileStore(str(tmp_path / "store"), 8)
     elif request.param == "StoreClient":
         with served() as meet:
@@ -188,7 +188,7 @@ def test_ranks_that_have_read_different_files_begin_alike_and_come_to_what_the_f
     assert watcher.ran[0] == (1, False)
 
 
-def test_a_rank_that_never_comes_holds_nobody_up(make_store: MakeStore, tmp_path: Path) -> None:
+def test_a_rank_that_never_comes_holds_no_one_up(make_store: MakeStore, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     write(path, collect_times=1)
     failures = Failures()

@@ -33,7 +33,7 @@ def watch(path: Path) -> FileWatch:
     return watch
 
 
-def test_a_change_of_content_is_told_once(path: Path, watch: FileWatch) -> None:
+def test_a_change_of_content_is_reported_once(path: Path, watch: FileWatch) -> None:
     path.write_text('{"dynamic_on": true, "collect_times": 5}')
     assert watch.look(LATER) == MonitorConfig(dynamic_on=True, collect_times=5)
     assert watch.look(LATER) is None
@@ -67,7 +67,7 @@ def test_an_unchanged_file_is_not_read(watch: FileWatch, monkeypatch: pytest.Mon
     assert watch.look(LATER) is None
 
 
-def test_a_bad_edit_is_told_once_with_field_and_reason_and_so_is_the_next(path: Path, watch: FileWatch) -> None:
+def test_a_bad_edit_is_reported_once_with_field_and_reason_and_so_is_the_next(path: Path, watch: FileWatch) -> None:
     path.write_text('{"collect_times": "5"}')
     told = [watch.look(LATER) for _ in range(4)]
     assert [type(one) for one in told] == [type(None), Refused, type(None), type(None)]
@@ -98,7 +98,7 @@ def test_a_file_that_is_being_written_is_not_told_of(path: Path, watch: FileWatc
     assert watch.look(LATER) == MonitorConfig(collect_times=5)
 
 
-def test_a_file_that_stays_away_is_told_of_once(path: Path, watch: FileWatch) -> None:
+def test_a_file_that_stays_away_is_reported_once(path: Path, watch: FileWatch) -> None:
     path.unlink()
     told = [watch.look(LATER) for _ in range(3)]
     assert isinstance(told[1], Refused)
@@ -106,7 +106,7 @@ def test_a_file_that_stays_away_is_told_of_once(path: Path, watch: FileWatch) ->
     assert (told[0], told[2]) == (None, None)
 
 
-def test_a_pipe_in_its_place_hangs_nobody(path: Path, watch: FileWatch) -> None:
+def test_a_pipe_in_its_place_hangs_no_one(path: Path, watch: FileWatch) -> None:
     path.unlink()
     os.mkfifo(path)
     told = [watch.look(LATER) for _ in range(2)]
@@ -183,7 +183,7 @@ def test_of_many_who_write_at_once_none_is_lost(path: Path) -> None:
     assert path.read_text().endswith("} // all\n")
 
 
-def test_a_lock_that_is_never_let_go_of_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_never_released_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_file, "LOCK_S", 0.1)
     with FileLock(path.with_name(".config.json.lock")), pytest.raises(TimeoutError, match="another process has held"):
         change_file(str(path), {("dynamic_on",): False})

@@ -1,4 +1,4 @@
-"""A loop as a program to read, for whoever has to find out what a monitor does wrong with it."""
+"""A loop as a program to read, for the person who has to find out what a monitor does wrong with it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ MADE: Mapping[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = 
 
 
 class Observer:
-    """Looks at a loop, and changes nothing of it. What it is told of has happened, or is about to."""
+    """Looks at a loop, and changes nothing of it. What it hears of has happened, or is about to."""
 
     def attach(self, training: Training) -> None:
         """Before the first step."""

@@ -32,7 +32,7 @@ Kinds = Mapping[str, Sequence[Measured]]
 
 
 class RecordedRank:
-    """One rank, which writes what it is told.
+    """One rank, which writes what it is asked to.
 
     Args:
         format: One, or several at once.

@@ -91,7 +91,7 @@ def test_ops_that_were_not_recorded_are_named_in_one_line_with_the_remedy(tmp_pa
     assert "not combined" not in said
 
 
-def test_a_job_that_recorded_no_rows_is_told_so_in_one_sentence(tmp_path: Path) -> None:
+def test_a_job_that_recorded_no_rows_is_reported_in_one_sentence(tmp_path: Path) -> None:
     RecordedRank(tmp_path).close()
     result = CliRunner().invoke(app, [str(tmp_path)], env={"COLUMNS": "400"})
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""Files that somebody else made, or made to do harm, are set aside, and what is told of them does none."""
+"""Files that somebody else made, or made to do harm, are set aside, and what is said of them does none."""
 
 from __future__ import annotations
 

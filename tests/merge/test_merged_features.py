@@ -141,7 +141,7 @@ class TestShares:
     """In CSV they stand among calls of operators, which they are not."""
 
     @pytest.mark.parametrize("format", [*FORMATS, FORMATS])
-    def test_they_are_told_from_calls(self, tmp_path: Path, format: str) -> None:  # noqa: A002
+    def test_they_are_distinguished_from_calls(self, tmp_path: Path, format: str) -> None:  # noqa: A002
         one = RecordedRank(tmp_path, format=format, counted_kinds=["other"], ops=("mean", "norm"))
         share = Measured("w", numbers={COUNT: 8, SUM: 6.0}, shape=(8,))
         for step in range(3):
@@ -153,7 +153,7 @@ class TestShares:
             ("w", 0.75, 8)
         ] * 3
 
-    def test_rows_that_no_manifest_knows_stay_where_they_are_and_are_told_of(self, tmp_path: Path) -> None:
+    def test_rows_that_no_manifest_knows_stay_where_they_are_and_are_reported(self, tmp_path: Path) -> None:
         one = RecordedRank(tmp_path, format="csv")
         one.write(0, {"other": [Measured("loss_scale")]})
         one.close()

@@ -132,7 +132,7 @@ def _runs_in(directory: Path, pid: str) -> bool:
 
 
 def _free_port() -> int:
-    """Below those that systems give to whoever asks for any: no connection of another test gets it before the job does."""
+    """Below those that systems give to anyone who asks for any: no connection of another test gets it before the job does."""
     while True:
         port = SystemRandom().randrange(15_000, 31_000)
         with socket.socket() as free, suppress(OSError):

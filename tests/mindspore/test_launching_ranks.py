@@ -1,4 +1,4 @@
-"""Jobs that end badly are told from others, and nothing is left of them."""
+"""Jobs that end badly are distinguished from others, and nothing is left of them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def adam(net: nn.Cell) -> nn.Cell:
     ],
     ids=lambda one: "+".join(one) if isinstance(one, dict) else "",
 )
-def test_what_cannot_be_used_is_told_in_one_sentence_and_nothing_is_attached(
+def test_what_cannot_be_used_is_refused_in_one_sentence_and_nothing_is_attached(
     output: Output, arguments: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     net = Net()
@@ -56,7 +56,7 @@ def test_what_cannot_be_used_is_told_in_one_sentence_and_nothing_is_attached(
     assert steps_of(output, "grad_reduced") == [0]
 
 
-def test_called_twice_it_attaches_anew_and_goes_on_counting(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+def test_called_twice_it_attaches_anew_and_continues_counting(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     net = Net()
     optimizer = adam(net)
     with attached(output, net, optimizer, **EVERYTHING) as monitor:
@@ -82,7 +82,7 @@ def test_another_model_has_a_recording_of_its_own(output: Output) -> None:
     assert sorted(found) == [[0], [0, 1]]
 
 
-def test_chunks_of_a_list_are_told_apart(output: Output) -> None:
+def test_chunks_of_a_list_are_distinguished(output: Output) -> None:
     chunks = [nn.SequentialCell(nn.Dense(4, 4)).set_train(True), Net()]
     optimizer = nn.SGD([*chunks[0].trainable_params(), *chunks[1].trainable_params()], 0.1)
     with attached(output, chunks, optimizer, **EVERYTHING):

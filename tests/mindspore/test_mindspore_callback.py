@@ -118,7 +118,7 @@ def test_steps_that_are_not_collected_are_counted_though_they_were_skipped(outpu
     assert steps_of(output, "grad_reduced") == [3, 4]
 
 
-def test_training_that_begins_again_is_recorded_anew_and_goes_on_counting(
+def test_training_that_begins_again_is_recorded_anew_and_continues_counting(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = with_fixed_weights(Layers())
@@ -146,12 +146,12 @@ def test_a_run_that_the_structure_ends_ends_model_train(output: Output) -> None:
     assert set(json.loads(structure.read_text())) >= {"0:", "0:a", "0:b"}
 
 
-def test_a_configuration_that_cannot_be_used_is_told_of_before_training(output: Output) -> None:
+def test_a_configuration_that_cannot_be_used_is_reported_before_training(output: Output) -> None:
     with pytest.raises(ConfigError, match="step_interval"):
         MonitorCallback(written(output, step_interval=0))
 
 
-def test_a_cell_that_trains_without_an_optimizer_is_told_of(output: Output) -> None:
+def test_a_cell_that_trains_without_an_optimizer_is_reported(output: Output) -> None:
     net = with_fixed_weights(Layers())
     with pytest.raises(TypeError, match="optimizer is a NoneType: expected an optimizer"):
         Model(net).train(1, data(), callbacks=[MonitorCallback(written(output))], dataset_sink_mode=False)

@@ -113,7 +113,7 @@ def test_collect_times_0_stops_early_and_another_edit_starts_anew(output: Output
     assert steps_of(output, "grad_reduced") == [1, 2, 5, 6]
 
 
-def test_a_bad_edit_is_said_once_and_what_was_before_goes_on(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_edit_is_said_once_and_what_was_before_continues(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     with training(output, **GRADIENTS) as one:
         one.train(2)
         one.edit(**GRADIENTS, step_interval=0)
@@ -124,7 +124,7 @@ def test_a_bad_edit_is_said_once_and_what_was_before_goes_on(output: Output, cap
     assert "step_interval: 0 is not allowed" in said
 
 
-def test_a_model_that_was_attached_again_goes_on_with_what_is_in_force(output: Output) -> None:
+def test_a_model_that_was_attached_again_continues_with_what_is_in_force(output: Output) -> None:
     with training(output, **GRADIENTS) as one:
         one.train(2)
         one.edit(**ACTIVATIONS)
@@ -161,7 +161,7 @@ def switch(one: Training, times: int, **config: Any) -> None:
 
 
 def test_300_switches_leave_no_hook_no_row_and_no_memory_behind(output: Output, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="monitor")  # what pytest keeps of the log is none of ours
+    caplog.set_level(logging.WARNING, logger="monitor")  # what pytest keeps of the log is not the monitor's
     many = {"xy_distribution": True, "wg_distribution": True, "format": "api", "ops": ["norm"]}
     with training(output, **many, dynamic_on=True, collect_times=100_000) as one:
         off = footprint(one.net, one.optimizer)

@@ -1,4 +1,4 @@
-"""Operations of the user's that fail later than they are called: whoever meets the error, training is told of it.
+"""Operations of the user's that fail later than they are called: wherever the error shows, training sees it.
 
 On a CPU, ``mint.zeros_like`` has no kernel, as is found out when somebody waits.
 """
@@ -58,7 +58,7 @@ def failing_step(net: Failing, optimizer: nn.Cell, where: str) -> None:
 
 
 def told(step: Callable[[], object]) -> str:
-    """The error that training is told of."""
+    """The error that training sees."""
     with pytest.raises(RuntimeError) as raised:
         step()
     return str(raised.value).strip().splitlines()[0]
@@ -93,7 +93,7 @@ LINEAR: dict[str, Any] = {"recording_l2_features": True, "l2_targets": {"linear_
     ],
     ids=lambda one: one if isinstance(one, str) else "+".join(one) if len(one) < 5 else "everything",
 )
-def test_training_is_told_of_its_error_whoever_meets_it(
+def test_training_sees_its_error_wherever_it_shows(
     output: Output, caplog: pytest.LogCaptureFixture, where: str, config: dict[str, Any]
 ) -> None:
     expected = error_without_a_monitor()
@@ -103,7 +103,7 @@ def test_training_is_told_of_its_error_whoever_meets_it(
         step_with(net, optimizer, 0)
         assert told(lambda: failing_step(net, optimizer, where)) == expected
         step_with(net, optimizer, 2)
-    # A step whose optimizer was not called goes on with the next forward, and that is all there is to say of it.
+    # A step whose optimizer was not called continues with the next forward, and that is all there is to say of it.
     assert set(output.manifest()["failures"]) <= {"more micro-steps"}
     assert [line for line in warnings_in(caplog) if "has more root forwards" not in line] == []
 
@@ -119,7 +119,7 @@ def test_what_comes_after_the_error_is_recorded(output: Output) -> None:
     assert steps_of(output, "actv") == steps_of(output, "grad_reduced") == [0, 1, 2]
 
 
-def test_who_attaches_is_told_of_an_earlier_failure_as_it_is(output: Output) -> None:
+def test_attaching_raises_an_earlier_failure_as_it_is(output: Output) -> None:
     net = Net()
     optimizer = optim.AdamW(net.trainable_params(), 0.01)
     monitor = TrainerMon(written(output, wg_distribution=True))

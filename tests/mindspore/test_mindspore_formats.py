@@ -27,7 +27,7 @@ FAULT = 3
 
 
 def train(net: Net, optimizer: nn.Cell, steps: int = 5) -> None:
-    """One step hands the optimizer a NaN in the gradient of one weight, and goes on as before."""
+    """One step hands the optimizer a NaN in the gradient of one weight, and continues as before."""
     gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
     for number in range(steps):
         _, gradients = gradients_of(inputs(number))

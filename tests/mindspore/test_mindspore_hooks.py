@@ -50,7 +50,7 @@ def test_hooks_change_no_bit_wherever_cells_are_called(compile_step: Callable[[A
     assert (called.count("call"), called.count("return")) == (calls, calls)
 
 
-def test_a_hook_is_told_of_keyword_arguments_and_results_that_are_none() -> None:
+def test_a_hook_gets_keyword_arguments_and_results_that_are_none() -> None:
     class Nothing(nn.Cell):
         def construct(self, x: Tensor, *, scale: float = 1.0) -> None:
             del x, scale

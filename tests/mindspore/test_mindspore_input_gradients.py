@@ -182,7 +182,7 @@ def test_hooks_change_no_bit_of_gradients(wrap: Callable[[nn.Cell], nn.Cell]) ->
     assert gradients(hooked=True) == gradients(hooked=False)
 
 
-def test_summing_is_recorded_by_nobody_also_in_the_backward_of_a_backward() -> None:
+def test_summing_is_recorded_by_no_one_also_in_the_backward_of_a_backward() -> None:
     cell, states = Inner(), []
     watched = Watched(cell)
     take = watched.take
@@ -282,7 +282,7 @@ def test_what_requires_a_gradient_is_known_of_every_kind_of_tensor() -> None:
     assert [name for name, does in told.items() if does] == ["result", "argument", "parameter"]
 
 
-def test_what_was_made_since_is_told_from_what_was_there() -> None:
+def test_what_was_made_since_is_distinguished_from_what_was_there() -> None:
     w, told = weight(), []
 
     def function(x: Tensor) -> Tensor:

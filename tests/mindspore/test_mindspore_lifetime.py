@@ -53,7 +53,7 @@ def test_one_that_is_closed_within_a_step_leaves_no_hook_either(output: Output) 
     assert footprint(net, optimizer) == {}
 
 
-def test_hooks_do_not_grow_in_number_while_training_goes_on(output: Output) -> None:
+def test_hooks_do_not_grow_in_number_while_training_continues(output: Output) -> None:
     monitor, net, optimizer = trained(output, 1)
     after_one = footprint(net, optimizer)
     for number in range(5):
@@ -62,7 +62,7 @@ def test_hooks_do_not_grow_in_number_while_training_goes_on(output: Output) -> N
     monitor.close()
 
 
-def test_a_model_that_is_let_go_of_is_collected_though_it_is_monitored(output: Output) -> None:
+def test_a_model_that_is_released_is_collected_though_it_is_monitored(output: Output) -> None:
     monitor, net, optimizer = trained(output)
     alive = [weakref.ref(one) for one in (monitor, net, net.a, optimizer)]
     del monitor, net, optimizer
@@ -70,7 +70,7 @@ def test_a_model_that_is_let_go_of_is_collected_though_it_is_monitored(output: O
     assert [one() for one in alive] == [None] * 4
 
 
-def test_a_monitor_that_nobody_holds_goes_on_while_the_model_lives(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_monitor_that_no_one_holds_continues_while_the_model_lives(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     monitor, net, optimizer = trained(output, 1)
     monitor_is_there = weakref.ref(monitor)
     del monitor
@@ -82,7 +82,7 @@ def test_a_monitor_that_nobody_holds_goes_on_while_the_model_lives(output: Outpu
     assert [line for line in warnings_in(caplog) if "Features that have no row" not in line] == []
 
 
-def test_after_it_was_closed_training_goes_on_without_rows(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+def test_after_it_was_closed_training_continues_without_rows(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     monitor, net, optimizer = trained(output, 1)
     monitor.close()
     caplog.clear()

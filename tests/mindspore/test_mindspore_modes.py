@@ -69,7 +69,7 @@ def test_the_default_mode_is_not_refused() -> None:
     refuse_graph_mode()
 
 
-def test_cells_inside_compiled_ones_take_no_hooks_and_are_told_of() -> None:
+def test_cells_inside_compiled_ones_take_no_hooks_and_are_reported() -> None:
     found = observable(Partly())
     assert [name for name, _ in found.cells] == ["", "block", "lone", "plain"]
     assert found.warning() == "Cells inside 'block' are compiled (@jit) and have no rows: take @jit off to record them."
@@ -124,7 +124,7 @@ def test_hooks_on_cells_that_take_them_are_called_and_change_no_bit() -> None:
     assert hooked == outcome(hooked=False)[0]
 
 
-def test_a_model_that_trains_with_its_flag_off_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_trains_with_its_flag_off_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     net, failures = Net(), Failures()
     with caplog.at_level(logging.WARNING, "monitor"):
         warn_of_evaluation(net, failures)

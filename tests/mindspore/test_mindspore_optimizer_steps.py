@@ -92,7 +92,7 @@ def test_a_step_that_loss_scaling_skips_is_no_step() -> None:
     assert listener.told.count("after") == 2
 
 
-def test_after_it_is_removed_nobody_is_told() -> None:
+def test_after_it_is_removed_it_is_called_no_more() -> None:
     net, listener = Net(), Listener()
     optimizer = nn.Adam(net.trainable_params())
     steps = MindSporeOptimizerSteps([(optimizer, listener)], listener, Failures())

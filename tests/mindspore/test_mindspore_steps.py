@@ -21,7 +21,7 @@ ABOUT = pytest.approx
 
 
 class Failing(Net):
-    """Fails once, when it is told to."""
+    """Fails once, when it is asked to."""
 
     fails = False
 
@@ -110,7 +110,7 @@ def in_training_mode(net: nn.Cell) -> None:
 
 @pytest.mark.parametrize("call", [in_evaluation, in_training_mode])
 @pytest.mark.parametrize("after_a_failure", [False, True])
-def test_a_call_that_nobody_differentiates_has_no_rows(
+def test_a_call_that_no_one_differentiates_has_no_rows(
     output: Output, caplog: pytest.LogCaptureFixture, call: Callable[[nn.Cell], None], *, after_a_failure: bool
 ) -> None:
     """After a failure MindSpore records whatever is called, until the process ends."""
@@ -141,7 +141,7 @@ def test_a_cell_that_trains_is_recorded_and_its_model_s_evaluation_is_not(output
     assert recorded(output, loop) == recorded(output, plain)
 
 
-def test_a_step_that_is_skipped_goes_on_in_the_next_call_of_the_optimizer(
+def test_a_step_that_is_skipped_continues_in_the_next_call_of_the_optimizer(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
     def loop(net: Failing, optimizer: nn.Cell) -> None:

@@ -46,7 +46,7 @@ def test_gradients_that_were_seen_to_be_reduced_have_the_mean_over_the_ranks(job
 
 
 @pytest.mark.parametrize("how", LOCAL)
-def test_gradients_that_nobody_reduced_have_no_row_and_that_is_said(job: Ranks, base: Path, how: str) -> None:  # noqa: ARG001
+def test_gradients_that_no_one_reduced_have_no_row_and_that_is_said(job: Ranks, base: Path, how: str) -> None:  # noqa: ARG001
     assert norms(base, how) == {}
     assert norms(base, how, "replica", 1) == {}
     for directory in Output(base / how / "output").directories():

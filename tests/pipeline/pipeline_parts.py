@@ -35,7 +35,7 @@ def rows_of(step: int) -> StepRows:
 
 
 class Copy:
-    """A sealed copy that holds nothing but its step. ``readable`` stands for the device's event."""
+    """A sealed copy that holds nothing but its step. ``readable`` takes the place of the device's event."""
 
     def __init__(self, nbytes: int = COPY_BYTES) -> None:
         self.nbytes = nbytes
@@ -110,7 +110,7 @@ class FillingDisk(RecordSink):
 
 
 class FileJournal:
-    """What it was told, in a file that is replaced as a whole."""
+    """What it was given, in a file that is replaced as a whole."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -142,7 +142,7 @@ class FileJournal:
 
 
 class Onlooker:
-    """A watcher that calls ``sees`` with each step, and keeps what it was told."""
+    """A watcher that calls ``sees`` with each step, and keeps what it was given."""
 
     def __init__(self, sees: Callable[[StepRows], object] = lambda _: None) -> None:
         self._sees = sees

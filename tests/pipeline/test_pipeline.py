@@ -45,7 +45,7 @@ def test_steps_reach_every_sink_in_the_order_in_which_they_were_submitted(tmp_pa
     assert journal.entries == {"written": list(range(200)), "dropped": [], "lost": []}
 
 
-def test_a_flush_makes_everything_submitted_visible_and_writing_goes_on(tmp_path):
+def test_a_flush_makes_everything_submitted_visible_and_writing_continues(tmp_path):
     pipeline = pipeline_in(tmp_path, steps_per_record=10)
     for step in range(7):
         record(pipeline, step)
@@ -69,7 +69,7 @@ def test_no_more_copies_exist_than_fit_the_bytes_while_the_writer_is_stuck(journ
     assert pipeline.close()
 
 
-def test_training_waits_once_for_a_budget_then_drops_at_once_then_goes_on_when_there_is_room(journal, hanging):
+def test_training_waits_once_for_a_budget_then_drops_at_once_then_continues_when_there_is_room(journal, hanging):
     pipeline = pipeline_of({"hangs": hanging}, journal, queue_wait_seconds=0.2)
     record(pipeline, 0)
     assert hanging.hanging.wait(20)
@@ -121,7 +121,7 @@ def test_what_is_dropped_and_what_is_written_make_up_all_steps(journal):
     assert pipeline.dropped["queue full"] == len(dropped)
 
 
-def test_a_full_disk_is_logged_once_and_writing_goes_on_when_space_is_free_again(tmp_path, journal, caplog):
+def test_a_full_disk_is_logged_once_and_writing_continues_when_space_is_free_again(tmp_path, journal, caplog):
     disk, other = FillingDisk(tmp_path / "disk"), RecordSink(tmp_path / "other")
     pipeline = pipeline_of({"disk": disk, "other": other}, journal)
     for step in range(12):
@@ -215,7 +215,7 @@ def test_steps_before_one_that_is_waited_for_do_not_wait_with_it(tmp_path, journ
 
 
 class Seer(RecordSink):
-    """A record sink that is told what comes."""
+    """A record sink that learns what comes."""
 
     def __init__(self, path, error=None):
         super().__init__(path)
@@ -228,7 +228,7 @@ class Seer(RecordSink):
             raise self._error
 
 
-def test_a_sink_that_can_make_use_of_it_is_told_what_comes(tmp_path, journal, monkeypatch):
+def test_a_sink_that_can_make_use_of_it_learns_what_comes(tmp_path, journal, monkeypatch):
     monkeypatch.setattr(writer, "BATCH_WINDOW_SECONDS", 1000.0)
     seer = Seer(tmp_path / "seer")
     pipeline = pipeline_of({"seer": seer, "other": RecordSink(tmp_path / "other")}, journal, copies=100)
@@ -241,7 +241,7 @@ def test_a_sink_that_can_make_use_of_it_is_told_what_comes(tmp_path, journal, mo
     assert steps_in(tmp_path / "seer") == steps_in(tmp_path / "other") == [0, 1, 2, 3]
 
 
-def test_no_more_is_foretold_at_once_than_is_gathered(tmp_path, journal, hanging):
+def test_no_more_is_announced_at_once_than_is_gathered(tmp_path, journal, hanging):
     """However much has come together while a sink was slow: alerts do not wait for all of it, nor does memory hold it."""
     seer = Seer(tmp_path / "seer")
     pipeline = pipeline_of(
@@ -491,7 +491,7 @@ def test_a_watcher_may_close_the_pipeline_without_waiting_for_itself(tmp_path, j
     assert pipeline.close()
 
 
-def test_a_pipeline_that_nobody_holds_any_more_writes_what_it_was_given_and_ends_its_thread(tmp_path):
+def test_a_pipeline_that_no_one_holds_any_more_writes_what_it_was_given_and_ends_its_thread(tmp_path):
     before = set(threading.enumerate())
     pipeline = pipeline_in(tmp_path, steps_per_record=10)
     record(pipeline, 0)

@@ -30,7 +30,7 @@ def test_a_step_goes_to_the_sinks_that_were_there_when_it_was_submitted(journal,
     assert (steps(first), steps(second)) == ([0], [1])
 
 
-def test_a_sink_that_is_no_longer_there_is_closed_and_one_that_stays_goes_on(journal, sinks):
+def test_a_sink_that_is_no_longer_there_is_closed_and_one_that_stays_continues(journal, sinks):
     first, second = sinks
     pipeline = pipeline_of({"a": first, "b": second}, journal)
     record(pipeline, 0)
@@ -54,7 +54,7 @@ def test_a_watcher_that_is_no_longer_there_is_saved_and_not_closed(journal, sink
     assert [one for one in after.told if one != "save"] == [1, "close"]
 
 
-def test_where_others_cannot_be_made_it_goes_on_as_before(journal, sinks):
+def test_where_others_cannot_be_made_it_continues_as_before(journal, sinks):
     def arranged():
         raise OSError("no such place")
 

@@ -1,4 +1,4 @@
-"""What the writer is asked to do: steps that come quickly are taken out together, requests wait for nobody."""
+"""What the writer is asked to do: steps that come quickly are taken out together, requests wait for no one."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_requests_that_share_a_hurry_wait_for_none() -> None:
 
 @pytest.mark.usefixtures("long_rests")
 @pytest.mark.parametrize("end", [lambda box: put(box, 1, urgent=True), lambda box: box.ask(flush())], ids=["urgent", "request"])
-def test_whoever_is_in_a_hurry_wakes_one_that_rests(end: Callable[[RequestQueue[Copy]], None]) -> None:
+def test_a_request_in_a_hurry_wakes_a_queue_that_rests(end: Callable[[RequestQueue[Copy]], None]) -> None:
     box: RequestQueue[Copy] = RequestQueue()
     put(box, 0)
     assert taken(box) == [0]
@@ -103,12 +103,12 @@ def test_whoever_is_in_a_hurry_wakes_one_that_rests(end: Callable[[RequestQueue[
     assert len(found) == 1
 
 
-def test_nothing_comes_of_nothing() -> None:
+def test_an_empty_queue_gives_nothing() -> None:
     assert RequestQueue[Copy]().take(0.0) is None
 
 
 @pytest.mark.usefixtures("long_rests")
-def test_whoever_takes_over_gets_everything_in_order() -> None:
+def test_a_thread_that_takes_over_gets_everything_in_order() -> None:
     box: RequestQueue[Copy] = RequestQueue()
     put(box, 0, 1)
     first, second = flush(), flush()

@@ -142,7 +142,7 @@ def test_a_handler_of_the_users_that_cannot_run_in_c_keeps_the_process_alive_as_
         assert not until(lambda: program.process.poll() is not None, 0.2)
 
 
-def test_a_process_that_ignores_the_signal_goes_on_ignoring_it(tmp_path):
+def test_a_process_that_ignores_the_signal_continues_ignoring_it(tmp_path):
     code = (
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + TRAIN + "    print('ready', flush=True)\n    sys.stdin.read()\n"
     )

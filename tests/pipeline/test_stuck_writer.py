@@ -1,4 +1,4 @@
-"""A sink, a rule or a device that does not return: training goes on, and closing stays within its bound."""
+"""A sink, a rule or a device that does not return: training continues, and closing stays within its bound."""
 
 import threading
 import time
@@ -48,7 +48,7 @@ def hang(pipeline, hanging: HangingSink, steps: int) -> list[int]:
     return [step for step in range(hanging.hangs_at + 1, steps) if record(pipeline, step)]
 
 
-def test_training_goes_on_and_steps_are_dropped_by_the_bound(journal, hanging):
+def test_training_continues_and_steps_are_dropped_by_the_bound(journal, hanging):
     pipeline = pipeline_of({"hangs": hanging}, journal, queue_wait_seconds=0.0, close_seconds=CLOSE_SECONDS)
     assert hang(pipeline, hanging, 50) == [3, 4]
     assert pipeline.dropped == {"queue full": 45}

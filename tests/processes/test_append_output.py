@@ -122,7 +122,7 @@ def interrupt(runs: list[Started], start: int, moments: random.Random) -> int:
 
 
 def assert_same(job: Job, whole: Job, missing: set[int]) -> None:
-    """In each format all steps, none twice, each as in the run that nobody interrupted; ``missing`` may be missing, and
+    """In each format all steps, none twice, each as in the run that no one interrupted; ``missing`` may be missing, and
     are then missing of every kind. The manifest tells which are.
     """
     steps: list[dict[str, set[int]]] = [{} for _ in rank_directories(job.base)]
@@ -241,7 +241,7 @@ def test_fault_20_steps_that_are_recorded_again_are_not_doubled_whatever_else_is
 
 
 @pytest.mark.parametrize("before", ["csv", "hdf5"])
-def test_a_run_that_goes_on_in_another_format_leaves_the_files_of_the_one_before_in_order(
+def test_a_run_that_continues_in_another_format_leaves_the_files_of_the_one_before_in_order(
     launcher: Launcher, before: str
 ) -> None:
     """What a killed run left is recovered though it is not written any more, and its steps count as written."""

@@ -1,4 +1,4 @@
-"""A format that raises, and one that does not come back: training goes on, and so does the other format."""
+"""A format that raises, and one that does not come back: training continues, and so does the other format."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_a_rank_that_watches_one_more_model_changes_with_the_others(start: Start
     assert first.steps.written.count > 10
 
 
-def test_an_alert_on_one_rank_brings_activations_to_both_for_some_steps_and_the_count_goes_on(
+def test_an_alert_on_one_rank_brings_activations_to_both_for_some_steps_and_the_count_continues(
     start: Start,
 ) -> None:
     job = start(

@@ -19,7 +19,7 @@ UNTIL_RESTORED = {
 
 
 @pytest.mark.parametrize("fault", UNTIL_RESTORED)
-def test_while_nothing_can_be_written_training_goes_on_and_afterwards_writing_does(
+def test_while_nothing_can_be_written_training_continues_and_afterwards_writing_does(
     launcher: Launcher, plain_losses: list[str], fault: str
 ) -> None:
     ended = launcher.run("faulty_disk.py", fault, config=EVERY_STEP)

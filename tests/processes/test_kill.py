@@ -53,7 +53,7 @@ def delivered(run: Started) -> int:
 
 
 def assert_no_more_is_missing(base: Path, whole: Path, delivered: int) -> None:
-    """What is visible is what a run that nobody killed has written."""
+    """What is visible is what a run that no one killed has written."""
     visible = {path.name: path for directory in rank_directories(base) for path in directory.glob("*.csv")}
     for name, path in visible.items():
         assert path.read_bytes() == (whole / name).read_bytes(), name

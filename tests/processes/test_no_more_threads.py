@@ -13,7 +13,7 @@ def trained(launcher: Launcher, directory: Path, formats: str, when: str) -> End
 
 
 @pytest.mark.parametrize("formats", ["csv", "hdf5", "tensorboard", "csv,hdf5,tensorboard"])
-def test_training_goes_on_where_no_thread_can_be_started_any_more(launcher: Launcher, tmp_path: Path, formats: str) -> None:
+def test_training_continues_where_no_thread_can_be_started_any_more(launcher: Launcher, tmp_path: Path, formats: str) -> None:
     ended = trained(launcher, tmp_path, formats, "while")
     assert (ended.status, ended.out[:7]) == (0, "trained"), ended.err[-2000:]
 

@@ -49,7 +49,7 @@ def test_a_handler_of_the_users_that_exits_also_gets_the_step_in_progress_writte
     assert_only_the_step_in_progress_was_lost(ended, only_recording(launcher.base))
 
 
-def test_a_handler_of_the_users_that_saves_and_goes_on_finds_training_and_recording_going_on(launcher: Launcher) -> None:
+def test_a_handler_of_the_users_that_saves_and_continues_finds_training_and_recording_going_on(launcher: Launcher) -> None:
     """The open record is shown when the signal comes, and completed afterwards."""
     plain, started = launcher.start("terminated.py", "saves"), launcher.start("terminated.py", "saves", config=RECORDS)
     for one in (plain, started):

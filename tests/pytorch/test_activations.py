@@ -345,7 +345,7 @@ def test_evaluation_in_the_middle_of_training_disturbs_nothing(output: Output) -
     assert found.numbers("actv_grad") == expected.numbers("actv_grad")
 
 
-def test_switching_off_and_on_again_goes_on_in_the_same_rows(output: Output) -> None:
+def test_switching_off_and_on_again_continues_in_the_same_rows(output: Output) -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(output, model, optimizer, **ACTIVATIONS) as monitor:
@@ -501,7 +501,7 @@ def test_an_exception_arrives_unchanged_and_the_retry_is_as_if_first(
 
 
 def test_a_failed_forward_keeps_no_graph_alive(output: Output) -> None:
-    """Whoever catches an out-of-memory error needs that memory at once."""
+    """Code that catches an out-of-memory error needs that memory at once."""
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Fails()))
     nodes: list[weakref.ref[Witness]] = []
     model[0].register_forward_hook(lambda *call: nodes.append(Witness.of(call[-1])))

@@ -1,5 +1,6 @@
-"""Rows of code that was captured in a graph of the device, which runs without the host. A tape stands for such a graph here: it
-runs the same operators on the same tensors again, as a device would.
+"""Rows of code that was captured in a graph of the device, which runs without the host.
+
+A tape takes the place of such a graph here: it runs the same operators on the same tensors again, as a device would.
 """
 
 from __future__ import annotations

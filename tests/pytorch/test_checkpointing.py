@@ -191,7 +191,7 @@ def test_activations_are_recorded_in_forward_and_not_again_in_recomputation(segm
 
 
 @both_kinds
-def test_a_module_in_segments_of_both_kinds_is_told_apart(segment: Run, output: Output) -> None:
+def test_a_module_in_segments_of_both_kinds_is_distinguished(segment: Run, output: Output) -> None:
     other = next(kind for kind in KINDS.values() if kind is not segment)
 
     class Mixed(nn.Module):
@@ -214,7 +214,7 @@ def test_a_module_in_segments_of_both_kinds_is_told_apart(segment: Run, output: 
 
 @both_kinds
 @pytest.mark.parametrize("build", [Nested, EndsInSegment])
-def test_one_kind_of_segment_within_the_other_is_told_apart(build: type[Nested], segment: Run, output: Output) -> None:
+def test_one_kind_of_segment_within_the_other_is_distinguished(build: type[Nested], segment: Run, output: Output) -> None:
     other = next(kind for kind in KINDS.values() if kind is not segment)
     model, twin = seeded(lambda: build(segment, other)), seeded(lambda: build(plainly))
 

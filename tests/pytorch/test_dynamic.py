@@ -95,7 +95,7 @@ def test_after_its_end_it_can_be_switched_on_again_and_counts_anew(output: Outpu
     assert [since for _, since, _ in one.log()] == [1, 6]
 
 
-def test_a_bad_edit_is_said_once_and_what_was_before_goes_on(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_edit_is_said_once_and_what_was_before_continues(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     with training(output, **GRADIENTS) as one:
         one.train(2)
         one.edit(**GRADIENTS, step_interval=0)
@@ -191,7 +191,7 @@ def test_alert_rules_begin_and_end_with_a_configuration(output: Output) -> None:
     assert (judged["steps"]["ranges"], judged["closed"]) == ([[2, 3, 1]], True)
 
 
-def test_set_monitor_called_again_goes_on_with_what_is_in_force_and_its_count(output: Output) -> None:
+def test_set_monitor_called_again_continues_with_what_is_in_force_and_its_count(output: Output) -> None:
     with training(output, **GRADIENTS) as one:
         one.train(2)
         one.edit(**GRADIENTS, start_step=50, step_interval=2, collect_times=3)

@@ -97,7 +97,7 @@ def trained_and_dropped(output: Output, **config: Any) -> list[weakref.ref[Any]]
     return [weakref.ref(each) for each in (one.model, one.optimizer, one.monitor, one.recording)]
 
 
-def test_a_monitor_that_nobody_holds_goes_with_its_model_and_so_do_its_threads(output: Output) -> None:
+def test_a_monitor_that_no_one_holds_goes_with_its_model_and_so_do_its_threads(output: Output) -> None:
     gone = trained_and_dropped(output, **GRADIENTS)
     gc.collect()
     assert [each() for each in gone] == [None] * 4
@@ -110,7 +110,7 @@ def test_a_monitor_that_nobody_holds_goes_with_its_model_and_so_do_its_threads(o
 def test_many_switches_leave_no_hook_no_thread_no_row_and_no_memory_behind(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, logger="monitor")  # what pytest keeps of the log is none of ours
+    caplog.set_level(logging.WARNING, logger="monitor")  # what pytest keeps of the log is not the monitor's
     many = {
         "xy_distribution": True,
         "all_xy": True,

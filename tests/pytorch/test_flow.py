@@ -44,7 +44,7 @@ def flow_of(output: Output) -> tuple[list[Series], Flow]:
 
 
 def named(output: Output) -> set[tuple[str, str]]:
-    """The edges, each end spelled ``{kind} {name}``."""
+    """The edges, each end written ``{kind} {name}``."""
     series, found = flow_of(output)
     spelled = [f"{one.kind} {one.name}" for one in series]
     assert len(set(found.edges)) == len(found.edges)
@@ -101,7 +101,7 @@ def test_it_hangs_below_the_nearest_module_around_it_that_is_watched(output: Out
     assert ("actv_grad 0.output", "grad_unreduced 0.norm.bias") in edges
 
 
-def test_the_calls_of_a_module_are_told_apart(output: Output) -> None:
+def test_the_calls_of_a_module_are_distinguished(output: Output) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()

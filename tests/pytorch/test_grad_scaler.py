@@ -32,7 +32,7 @@ Rows = dict[tuple[str, int, int | None], torch.Tensor]
 @pytest.fixture(autouse=True)
 def _step_is_left_as_it_was() -> Iterator[None]:
     if GradScaler.step is not ORIGINAL:
-        gc.collect()  # a monitor that an earlier test let go of
+        gc.collect()  # a monitor that an earlier test released
     assert GradScaler.step is ORIGINAL
     yield
     assert GradScaler.step is ORIGINAL
@@ -295,7 +295,7 @@ class TestThePatch:
         monitors[order[1]].close()
         assert GradScaler.step is ORIGINAL
 
-    def test_it_is_gone_when_a_monitored_model_is_let_go_of(self, output: Output) -> None:
+    def test_it_is_gone_when_a_monitored_model_is_released(self, output: Output) -> None:
         model = small_model()
         attached(output, model, SGD(model.parameters(), lr=0.1), **GRADIENTS)
         del model

@@ -83,7 +83,7 @@ def test_a_row_a_micro_batch_holds_what_accumulated_so_far(output: Output) -> No
     assert_rows(output, "grad_reduced", reduced)
 
 
-def test_a_row_a_micro_batch_stands_for_every_micro_batch_there_was(output: Output) -> None:
+def test_a_row_a_micro_batch_represents_every_micro_batch_there_was(output: Output) -> None:
     """Fewer than grad_acc_steps in step 0, more in step 1."""
     model = small_model()
     optimizer = optimizer_of(model)

@@ -99,7 +99,7 @@ def test_a_dataclass_field_without_a_value_is_no_tensor() -> None:
     ("result", "spec", "elements"),
     [(A, "tensor", 1), ((A, B), "tuple[2]", 2), ([A, None], "tuple[2]", 2), ({"x": A}, "tuple[1]", 1), (None, "tuple[0]", 0)],
 )
-def test_results_are_described_as_targets_spell_them(result: Any, spec: str, elements: int) -> None:
+def test_results_are_described_as_targets_are_written(result: Any, spec: str, elements: int) -> None:
     assert TENSOR_PATHS.described_result(result) == spec
     assert TENSOR_PATHS.length(result) == elements
 

@@ -41,7 +41,7 @@ def test_rules_without_a_kind_to_judge_are_a_warning_and_a_ranking_that_has_not_
     assert (status, "Not judged: no rank recorded a row" in said, "No event in" in said) == (1, True, False)
 
 
-def test_a_healthy_run_is_told_with_the_rows_that_were_recorded(output: Output) -> None:
+def test_a_healthy_run_is_reported_with_the_rows_that_were_recorded(output: Output) -> None:
     trained(output, steps=5, **WEIGHTS)
     kinds = {path.stem.rpartition("_")[0] for path in output.directory().glob("*.csv")}
     rows = sum(len(output.rows(kind)) for kind in kinds)

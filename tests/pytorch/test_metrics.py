@@ -1,4 +1,4 @@
-"""What the training loop is told when it asks.
+"""What the training loop gets when it asks.
 
 Peers, fault 22: generate_wgrad_metrics() as documented raised, and the format ``api`` did not work.
 """
@@ -129,7 +129,7 @@ def test_of_a_step_that_is_not_collected_nothing_is_known(output: Output) -> Non
     assert known == [2, 2, 0, 0, 2, 2]
 
 
-def test_of_communication_nothing_is_told_where_it_is_not_recorded(output: Output) -> None:
+def test_of_communication_nothing_is_returned_where_it_is_not_recorded(output: Output) -> None:
     model = nn.Linear(5, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
     with attached(output, model, optimizer, format="api", **GRADIENTS) as monitor:

@@ -83,7 +83,7 @@ def test_a_backward_row_has_the_micro_step_of_its_forward(schedule: str, output:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_gradients_of_each_micro_batch_are_told_apart_in_every_schedule(schedule: str, output: Output) -> None:
+def test_gradients_of_each_micro_batch_are_distinguished_in_every_schedule(schedule: str, output: Output) -> None:
     model = two_layers()
     order = [int(word[1:]) for word in schedule.split() if word[0] == "b"]
 

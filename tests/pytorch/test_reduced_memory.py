@@ -1,4 +1,4 @@
-"""What memory is known to hold sums over ranks: by bytes, so that what shares a storage is told apart."""
+"""What memory is known to hold sums over ranks: by bytes, so that what shares a storage is distinguished."""
 
 from __future__ import annotations
 

@@ -404,7 +404,7 @@ def test_the_second_call_of_a_module_has_a_name_of_its_own(output: Output) -> No
 
 
 def test_no_row_has_the_name_of_another_place(output: Output) -> None:
-    """A key may be spelled as the places of another tensor are."""
+    """A key may be written as the places of another tensor are."""
 
     class Sums(nn.Module):
         def forward(self, given: dict[str, Tensor]) -> Tensor:

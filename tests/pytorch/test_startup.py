@@ -150,8 +150,9 @@ def test_above_a_bound_the_line_is_a_warning(output: Output, caplog: pytest.LogC
 def test_the_estimate_is_for_the_whole_job_and_said_by_one_rank(
     output: Output, caplog: pytest.LogCaptureFixture, replica_check: bool, series: int
 ) -> None:
-    """Of two data-parallel pairs each holds its reduced gradients once, and every rank its own unreduced ones. Whoever does not
-    write a reduced gradient may keep its norm.
+    """Of two data-parallel pairs each holds its reduced gradients once, and every rank its own unreduced ones.
+
+    A rank that does not write a reduced gradient may keep its norm.
     """
     said = []
     for rank in (0, 1):
@@ -183,7 +184,7 @@ def test_a_configuration_may_have_a_path_that_is_no_text(output: Output) -> None
 
 
 @pytest.mark.parametrize("start", [0, 2])
-def test_who_goes_on_in_a_directory_and_begins_at_step_0_again_is_told_what_is_replaced(
+def test_who_continues_in_a_directory_and_begins_at_step_0_again_learns_what_is_replaced(
     output: Output, caplog: pytest.LogCaptureFixture, start: int
 ) -> None:
     all_year = {"append_output": ["Jan01_00-00-00", "Dec31_23-59-59"]}

@@ -417,7 +417,7 @@ class TestSchedulers:
 class TestASecondSetMonitor:
     """Peers, fault 12: it wrapped the optimizer twice, and steps counted double."""
 
-    def test_it_goes_on_counting_and_doubles_nothing(self, output: Output, readings: list[str]) -> None:
+    def test_it_continues_counting_and_doubles_nothing(self, output: Output, readings: list[str]) -> None:
         model = small_model()
         optimizer = SGD(model.parameters(), lr=0.1)
         with attached(output, model, optimizer, **EVERYTHING) as monitor:

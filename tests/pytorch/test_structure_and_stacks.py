@@ -158,7 +158,7 @@ class TestStructure:
         assert set(structure(output)) == {"0:", "0:0"}
         assert set(stacks(output)) == {"0:", "0:0"}
 
-    def test_chunks_are_told_apart(self, output: Output) -> None:
+    def test_chunks_are_distinguished(self, output: Output) -> None:
         chunks = [nn.Sequential(nn.Linear(5, 5)), nn.Sequential(nn.Linear(5, 5))]
         optimizer = SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.1)
         attached(output, chunks, optimizer, print_struct=True)
@@ -292,7 +292,7 @@ class TestStacks:
             train(model, optimizer, 1, X)
         assert set(stacks(output)) == {"0:"}
 
-    def test_a_file_that_cannot_be_written_is_said_once_and_training_goes_on(
+    def test_a_file_that_cannot_be_written_is_said_once_and_training_continues(
         self, output: Output, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = nn.Linear(5, 3)

@@ -1,4 +1,4 @@
-"""Rows that stand for others because the same tensor was caught more than once."""
+"""Rows that represent others because the same tensor was caught more than once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def largest(recorder: Recorder) -> dict[str, float]:
     return dict(zip(names, rows.partials.columns[MAX].tolist(), strict=True))
 
 
-def test_a_tensor_that_its_own_row_holds_already_leaves_the_rows_that_stand_for_it() -> None:
+def test_a_tensor_that_its_own_row_holds_already_leaves_the_rows_that_represent_it() -> None:
     recorder, x = Recorder(TorchTensorReader(SeriesTable(), 1e-8)), torch.full((4,), 3.0)
     first, second = (RecordedSeries(Series("actv", 0, name), (0,)) for name in ("first", "second"))
     recorder.activate(True)

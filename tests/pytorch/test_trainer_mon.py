@@ -258,7 +258,7 @@ class TestClosing:
 
 
 class TestLettingGo:
-    def test_a_monitor_that_nobody_holds_goes_on_recording(self, output: Output) -> None:
+    def test_a_monitor_that_no_one_holds_continues_recording(self, output: Output) -> None:
         model = small_model()
         optimizer = SGD(model.parameters(), lr=0.1)
         attached(output, model, optimizer, **GRADIENTS)
@@ -269,7 +269,9 @@ class TestLettingGo:
         wait_for(lambda: {row.step for row in output.rows("grad_reduced")} == {0, 1})
 
     @pytest.mark.parametrize("config", [EVERYTHING, {**EVERYTHING, "print_struct": True}], ids=["all", "structure"])
-    def test_a_model_and_its_monitor_are_collected_once_nobody_holds_them(self, output: Output, config: dict[str, Any]) -> None:
+    def test_a_model_and_its_monitor_are_collected_once_they_are_not_referenced(
+        self, output: Output, config: dict[str, Any]
+    ) -> None:
         model = small_model()
         optimizer = Adam(model.parameters())
         monitor = attached(output, model, optimizer, **config)

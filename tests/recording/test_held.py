@@ -18,7 +18,7 @@ from monitor.recording.tensor_paths import MOST_OBJECTS, NO_TENSORS, HiddenError
 
 
 class Tensor:
-    """Stands for one of a framework."""
+    """Acts as one of a framework."""
 
 
 class Plain:

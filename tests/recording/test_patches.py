@@ -1,4 +1,4 @@
-"""Patched calls: who is told, and that nothing is left behind."""
+"""Patched calls: which callbacks are called, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _no_collection() -> Iterator[None]:
     gc.enable()
 
 
-def test_a_call_is_told_of_from_its_beginning_to_its_end(owner: SimpleNamespace) -> None:
+def test_a_call_is_reported_from_its_beginning_to_its_end(owner: SimpleNamespace) -> None:
     original, patch, told = owner.inverse, CallPatch(owner, "inverse", ("x",)), Told()
     patch.add(told)
     assert owner.inverse(2) == 0.5

@@ -83,7 +83,7 @@ def test_tensorboard_has_a_curve_of_each_row_of_calls(rank: Rank, out: Path) -> 
     assert found == {"0:all_reduce.post_0/rank0/other_calls": [4.0], "0:send.pre_0/rank0/other_calls": [1.0]}
 
 
-def test_hdf5_has_a_dataset_where_minus_one_stands_for_a_row_that_is_not_of_calls(rank: Rank, out: Path) -> None:
+def test_hdf5_has_a_dataset_where_minus_one_means_a_row_that_is_not_of_calls(rank: Rank, out: Path) -> None:
     write(rank, counted(rank))
     with h5py.File(out / SHARD) as file:
         assert file["other/calls"][...].tolist() == [4, -1, 1]
@@ -138,7 +138,7 @@ def test_a_record_that_began_before_calls_were_counted_is_continued(rank: Rank, 
     assert calls_in(out / SHARD) == [None] * 3 + OF_THE_ROWS
 
 
-def test_a_record_goes_on_when_calls_are_counted_no_longer(rank: Rank, out: Path) -> None:
+def test_a_record_continues_when_calls_are_counted_no_longer(rank: Rank, out: Path) -> None:
     write(rank, counted(rank))
     write(rank, uncounted(rank, 1))
     assert calls_in(out / SHARD) == OF_THE_ROWS + [None] * 3

@@ -246,7 +246,7 @@ class TestFaults:
         sink.close()
         assert records.steps(out) == [0, 2]
 
-    def test_a_step_that_cannot_be_spelled_is_left_out(self, form: Format, rank: Rank, out: Path) -> None:
+    def test_a_step_that_cannot_be_written_is_left_out(self, form: Format, rank: Rank, out: Path) -> None:
         sink = form.sink(rank.context)
         write(sink, rank, 0)
         broken = rank.step(1, {"exp_avg": [Measured("w")], **W}, ("norm",))

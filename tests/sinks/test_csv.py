@@ -153,7 +153,7 @@ class TestUnion:
         assert table["name"].to_pylist() == ['a,"b"\nc', "plain"] * 5
 
     @pytest.mark.parametrize("directory", [".", "./run", "run/", "../{}/run"])
-    def test_however_the_directory_is_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str) -> None:
+    def test_however_the_directory_is_given(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str) -> None:
         monkeypatch.chdir(tmp_path)
         told = Path(directory.format(tmp_path.name))
         rank = Rank(told)

@@ -188,7 +188,7 @@ class TestContent:
         sink.close()
         assert names == read_hdf5(out / "metrics_0-4.h5")["name"].to_pylist()
 
-    def test_half_a_surrogate_pair_in_a_name_is_spelled_out(self, rank: Rank, out: Path) -> None:
+    def test_half_a_surrogate_pair_in_a_name_is_escaped(self, rank: Rank, out: Path) -> None:
         write(Hdf5Sink(rank.context), rank, 4, kinds={"other": [Measured("a\ud800")]})
         assert read_hdf5(out / "metrics_0-4.h5")["name"].to_pylist() == ["a\\ud800"]
 
@@ -424,7 +424,7 @@ class TestLeftBehind:
         assert os.listdir(out) == ["metrics_0-4.h5"]
         assert read_hdf5(out / "metrics_0-4.h5")["max"].to_pylist() == [4.0, 4.0, 9.0]
 
-    def test_files_that_have_changed_since_are_told_of_and_no_others(self, rank: Rank, out: Path) -> None:
+    def test_files_that_have_changed_since_are_reported_and_no_others(self, rank: Rank, out: Path) -> None:
         write(Hdf5Sink(rank.context), rank, 4, 9, 14, 15)
         for number, name in enumerate(("metrics_0-4.h5", "metrics_5-9.h5", "metrics_10-14.h5")):
             os.utime(out / name, ns=(number, number))

@@ -92,7 +92,7 @@ def test_a_name_that_has_no_utf8_is_written_with_an_escape(rank: Rank) -> None:
     assert text_of(rank, rows) == {"other": "0,half \\ud800,0,0\n"}
 
 
-def test_series_and_layouts_that_come_later_are_spelled_too(rank: Rank) -> None:
+def test_series_and_layouts_that_come_later_are_written_too(rank: Rank) -> None:
     spelled = CsvLines(rank.series, 6)
     list(spelled.of([rank.step(0, {"other": [Measured("a", [1.0])]}, ops=("shape",))]))
     rows = rank.step(1, {"other": [Measured("b", [1.0, 2.0]), Measured("a", [1.0])]}, ops=("shape",))
@@ -107,7 +107,7 @@ def test_another_list_of_layouts_is_not_taken_for_the_one_before(rank: Rank) -> 
     assert list(spelled.of([other])) == [(other, "other", b"0,a,1,torch.bfloat16\n")]
 
 
-def test_many_rows_are_spelled_in_blocks_and_none_is_lost(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_written_in_blocks_and_none_is_lost(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {kind: [Measured(f"{kind}.{i}", [float(i + 1)]) for i in range(n)] for kind, n in (("exp_avg", 10), ("other", 3))}
     rows = rank.step(0, kinds, ops=("max", "nans"))
     whole = text_of(rank, rows)
@@ -125,7 +125,7 @@ def test_a_kind_without_rows_has_no_lines(rank: Rank) -> None:
     assert list(CsvLines(rank.series, 6).of([StepRows(0, rows.ops, empty, [])])) == []
 
 
-def test_magnitudes_and_calls_are_spelled_where_there_are_any(rank: Rank) -> None:
+def test_magnitudes_and_calls_are_written_where_there_are_any(rank: Rank) -> None:
     measured = [Measured("a", [1.0, 3.0, 0.0], magnitudes=True), Measured("b", [1.0])]
     rows = rank.step(0, {"param_origin": measured}, ops=("magnitude_histogram", "max", "shape"))
     (text,) = text_of(rank, rows).values()
@@ -196,7 +196,7 @@ def test_high_micro_steps_of_few_rows_cost_no_cell_each(rank: Rank, monkeypatch:
 
 
 class Counted:
-    """``TextCache``, and how many texts there were to spell."""
+    """``TextCache``, and how many texts there were to make."""
 
     def __init__(self, cells: type) -> None:
         self._cells = cells

@@ -1,4 +1,4 @@
-"""What the call into C refuses, what it lets go of, and that threads may make it side by side."""
+"""What the call into C refuses, what it releases, and that threads may make it side by side."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_where_there_is_no_memory_nothing_is_written() -> None:
     assert failed
 
 
-def test_it_lets_go_of_what_it_was_given() -> None:
+def test_it_releases_what_it_was_given() -> None:
     arrays = [
         np.ones(3),
         TRUE.copy(),
@@ -164,7 +164,7 @@ def test_it_lets_go_of_what_it_was_given() -> None:
 
 
 def test_other_threads_go_on_meanwhile() -> None:
-    """Another one gets its turn in no other way: nothing else here lets go of the lock, and none is taken from who has it."""
+    """Another one gets its turn in no other way: nothing else here releases the lock, and none is taken from who has it."""
     began, turns = threading.Event(), []
 
     def wait() -> None:

@@ -24,7 +24,7 @@ from monitor.sinks.tensorboard import TensorBoardSink
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 PATIENCE_S = 60
 STEPS = 1200
-"""More than TensorBoard keeps of a curve unless it is told otherwise."""
+"""More than TensorBoard keeps of a curve unless it is asked for more."""
 
 RUNS = ("Dec03_21-34-40-rank0-1a2b3c4d", "Dec03_21-34-40-rank1-9e8d7c6b")
 Fetch = Callable[..., Any]

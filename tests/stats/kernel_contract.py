@@ -131,7 +131,7 @@ class KernelContract:
             assert (found["min"], found["max"]) == (float(kept.min()), float(kept.max())), name
             assert found["sumsq"] == pytest.approx(float(kept.square().sum())), name
 
-    def test_all_kinds_of_non_finite_values_are_told_apart(self, reduce: Reduce) -> None:
+    def test_all_kinds_of_non_finite_values_are_distinguished(self, reduce: Reduce) -> None:
         x = torch.tensor([math.nan, math.inf, math.inf, -math.inf, -math.inf, -math.inf, 2.0])
         found = dict(zip(COLUMNS, reduce(x), strict=True))
         assert (found["nans"], found["posinfs"], found["neginfs"], found["count"]) == (1, 2, 3, 7)

@@ -130,7 +130,7 @@ def test_a_tensor_without_data_has_none() -> None:
     assert count_magnitudes_on_device(torch.empty(3, device="meta")) is None
 
 
-def test_a_histogram_is_spelled_by_the_upper_ends_of_its_bins() -> None:
+def test_a_histogram_is_written_by_the_upper_ends_of_its_bins() -> None:
     counts = count_magnitudes(torch.tensor([0.0, 0.0, 1.0, -0.75, 300.0]))
     assert counts is not None
     assert histogram_text(counts) == "0:2 1:2 464:1"

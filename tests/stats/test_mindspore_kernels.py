@@ -145,7 +145,7 @@ def test_a_non_finite_value_is_counted_and_hides_nothing_else(reduce: Reduce, ba
     assert found["sumsq"] == pytest.approx(np.square(kept).sum())
 
 
-def test_all_kinds_of_non_finite_values_are_told_apart(reduce: Reduce) -> None:
+def test_all_kinds_of_non_finite_values_are_distinguished(reduce: Reduce) -> None:
     row = reduce(Tensor([math.nan, math.inf, math.inf, -math.inf, -math.inf, -math.inf, 2.0], ms.float32))
     found = dict(zip(COLUMNS, row, strict=True))
     assert (found["nans"], found["posinfs"], found["neginfs"], found["count"]) == (1, 2, 3, 7)
@@ -193,7 +193,7 @@ def test_what_has_no_data_has_no_row_and_is_not_initialized() -> None:
     assert not page.any()
 
 
-def test_what_went_wrong_in_training_is_handed_on_by_whoever_waits() -> None:
+def test_what_went_wrong_in_training_is_raised_by_the_call_that_waits() -> None:
     x = Tensor(normal(4))
     mint.mul(x, 2.0).asnumpy()
     mint.zeros_like(x)  # has no kernel on CPU, which comes out when something is waited for, and only once

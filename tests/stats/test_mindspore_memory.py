@@ -60,7 +60,7 @@ def test_a_row_written_again_is_the_later_one_and_a_row_forgotten_is_none() -> N
     assert not rows[1].any()
 
 
-def test_sealing_waits_for_nothing_and_whoever_reads_is_told_what_went_wrong_in_training() -> None:
+def test_sealing_waits_for_nothing_and_reading_raises_what_went_wrong_in_training() -> None:
     page = MindSporeDevicePage(1)
     write(page, 0, normal(5))
     copy = page.new_copy()

@@ -129,7 +129,7 @@ def test_columns_are_found_by_name() -> None:
 
 @pytest.mark.parametrize("rows", [np.array([4, 0, 2]), np.arange(5) % 2 == 0, slice(1, 4)], ids=["index", "flags", "slice"])
 def test_rows_that_are_taken_stay_contiguous_along_each_column(rows: np.ndarray | slice) -> None:
-    """Whoever reads a column of them would otherwise fetch all twelve."""
+    """Reading a column of them would otherwise fetch all twelve."""
     numbers = np.random.default_rng(0).random((5, len(COLUMNS)))
     taken = Partials.from_rows(numbers).take(rows)
     assert np.array_equal(taken.columns, numbers.T[:, rows])

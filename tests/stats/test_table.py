@@ -105,7 +105,7 @@ def test_an_alias_of_an_earlier_step_means_nothing_in_the_next() -> None:
     assert names(live, live.sealed()) == [("a", 0, 6.0)]
 
 
-def test_a_sealed_copy_keeps_its_step_while_the_table_goes_on_and_grows() -> None:
+def test_a_sealed_copy_keeps_its_step_while_the_table_continues_and_grows() -> None:
     live = Live()
     a = live.slot("a")
     live.write(a, 1.0)
@@ -170,7 +170,7 @@ def test_the_step_in_progress_can_be_looked_at_without_ending_it() -> None:
     assert names(live, live.sealed()) == [("a", 0, 1.0)]
 
 
-def test_a_step_that_is_let_go_of_leaves_nothing_to_the_next() -> None:
+def test_a_step_that_is_released_leaves_nothing_to_the_next() -> None:
     live = Live()
     a, b = live.slot("a"), live.slot("b")
     live.write(a, 1.0)

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Function:
-    """Stands for a kernel of Triton's, of which only a device can compile one."""
+    """Acts as a kernel of Triton's, of which only a device can compile one."""
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled
@@ -66,7 +66,7 @@ def test_what_cannot_be_launched_directly_is_launched_by_triton_each_time() -> N
     assert len(function.launched) == 3
 
 
-def test_a_device_without_a_backend_of_tritons_has_the_portable_kernel_and_nobody_is_told(
+def test_a_device_without_a_backend_of_tritons_has_the_portable_kernel_and_nothing_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kernels = DeviceKernels()
@@ -78,7 +78,7 @@ def test_a_device_without_a_backend_of_tritons_has_the_portable_kernel_and_nobod
 
 
 class Active:
-    """Stands for Triton's driver of a device that this machine does not have."""
+    """Acts as Triton's driver of a device that this machine does not have."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -97,7 +97,7 @@ def with_driver(monkeypatch: pytest.MonkeyPatch, active: Active) -> None:
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
 
 
-def test_a_device_that_triton_should_compile_for_and_does_not_is_told_of_once(
+def test_a_device_that_triton_should_compile_for_and_does_not_is_reported_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_driver(monkeypatch, Active("cpu"))
@@ -118,7 +118,7 @@ def test_a_device_of_another_type_than_tritons_driver_is_for_is_not_told_of(
     assert not caplog.records
 
 
-def test_without_triton_nobody_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_nothing_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(logging.getLogger("monitor"), "propagate", True)
     assert engine_for(CPU) is None

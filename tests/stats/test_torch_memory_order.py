@@ -1,4 +1,4 @@
-"""Which stream waits for which row of a device's page. A recorder of what is asked of streams stands for those of a device."""
+"""Which stream waits for which row of a device's page; a recorder of requests takes the place of the device's streams."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ tensorboard: {{tensorboard_dir: {base}/board, log_expert_load_to_tensorboard: tr
 
 
 class Choosing(nn.Module):
-    """Says what it was told to."""
+    """Says what it was asked to."""
 
     def __init__(self, result: Any, **known: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_what_does_not_say_it_is_not_guessed(result: Any) -> None:
         counts_of(Choosing(result), result)
 
 
-def test_a_module_that_says_nothing_is_named_once_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_that_says_nothing_is_named_once_and_training_continues(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(Choosing(torch.rand(3, 4)))
     routers = TorchRouters(model, ["0"], Failures())
     with caplog.at_level(logging.WARNING, LOGGER.name):

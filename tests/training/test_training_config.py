@@ -112,7 +112,7 @@ def test_tensorboard_has_its_defaults() -> None:
 
 
 @pytest.mark.parametrize("field", ["dump_path", "target"])
-def test_null_stands_for_the_default(field: str) -> None:
+def test_null_means_the_default(field: str) -> None:
     assert read(f"monitor_config: {{{field}: null}}").monitor_config == read("").monitor_config
 
 

@@ -194,7 +194,7 @@ class TestRecorded:
     def test_nothing_is_recorded_where_no_norm_is_wanted(self) -> None:
         assert recorded(config(), grad_norm_is_told=True) is None
 
-    def test_the_norm_of_gradients_is_recorded_where_nobody_tells_it(self) -> None:
+    def test_the_norm_of_gradients_is_recorded_where_no_one_tells_it(self) -> None:
         wanted = recorded(state("local_loss_format: log"), grad_norm_is_told=False)
         assert wanted is not None
         assert (wanted.wg_distribution, wanted.mv_distribution, wanted.param_distribution) == (True, False, False)
@@ -323,7 +323,7 @@ class TestLog:
             LogWriter(0).load(3, {"a": [3, 0, 1], "b": [1, 1], "idle": [0, 0]})
         assert [one.getMessage() for one in caplog.records] == ["[rank 0] step 3: expert_load a 0.75 0 0.25; b 0.5 0.5"]
 
-    def test_of_many_experts_the_least_and_the_greatest_share_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_of_many_experts_the_least_and_the_greatest_share_is_recorded(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, LOGGER.name):
             LogWriter(0).load(3, {"a": [2] * 8 + [1] + [2] * 8 + [7]})
         (record,) = caplog.records

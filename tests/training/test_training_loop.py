@@ -212,7 +212,7 @@ class TestOneAtATime:
                     step.loss = float(number)
         assert scalars(tmp_path / "board" / "rank_0")["loss"] == [(2, 1.0), (4, 3.0)]
 
-    def test_a_run_goes_on_counting(self, written: Written, tmp_path: Path) -> None:
+    def test_a_run_continues_counting(self, written: Written, tmp_path: Path) -> None:
         with TrainingMetrics(written(RUN), start_step=10, samples=80) as metrics, metrics.step(batch_size=8) as step:
             step.loss = 1.0
         shown = scalars(tmp_path / "board" / "rank_0")
@@ -301,7 +301,7 @@ class TestOneAtATime:
         assert "weight_norm" not in shown
         assert not (tmp_path / "dump").exists()
 
-    def test_metrics_that_nobody_holds_keep_no_model(self, written: Written) -> None:
+    def test_metrics_that_are_not_referenced_keep_no_model(self, written: Written) -> None:
         model = network()
         optimizer = torch.optim.AdamW(model.parameters())
         metrics = TrainingMetrics(written(EVERYTHING), model, optimizer)

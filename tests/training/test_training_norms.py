@@ -30,7 +30,7 @@ class Taken:
         self.by_step[step] = norms
 
     def no_more_norms(self) -> None:
-        """Nobody waits here."""
+        """No one waits here."""
 
 
 def read(

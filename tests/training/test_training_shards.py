@@ -86,7 +86,7 @@ def test_where_gradients_are_taken_away_after_each_micro_batch_local_norms_are_n
 
 
 @pytest.mark.parametrize("name", [*WHOLE, *TOLD])
-def test_the_gradient_norm_is_the_global_one_where_it_is_told_or_every_rank_has_it(cases: dict[str, Case], name: str) -> None:
+def test_the_gradient_norm_is_the_global_one_where_it_is_given_or_every_rank_has_it(cases: dict[str, Case], name: str) -> None:
     for rank in range(2):
         assert cases[name].values(rank, "grad-norm") == pytest.approx(cases[name].told[0]["grad_norms"], rel=1e-4)
         assert NOT_HERE not in cases[name].warnings(rank)

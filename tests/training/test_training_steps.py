@@ -174,7 +174,7 @@ class TestSteps:
             ended = time.monotonic()
         assert shown()["iteration-time"][0][1] <= (ended - begun) * (1 + 1e-6)
 
-    def test_a_local_loss_is_what_it_was_when_it_was_told(self, yaml: Any, shown: Any) -> None:
+    def test_a_local_loss_is_what_it_was_when_it_was_given(self, yaml: Any, shown: Any) -> None:
         loss = torch.tensor(1.0)
         with TrainingMetrics(yaml()) as metrics, metrics.step() as step:
             step.local_loss(loss)

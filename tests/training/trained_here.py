@@ -18,7 +18,7 @@ DATA = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
 
 
 class Network(nn.Module):
-    """Fails as often as it is told to."""
+    """Fails as often as it is asked to."""
 
     def __init__(self) -> None:
         super().__init__()

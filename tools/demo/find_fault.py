@@ -85,7 +85,7 @@ def micro_steps(model: DistributedDataParallel, text: Tensor, generator: torch.G
 
 
 def conclude(planted: Place, events: Path) -> None:
-    """Rank what fired, in a process of its own that is told no more than where the events are; only then say what was planted.
+    """Rank what fired, in a process of its own that learns no more than where the events are; only then say what was planted.
 
     Raises:
         SystemExit: It cannot be ranked, or the ranking does not begin with what was planted.

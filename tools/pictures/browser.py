@@ -139,7 +139,7 @@ class Pipes:
             message["sessionId"] = session
         self._write(json.dumps(message).encode() + b"\0")
         while (answer := self._next(method, seconds)).get("id") != self._number:
-            pass  # news that nobody asked for
+            pass  # news that no one asked for
         if "result" not in answer:
             raise BrowserError(f"{method}: {answer.get('error')}")
         result: dict[str, Any] = answer["result"]

@@ -68,7 +68,7 @@ class PlayedRank:
         not_judged: Steps by reason.
         rows_judged: In all; None: as many as its steps have.
         config: What the manifest says of the configuration, beside ``module_ranks``.
-        passes: In which the rank goes through its chunks; None: nobody has seen.
+        passes: In which the rank goes through its chunks; None: no one has seen.
         recorded_passes: What the manifest says of them, if something else.
         launch: What it shares with other recordings that were begun together.
     """

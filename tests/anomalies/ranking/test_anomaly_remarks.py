@@ -155,7 +155,7 @@ def test_a_replica_of_a_weight_is_called_a_weight(tmp_path):
     assert told.startswith("First came the weight b.weight (rank 1's replica) on rank 1 (node1) in step 1: ")
 
 
-def test_an_overflow_of_the_loss_scale_is_told_from_a_fault(tmp_path):
+def test_an_overflow_of_the_loss_scale_is_distinguished_from_a_fault(tmp_path):
     rank = PlayedRank(skipped=[1]).fire("grad_reduced", "b.weight", op="infs", value=4.0)
     assert "The optimizer skipped step 1, as it does where the loss scale is too high" in advice(ranked(tmp_path, rank))
 
@@ -261,7 +261,7 @@ def test_a_part_of_a_tensor_is_not_compared_with_the_parts_that_others_hold(tmp_
     ]
 
 
-def test_after_a_deviation_the_first_nan_is_told_as_well(tmp_path):
+def test_after_a_deviation_the_first_nan_is_reported_as_well(tmp_path):
     rank = PlayedRank().fire("param_updated", "a.x.weight", step=0, op="norm", value=2.0, rule="AnomalyTurbulence")
     told = advice(ranked(tmp_path, rank.fire("actv", "b.output", step=2, value=1.0), most=1))
     assert told.startswith(
@@ -273,7 +273,7 @@ def test_after_a_deviation_the_first_nan_is_told_as_well(tmp_path):
     )
 
 
-def test_a_nan_that_may_follow_from_a_deviation_is_told_to(tmp_path):
+def test_a_nan_that_may_follow_from_a_deviation_is_named_too(tmp_path):
     rank = PlayedRank().fire("actv", "a.x.output", op="norm", value=2.0).fire("actv", "b.output", value=1.0)
     told = advice(ranked(tmp_path, rank.fire("actv", "b.input", op="norm", value=2.0)))
     assert told.endswith(
@@ -334,7 +334,7 @@ def test_of_one_tensor_that_deviates_over_many_steps_its_history_is_asked_for(tm
     assert "device" not in told
 
 
-def test_a_deviation_is_told_with_the_running_mean_in_the_advice_and_in_the_table(tmp_path):
+def test_a_deviation_is_reported_with_the_running_mean_in_the_advice_and_in_the_table(tmp_path):
     """As a spike of the learning rate: without it a reader cannot see how large the step was."""
     found = ranked(tmp_path, *deviating(replicas(), "a.x.weight", "b.weight", kind="param_updated"))
     assert "norm is 36.5, running mean 2.25, in the optimizer's step 1" in advice(found)

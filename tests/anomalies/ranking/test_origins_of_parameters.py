@@ -138,7 +138,7 @@ def test_a_weight_that_was_bad_before_a_skipped_step_is_no_origin_after_it(tmp_p
     assert [one.is_origin for one in ranked(tmp_path, rank).ranked] == [True, False, False]
 
 
-def test_a_replica_counts_as_what_it_stands_for(tmp_path):
+def test_a_replica_counts_as_what_it_represents(tmp_path):
     owner, other = replicas()
     other.without, other.replicas = ["grad_reduced"], ["grad_reduced/b.weight", "grad_reduced/a.x.weight"]
     owner.fire("grad_unreduced", "b.weight")

@@ -114,7 +114,7 @@ def test_steps_are_listed_or_given_as_ranges_with_both_ends(job, spelled, steps)
 
 
 @pytest.mark.parametrize("spelled", ["x", "1-3", "3:1", "[1", "1,,2", ":5", "-1", "1:9:0", "1:9:"])
-def test_steps_that_are_spelled_otherwise_are_refused_with_how_to_spell_them(job, spelled):
+def test_steps_that_are_written_otherwise_are_refused_with_how_to_spell_them(job, spelled):
     status, said = ran(job, f"--step_list={spelled}")
     assert (status, f"--step_list is {spelled!r}. Write steps as in [1,2]" in said) == (2, True)
 
@@ -153,7 +153,7 @@ def test_a_rank_that_is_not_monitored_is_not_missing(tmp_path):
     assert (status, "Not monitored, as module_ranks says: rank 1." in said) == (0, True)
 
 
-def test_a_rank_that_was_killed_is_told_and_its_events_count(tmp_path):
+def test_a_rank_that_was_killed_is_reported_and_its_events_count(tmp_path):
     status, said = ran(written(tmp_path, PlayedRank(closed=False).fire("actv", "b.output")))
     assert (status, "rank 0 did not end cleanly" in said, "1 events of 1" in said) == (1, True, True)
 
@@ -279,7 +279,7 @@ def test_a_rank_whose_directory_is_gone_gives_no_more_origins(gone, recording, t
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_manifest_that_is_spelled_right_is_too_absurd(seed, tmp_path):
+def test_no_manifest_that_is_written_right_is_too_absurd(seed, tmp_path):
     """Passes that come twice or never end, edges in circles, stages that contradict each other."""
     draw = random.Random(seed)
     names = [(kind, name) for kind, all_names in ROWS.items() for name in all_names]

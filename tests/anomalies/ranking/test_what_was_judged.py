@@ -85,7 +85,7 @@ def test_of_chosen_steps_only_those_count(tmp_path):
     assert ran(tmp_path, "-s", "0:10")[0] == 1
 
 
-def test_chosen_steps_that_nobody_has_judged_are_not_called_clean(tmp_path):
+def test_chosen_steps_that_no_one_has_judged_are_not_called_clean(tmp_path):
     PlayedRank().write(tmp_path)
     status, said = ran(tmp_path, "-s", "100:200")
     assert (status, "Not judged: no rank has judged any of these steps." in said) == (1, True)

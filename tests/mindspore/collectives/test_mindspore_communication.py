@@ -154,7 +154,7 @@ def test_the_handle_that_users_get_is_of_mindspore(told: list[dict[str, Any]]) -
     assert all(one["handles"]["same_type"] and one["handles"]["spelled_alike"] for one in told)
 
 
-def test_a_call_that_nobody_waits_for_is_counted_as_unread(told: list[dict[str, Any]]) -> None:
+def test_a_call_that_no_one_waits_for_is_counted_as_unread(told: list[dict[str, Any]]) -> None:
     assert {one["handles"]["note"] for one in told} == {"the outputs of 1 calls have no rows: the"}
 
 
@@ -175,7 +175,7 @@ def test_the_log_has_each_call_site_once_and_with_it_alone_nothing_is_measured(t
         assert (one["log"]["rows"], one["log"]["again"], one["log"]["log_only"]) == ([], None, True)
 
 
-def test_each_listener_is_told_until_it_is_gone(told: list[dict[str, Any]]) -> None:
+def test_each_listener_is_called_until_it_is_gone(told: list[dict[str, Any]]) -> None:
     expected = {"calls": [{"all_reduce.post_0": 2}, {"all_reduce.post_0": 1}], "unchanged": True}
     assert [one["several"] for one in told] == [expected, expected]
 
@@ -189,6 +189,6 @@ def test_an_error_of_training_that_a_read_meets_reaches_training(told: list[dict
     assert [one["errors"][place] for one in told] == ["ZerosLikeExt"] * 2
 
 
-def test_a_fault_of_the_monitor_is_counted_and_leaves_no_row_and_training_goes_on(told: list[dict[str, Any]]) -> None:
+def test_a_fault_of_the_monitor_is_counted_and_leaves_no_row_and_training_continues(told: list[dict[str, Any]]) -> None:
     expected = {"result": reduced(4).tolist(), "counts": [1], "rows": []}
     assert [one["errors"]["own"] for one in told] == [expected, expected]

@@ -119,7 +119,7 @@ def test_a_handle_tells_once_after_the_wait_and_passes_everything_else_on() -> N
     assert (told, runtime.waits, handle.get_comm_handle_ptr_str()) == ([1], 2, "0x1")
 
 
-def test_what_telling_raises_reaches_whoever_waits() -> None:
+def test_what_telling_raises_reaches_the_caller_that_waits() -> None:
     def fail() -> None:
         raise RuntimeError("of training's")
 

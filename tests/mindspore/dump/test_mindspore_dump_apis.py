@@ -217,7 +217,7 @@ def test_a_prefix_of_the_users_goes_before_that_of_the_list_until_it_is_restored
     assert list(Dump(tmp_path).data) == ["Mine.matmul.0.forward", "Functional.matmul.0.forward", "Again.matmul.0.forward"]
 
 
-def test_the_class_stands_for_the_debugger_that_was_made_last(tmp_path: Path) -> None:
+def test_the_class_represents_the_debugger_that_was_made_last(tmp_path: Path) -> None:
     PrecisionDebugger(dump_path=tmp_path)
     PrecisionDebugger.start()
     ops.abs(ops.ones((2,)))

@@ -24,7 +24,7 @@ def test_segments_of_a_step_are_in_one_file_and_what_lies_between_is_not(tmp_pat
     assert list(Dump(tmp_path).data) == ["Functional.relu.0.forward", "Functional.relu.1.forward"]
 
 
-def test_a_cell_goes_on_being_counted_in_the_next_segment(tmp_path: Path) -> None:
+def test_a_cell_is_still_counted_in_the_next_segment(tmp_path: Path) -> None:
     network = nn.SequentialCell(nn.ReLU())
     debugger = PrecisionDebugger(dump_path=tmp_path, level="L0")
     for _ in range(2):

@@ -63,7 +63,7 @@ def test_every_precision_is_read_as_it_is(dtype: ms.Type) -> None:
 
 
 @pytest.mark.parametrize("size", [1e30, 1e-30, 1e-37])
-def test_spectral_norms_of_any_size_are_told(size: float) -> None:
+def test_spectral_norms_of_any_size_are_recorded(size: float) -> None:
     matrix = np.float32(size) * drawn(20, 20)
     assert norms(Tensor(matrix))[1] == pytest.approx(np.linalg.norm(matrix.astype(np.float64), 2), rel=NEAR)
 

@@ -78,7 +78,7 @@ def test_a_collapsed_attention_has_no_entropy_and_an_even_one_all_of_it() -> Non
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e4, 1e15])
-def test_scores_of_any_size_are_told(size: float) -> None:
+def test_scores_of_any_size_are_recorded(size: float) -> None:
     query, key = of(np.float32(size) * drawn(1, 1, 16, 4)), of(drawn(1, 1, 16, 4, seed=1))
     assert expected(query, key) == means(scores_of(query, key))
 
@@ -105,7 +105,7 @@ def test_a_batch_of_one_goes_with_every_other() -> None:
 
 @pytest.mark.parametrize("where", ["host"], indirect=True)
 def test_no_square_of_the_sequence_is_ever_in_memory() -> None:
-    """What MindSpore allocates on a device nobody tells."""
+    """What MindSpore allocates on a device no one tells."""
     query, key = of(drawn(1, 1, 4096, 16)), of(drawn(1, 1, 4096, 16, seed=1))
     tracemalloc.start()
     try:

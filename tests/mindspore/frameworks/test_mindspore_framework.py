@@ -88,7 +88,7 @@ def test_other_optimizers_have_the_moments_that_they_use() -> None:
     }
 
 
-def test_an_optimizer_that_has_not_stepped_has_no_moments_yet_and_one_that_goes_on_has() -> None:
+def test_an_optimizer_that_has_not_stepped_has_no_moments_yet_and_one_that_continues_has() -> None:
     net = Net()
     optimizer = nn.Adam(net.trainable_params(), 0.01)
     one = Named(net.a.weight)
@@ -180,7 +180,7 @@ def test_what_is_said_of_an_adam_is_what_it_did_to_the_weights(name: str) -> Non
 
 
 @pytest.mark.parametrize("wrong", ["eps_on_root", "corrections"])
-def test_another_adam_s_rule_is_told_apart_by_that_test(wrong: str) -> None:
+def test_another_adam_s_rule_is_distinguished_by_that_test(wrong: str) -> None:
     net = Net()
     optimizer = OPTIMIZERS["experimental.AdamW"](net.trainable_params())
     framework, parameters = watched(net, optimizer)

@@ -1,4 +1,4 @@
-"""Training loops of MindSpore's dynamic graph as descriptions, and the cells and loops that they stand for.
+"""Training loops of MindSpore's dynamic graph as descriptions, and the cells and loops that they represent.
 
 A smaller version of ``tests/generated_loops``: networks are a row of calls, each of any values before it.
 """

@@ -1,7 +1,7 @@
 """A data-parallel rank that trains unmonitored and monitored, and tells what came of it; ``data_parallel.py BASE``.
 
-Each part of it records below ``BASE/{part}``. Where nobody records, the loop looks at its gradients, and so waits for them;
-where somebody does, nobody else waits before the end of a step. The last part ends the process.
+Each part of it records below ``BASE/{part}``. Where no monitor records, the loop looks at its gradients, and so waits for them;
+where one does, nothing else waits before the end of a step. The last part ends the process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A data-parallel rank under dynamic monitoring, and then without a monitor; ``dynamic_ranks_of_mindspore.py BASE``.
 
-Rank 0 edits its configuration file while all ranks train, each after random delays, and goes on to the next edit when both
+Rank 0 edits its configuration file while all ranks train, each after random delays, and turns to the next edit when both
 manifests say that the last one holds. Each rank has a file of its own, and only that of rank 0 is ever looked at.
 """
 
@@ -62,7 +62,7 @@ class Editor:
         self._path, self._output = path, output
         self._script = self._edits()
 
-    def goes_on(self) -> bool:
+    def has_more(self) -> bool:
         """Between two steps, on rank 0: whether training does."""
         return next(self._script, None) is not None
 
@@ -101,7 +101,7 @@ class Rank:
         editor = Editor(path, self._base / "output")
         with TrainerMon(path) as monitor:
             monitor.set_monitor(net, 1, optimizer, dp_group="mccl_world_group")
-            while self._agreed(self.number == 0 and editor.goes_on()):
+            while self._agreed(self.number == 0 and editor.has_more()):
                 losses.append(self._step(net, optimizer, len(losses)))
                 time.sleep(delays.choice([0.0, 0.0, 0.002, 0.006]))
         return losses

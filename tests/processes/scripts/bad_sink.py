@@ -41,7 +41,7 @@ class Exiting(Raising):
 class Hanging:
     """Does not come back from the fifth step until it is let go."""
 
-    hangs, goes_on = threading.Event(), threading.Event()
+    hangs, resumed = threading.Event(), threading.Event()
 
     def __init__(self, _context: Any) -> None:
         pass
@@ -49,7 +49,7 @@ class Hanging:
     def write(self, rows: StepRows) -> None:
         if rows.step == 4:
             self.hangs.set()
-            self.goes_on.wait()
+            self.resumed.wait()
 
     def flush(self) -> None: ...
 
@@ -74,7 +74,7 @@ def train_with_one_that_hangs_for_a_while() -> None:
     if run.monitor is not None:
         Hanging.hangs.wait()
     run.train_to(40)
-    Hanging.goes_on.set()
+    Hanging.resumed.set()
     run.delivered()
     run.train_to(60)
 

@@ -48,7 +48,7 @@ class Rank:
         self._stop, self._nan_step = result / "stop", nan_step
 
     def train(self, config: str | None, steps: int | None) -> list[str]:
-        """The losses: of as many steps as are asked for, or until it is told to stop."""
+        """The losses: of as many steps as are asked for, or until it is asked to stop."""
         torch.manual_seed(0)
         network = Network()
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, ["apart.weight"])

@@ -1,4 +1,4 @@
-"""Training goes on where no thread can be started any more: ``RLIMIT_AS`` leaves no room for another stack.
+"""Training continues where no thread can be started any more: ``RLIMIT_AS`` leaves no room for another stack.
 
 usage: no_more_threads.py DIRECTORY FORMATS before|while
 """

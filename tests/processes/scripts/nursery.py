@@ -32,7 +32,7 @@ def asked() -> dict[str, Any]:
     """Returns in the children only; in this process when nothing more is asked for, by ending it."""
     gc.collect()
     gc.freeze()  # a child that ends would go through all that was imported here
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need nobody to wait for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need no one to wait for them
     while line := sys.stdin.readline():
         assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
         request = json.loads(line)

@@ -1,6 +1,6 @@
 """Two data-parallel ranks train one small model after the other, each monitored in another way; ``ranks.py RESULT``.
 
-What a rank computed goes to ``RESULT/rank{rank}.json``. Nobody closes a monitor.
+What a rank computed goes to ``RESULT/rank{rank}.json``. No monitor is closed.
 """
 
 from __future__ import annotations

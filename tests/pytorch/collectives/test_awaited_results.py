@@ -1,4 +1,4 @@
-"""What is remembered of results of functional collectives that nobody has waited for."""
+"""What is remembered of results of functional collectives that no one has waited for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_another_tensor_at_the_address_of_a_forgotten_result_is_none(collectives
     del result
     kept = [torch.zeros(3) for _ in range(10_000)]
     there = [x for x in kept if x.untyped_storage()._cdata == address]
-    if not there:  # the allocator gave the address to nobody: as good as if it had
+    if not there:  # the allocator gave the address to no one: as good as if it had
         there = kept[:1]
         collectives._functional[there[0].untyped_storage()._cdata] = collectives._functional.pop(address)
     before = there[0].data_ptr(), there[0].untyped_storage().nbytes()
@@ -72,7 +72,7 @@ def test_a_result_that_was_shrunk_is_neither_read_nor_made_larger(collectives: T
     assert collectives._calls.sizes == []  # type: ignore[attr-defined]
 
 
-def test_a_part_that_is_waited_for_stands_for_the_whole(collectives: TorchCollectives) -> None:
+def test_a_part_that_is_waited_for_represents_the_whole(collectives: TorchCollectives) -> None:
     result = torch.zeros(1000)
     collectives._await_functional(call(), [result])
     collectives._tensor_waited_for(result[:10])

@@ -26,7 +26,7 @@ def job(run_ranks: Callable[..., Job]) -> Job:
     return run_ranks("counted.py", 2, others={"format": FORMATS, "wg_distribution": True, "step_count_per_record": 2})
 
 
-def test_the_program_is_told(job: Job) -> None:
+def test_the_program_sees_them(job: Job) -> None:
     for rank in range(2):
         for step, calls in BY_STEP:
             for when in ("before", "after"):

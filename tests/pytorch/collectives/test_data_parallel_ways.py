@@ -18,7 +18,7 @@ NOT_COUNTED = {"PowerSGD": {"all_reduce": 5, "broadcast": 8}}
 """Of the three steps: two plain, and one of what is not compressed and of two factors; buffers, and the new buckets."""
 
 UNREAD = ("join",)
-"""Where a rank tells the others that it is still there, and nobody in Python waits for what they say."""
+"""Where a rank tells the others that it is still there, and no one in Python waits for what they say."""
 
 VALUES = ("gradients", "gradients in views", "sums")
 

@@ -33,7 +33,7 @@ def test_what_a_hook_of_the_users_raises_in_backward_arrives(job: Job) -> None:
         assert outcome(job, rank, "hook")["told"][:2] == ["ValueError", "of the user's, at bucket 0"]
 
 
-def test_tensors_of_a_call_that_failed_are_let_go_of(job: Job) -> None:
+def test_tensors_of_a_call_that_failed_are_released(job: Job) -> None:
     assert outcome(job, 0, "held")["told"] == []
 
 

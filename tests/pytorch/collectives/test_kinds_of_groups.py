@@ -23,7 +23,7 @@ RAISING = ("without a future", "without an end")
 """Of a Work in Python that leaves everything to torch."""
 
 UNDER = ("double precision", "deterministic", "anomalies detected", "autocast")
-OTHERS = ("in Python", "reduced in Python", "named", "broadcast alone", "by name", "of nobody", "saved and loaded")
+OTHERS = ("in Python", "reduced in Python", "named", "broadcast alone", "by name", "of no one", "saved and loaded")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_group_of_some_ranks_has_its_own_rows(job: Job) -> None:
         assert_statistics(rows[f"broadcast@{rank}.post_0"], given(job, rank, "broadcast alone"))
 
 
-def test_a_group_that_is_named_or_spelled_out_is_recognised(job: Job) -> None:
+def test_a_group_that_is_named_or_listed_is_recognised(job: Job) -> None:
     for rank in range(2):
         row = rows_of(job, rank, "by name")["all_reduce.post_0"]
         assert row["calls"] == 2
@@ -82,7 +82,7 @@ def test_a_group_that_is_named_or_spelled_out_is_recognised(job: Job) -> None:
 
 
 def test_a_call_for_a_group_of_others_has_no_rows(job: Job) -> None:
-    assert [rows_of(job, rank, "of nobody") for rank in range(2)] == [{}, {}]
+    assert [rows_of(job, rank, "of no one") for rank in range(2)] == [{}, {}]
 
 
 @pytest.mark.parametrize("case", UNDER)

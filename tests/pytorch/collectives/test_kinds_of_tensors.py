@@ -17,7 +17,7 @@ REDUCED = (
     *(f"reduce torch.{dtype}" for dtype in DTYPES), "largest of integers", "nothing finite", "scalar", "one", "mean",
     "channels last", "transposed", "part of a storage", "sparse",
 )  # fmt: skip
-"""An all-reduce of one tensor: the first that is told went in, the second came out."""
+"""An all-reduce of one tensor: the first that is reported went in, the second came out."""
 
 MOVED: dict[str, tuple[str, Callable[[list[Any]], list[Any]]]] = {
     **{f"gather torch.{dtype}": ("all_gather.post_0", lambda told: told) for dtype in DTYPES},
@@ -29,12 +29,12 @@ MOVED: dict[str, tuple[str, Callable[[list[Any]], list[Any]]]] = {
     "coalesced, asynchronous": ("all_reduce_coalesced.post_0", lambda told: told),
     "coalesced gathers": ("all_gather_into_tensor_coalesced.post_0", lambda told: told),
 }
-"""The row of what came out, and which of what is told that was."""
+"""The row of what came out, and which of those reported that was."""
 
 NOT_MEASURED = ("empty", "empty rows", "one list twice", "objects")
 REFUSED = (
     "conjugated", "sizes differ", "all_reduce_coalesced of several dtypes", "no tensor", "bits of floats", "too few places",
-    "wrong size", "other dtype", "no list", "nobody there", "to itself", "no argument", "no such option",
+    "wrong size", "other dtype", "no list", "no one there", "to itself", "no argument", "no such option",
     "method without arguments", "method of nothing",
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ def test_after_a_hundred_times_torch_distributed_and_the_dispatcher_are_as_they_
     assert [one["left_behind"] for one in told] == [clean, clean]
 
 
-def test_work_that_is_never_waited_for_is_let_go_of_and_counted(told: list[dict[str, Any]]) -> None:
+def test_work_that_is_never_waited_for_is_released_and_counted(told: list[dict[str, Any]]) -> None:
     expected = {"held": False, "unread": 1, "rows": 16}
     assert [one["never_waited"] for one in told] == [expected, expected]
 

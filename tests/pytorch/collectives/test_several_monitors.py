@@ -35,7 +35,7 @@ def test_after_the_last_one_of_several_everything_is_as_it_was(job: Job) -> None
     assert told(job, "two_at_once") == [[], []]
 
 
-def test_calls_that_are_under_way_at_the_end_complete_and_are_let_go_of(job: Job) -> None:
+def test_calls_that_are_under_way_at_the_end_complete_and_are_released(job: Job) -> None:
     assert told(job, "closed_under_way") == [{"right": True, "held": False}] * 2
 
 
@@ -47,7 +47,7 @@ def test_what_somebody_else_has_patched_stays_patched_and_is_called(job: Job) ->
     assert told(job, "patched_by_the_user") == [[True, ["all_reduce", "wait"] * 2]] * 2
 
 
-def test_who_patches_above_and_takes_that_away_later_goes_on_undisturbed(job: Job) -> None:
+def test_who_patches_above_and_takes_that_away_later_continues_undisturbed(job: Job) -> None:
     assert told(job, "patched_meanwhile") == [[["wait", "wait"], [2.0, 2.0]]] * 2
 
 

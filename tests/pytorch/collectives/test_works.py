@@ -14,7 +14,7 @@ from watching import assert_statistics
 ONE_CALL = (
     "waited for twice", "overwritten at once", "waited for with a limit", "future waited for twice", "work and future",
     "changed by what follows", "changed twice", "changed by a callback", "failing callback", "waited for elsewhere",
-    "let go of", "method of a list", "method of a tensor", "method with an operator", "method with options",
+    "released", "method of a list", "method of a tensor", "method with an operator", "method with options",
     "method of the class",
 )  # fmt: skip
 ROWS: dict[str, tuple[str, int]] = {
@@ -28,7 +28,7 @@ ROWS: dict[str, tuple[str, int]] = {
 }
 """The operator, and how often it was called."""
 
-NOBODY_WAITS = ("polled", "below the dispatcher", "in Python")
+NOT_WAITED_FOR = ("polled", "below the dispatcher", "in Python")
 """Where there need not be a row of what came out; if there is one, it is right."""
 
 
@@ -48,10 +48,10 @@ def given(job: Job, rank: int, case: str) -> Tensor:
 
 
 def test_no_case_is_left_out(job: Job) -> None:
-    assert sorted([*ROWS, *NOBODY_WAITS]) == sorted(job.monitored[0]["cases"])
+    assert sorted([*ROWS, *NOT_WAITED_FOR]) == sorted(job.monitored[0]["cases"])
 
 
-@pytest.mark.parametrize("case", [*ROWS, *NOBODY_WAITS])
+@pytest.mark.parametrize("case", [*ROWS, *NOT_WAITED_FOR])
 def test_works_and_futures_do_what_they_would(case: str, job: Job) -> None:
     for rank in range(2):
         assert "raised" not in outcome(job, rank, case)
@@ -66,8 +66,8 @@ def test_what_comes_out_is_recorded_as_it_came(case: str, job: Job) -> None:
         assert_statistics(row, given(job, rank, case))
 
 
-@pytest.mark.parametrize("case", NOBODY_WAITS)
-def test_what_nobody_waits_for_is_recorded_right_or_not_at_all(case: str, job: Job) -> None:
+@pytest.mark.parametrize("case", NOT_WAITED_FOR)
+def test_what_no_one_waits_for_is_recorded_right_or_not_at_all(case: str, job: Job) -> None:
     for rank in range(2):
         for name, row in rows_of(job, rank, case).items():
             if ".post_" in name:

@@ -100,7 +100,7 @@ class Interrupted(InPlace):
 
 
 class Fork(nn.Module):
-    """Uses what it is given several times, and looks at whether that is what it was told of."""
+    """Uses what it is given several times, and looks at whether that is what it was given."""
 
     def __init__(self) -> None:
         super().__init__()

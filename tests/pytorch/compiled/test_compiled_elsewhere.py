@@ -139,7 +139,7 @@ def test_torchs_own_settings_are_put_back(output: Output) -> None:
     assert torch._dynamo.config.skip_nnmodule_hook_guards == before
 
 
-def test_torchs_own_settings_are_put_back_when_nobody_has_the_monitor_any_more() -> None:
+def test_torchs_own_settings_are_put_back_when_no_one_has_the_monitor_any_more() -> None:
     class Holder:
         pass
 

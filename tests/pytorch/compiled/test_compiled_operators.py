@@ -16,7 +16,7 @@ HOST = torch.device("cpu")
 
 
 class Noting:
-    """Notes what it is told, and numbers calls."""
+    """Notes what it is called with, and numbers calls."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -39,7 +39,7 @@ class Noting:
         self.told.append((slot, call, gradient.tolist()))
 
 
-def test_what_happens_to_a_call_is_told_with_what_stands_for_it() -> None:
+def test_listeners_get_what_happens_to_a_call_with_its_stand_in() -> None:
     noting = Noting()
     observed = ObservedHook(noting, HOST)
     x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -52,7 +52,7 @@ def test_what_happens_to_a_call_is_told_with_what_stands_for_it() -> None:
     assert noting.told == ["begins", ("input", 1, 1, [1.0, 2.0]), "ends", ("output", 3, [1.0, 1.0]), ("input", 1, [3.0, 3.0])]
 
 
-def test_of_a_call_that_stands_for_nothing_nothing_is_told() -> None:
+def test_listeners_get_nothing_of_a_call_without_a_stand_in() -> None:
     noting = Noting()
     noting.counts = False
     observed = ObservedHook(noting, HOST)
@@ -62,7 +62,7 @@ def test_of_a_call_that_stands_for_nothing_nothing_is_told() -> None:
     assert noting.told == ["begins"]
 
 
-def test_a_hook_that_is_gone_is_told_nothing_and_nothing_fails() -> None:
+def test_a_hook_that_is_gone_gets_nothing_and_nothing_fails() -> None:
     observed = ObservedHook(Noting(), HOST)
     handle = observed.handle
     del observed
@@ -85,7 +85,7 @@ def test_the_gradient_of_an_input_is_that_of_the_call_alone() -> None:
     assert noting.told == ["begins", "ends", ("input", 1, [3.0])]
 
 
-def test_calls_within_each_other_are_told_apart() -> None:
+def test_calls_within_each_other_are_distinguished() -> None:
     noting = Noting()
     observed = ObservedHook(noting, HOST)
     x = torch.ones(1, requires_grad=True) * 1.0

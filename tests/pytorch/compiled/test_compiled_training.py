@@ -135,7 +135,7 @@ def test_steps_that_are_not_collected_run_the_same_code_and_have_no_rows(output:
     assert {step for _, _, step, _ in recorded(output)} == {0, 2}
 
 
-def test_calls_of_earlier_steps_are_let_go_of(output: Output) -> None:
+def test_calls_of_earlier_steps_are_released(output: Output) -> None:
     model = seeded(OneLayer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = Ways.within_a_function(model, backend="aot_eager", fullgraph=True)

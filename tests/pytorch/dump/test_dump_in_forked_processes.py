@@ -39,7 +39,7 @@ def test_a_child_dumps_into_a_directory_of_its_own(tmp_path: Path) -> None:
     F.relu(torch.ones(1))
 
     def child() -> None:
-        F.silu(torch.ones(1))  # of the parent's dump: recorded by nobody
+        F.silu(torch.ones(1))  # of the parent's dump: recorded by no one
         debugger.start(rank_id=1)
         F.gelu(torch.ones(1))
         debugger.stop()

@@ -86,7 +86,7 @@ def test_a_mode_that_a_user_has_entered_meanwhile_stays(tmp_path: Path) -> None:
 
 
 class Counting(TorchFunctionMode):
-    """Counts the calls that it is told of."""
+    """Counts the calls that are announced to it."""
 
     calls = 0
 
@@ -95,7 +95,7 @@ class Counting(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_mode_that_is_left_within_a_dump_is_gone_and_the_dump_goes_on(tmp_path: Path) -> None:
+def test_a_mode_that_is_left_within_a_dump_is_gone_and_the_dump_continues(tmp_path: Path) -> None:
     debugger = PrecisionDebugger(dump_path=tmp_path)
     with Counting() as mode, torch.device("meta"):
         debugger.start()

@@ -90,7 +90,7 @@ def test_only_the_steps_that_are_chosen_are_recorded(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "out") == ["step1", "step3", "step4"]
 
 
-def test_steps_are_counted_from_where_a_run_goes_on(tmp_path: Path) -> None:
+def test_steps_are_counted_from_where_a_run_continues(tmp_path: Path) -> None:
     debugger = PrecisionDebugger(dump_path=tmp_path, step=[7])
     debugger.set_init_step(7)
     debugger.start()
@@ -258,7 +258,7 @@ def test_a_second_debugger_that_would_see_the_same_calls_is_refused_until_the_fi
     assert (list(Dump(tmp_path / "first").data), list(Dump(tmp_path / "second").data)) == ([], ["Functional.relu.0.forward"])
 
 
-def test_tensors_whose_names_are_spelled_alike_have_a_file_each(tmp_path: Path) -> None:
+def test_tensors_whose_names_look_alike_have_a_file_each(tmp_path: Path) -> None:
     values = {
         "x/y": torch.tensor([1.0]),
         "x_y": torch.tensor([2.0]),
@@ -310,7 +310,7 @@ def said_beside(base: Path) -> str:
     return (Dump(base).directory / "dump_error_info.log").read_text()
 
 
-def test_a_stop_in_another_thread_records_nothing_more_and_is_told(tmp_path: Path) -> None:
+def test_a_stop_in_another_thread_records_nothing_more_and_is_reported(tmp_path: Path) -> None:
     debugger = PrecisionDebugger(dump_path=tmp_path)
 
     def begin() -> None:
@@ -347,7 +347,7 @@ def test_what_a_stop_in_another_thread_leaves_is_taken_away_by_the_next_start(tm
     debugger.step()
 
 
-def test_another_model_that_is_passed_before_stop_is_told_of(tmp_path: Path) -> None:
+def test_another_model_that_is_passed_before_stop_is_reported(tmp_path: Path) -> None:
     debugger = PrecisionDebugger(dump_path=tmp_path, level="L0")
     first, second = (nn.Sequential(nn.ReLU()) for _ in range(2))
     debugger.start(first)
@@ -360,7 +360,7 @@ def test_another_model_that_is_passed_before_stop_is_told_of(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("chosen", [{"list": ["Relu"]}, {"scope": ["Functional.silu.0.forward", "Functional.silu.1.forward"]}])
-def test_a_choice_that_chooses_nothing_is_told_of(tmp_path: Path, chosen: dict[str, Any]) -> None:
+def test_a_choice_that_chooses_nothing_is_reported(tmp_path: Path, chosen: dict[str, Any]) -> None:
     debugger = configured(tmp_path, statistics=chosen)
     debugger.start()
     F.relu(torch.ones(1))
@@ -368,14 +368,14 @@ def test_a_choice_that_chooses_nothing_is_told_of(tmp_path: Path, chosen: dict[s
     assert "select none of the calls of this step" in said_beside(tmp_path / "out")
 
 
-def test_a_model_without_modules_below_it_is_told_of(tmp_path: Path) -> None:
+def test_a_model_without_modules_below_it_is_reported(tmp_path: Path) -> None:
     debugger = PrecisionDebugger(dump_path=tmp_path, level="L0")
     debugger.start(nn.ReLU())
     debugger.step()
     assert "no module was found below the model, and the model itself is not dumped" in said_beside(tmp_path)
 
 
-def test_a_place_that_cannot_be_written_to_is_told_of_and_training_goes_on(
+def test_a_place_that_cannot_be_written_to_is_reported_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
@@ -397,7 +397,7 @@ def test_files_that_cannot_be_made_can_be_made_later(tmp_path: Path) -> None:
     assert [one.entries for one in recover(tmp_path)] == [1]
 
 
-def test_the_class_stands_for_the_debugger_that_was_made_last(tmp_path: Path) -> None:
+def test_the_class_represents_the_debugger_that_was_made_last(tmp_path: Path) -> None:
     PrecisionDebugger(dump_path=tmp_path / "first", level="L0")
     PrecisionDebugger(dump_path=tmp_path, level="mix")
     model = seeded(Convolutional)

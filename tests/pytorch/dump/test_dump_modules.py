@@ -221,7 +221,7 @@ def test_a_module_that_gives_nothing_has_an_entry_as_what_it_calls_names_it(
 
 
 class Waits(nn.Module):
-    """Ten times what it is given. Whoever gives it a 1 begins first, and ends first."""
+    """Ten times what it is given. The call with a 1 begins first, and ends first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def test_a_collapsed_attention_has_no_entropy_and_an_even_one_all_of_it() -> Non
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e4, 1e15])
-def test_scores_of_any_size_are_told(size: float) -> None:
+def test_scores_of_any_size_are_recorded(size: float) -> None:
     query, key = size * drawn(1, 1, 16, 4), drawn(1, 1, 16, 4, seed=1)
     expected = entropy_and_greatest(attention_weights(query, key))
     assert means(scores_of(query, key)) == pytest.approx(expected, rel=2e-6, abs=1e-6)

@@ -163,7 +163,7 @@ def test_the_sample_is_what_was_asked_for(output: Output, heads: int | None, bat
     assert spread_of(row) == pytest.approx(entropy_and_greatest(model.weights(x), *sample), rel=2e-6)
 
 
-def test_calls_and_micro_steps_are_told_apart(output: Output) -> None:
+def test_calls_and_micro_steps_are_distinguished(output: Output) -> None:
     model = attention()
     twice = nn.Sequential(model[1], model[1])
 

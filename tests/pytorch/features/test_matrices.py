@@ -72,8 +72,8 @@ def test_the_norms_are_those_of_a_decomposition(matrix: Tensor) -> None:
 
 
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
-def test_where_nobody_may_look_the_norms_are_the_same(monkeypatch: pytest.MonkeyPatch, matrix: Tensor) -> None:
-    """What runs on an accelerator, run on the host: whoever looks at a number fails."""
+def test_where_no_one_may_look_the_norms_are_the_same(monkeypatch: pytest.MonkeyPatch, matrix: Tensor) -> None:
+    """What runs on an accelerator, run on the host: looking at a number fails."""
     monkeypatch.setattr(matrices, "_may_read", lambda _: False)
     values = torch.linalg.svdvals(matrix.double())
     with monkeypatch.context() as forbidding:
@@ -85,7 +85,7 @@ def test_where_nobody_may_look_the_norms_are_the_same(monkeypatch: pytest.Monkey
         assert values[0].item() * (1 - NEAR) <= one.spectral.item() <= values[0].item() * (1 + ROUNDING)
 
 
-def test_where_nobody_may_look_what_is_not_finite_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_one_may_look_what_is_not_finite_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrices, "_may_read", lambda _: False)
     matrix = drawn(30, 30)
     assert math.isnan(norms_of(torch.where(matrix > 2, math.inf, matrix)).spectral.item())
@@ -115,7 +115,7 @@ def test_a_spectral_norm_of_what_is_not_finite_is_nan(value: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_matrices_whose_singular_values_lie_close_are_told_at_once(seed: int) -> None:
+def test_random_matrices_whose_singular_values_lie_close_are_named_at_once(seed: int) -> None:
     rows, columns = ((40, 45), (64, 64), (128, 32), (256, 256), (16, 200))[seed % 5]
     matrix = drawn(rows, columns, seed=seed)
     expected = torch.linalg.matrix_norm(matrix.double(), 2).item()

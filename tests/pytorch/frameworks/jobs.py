@@ -30,7 +30,7 @@ class Job:
     """What the ranks of a job computed, unmonitored and monitored, and what they recorded.
 
     Attributes:
-        plain: What ``train`` returned on each rank when nobody watched.
+        plain: What ``train`` returned on each rank when no one watched.
         monitored: The same when the monitor did.
         said: Standard error of each rank.
     """
@@ -109,7 +109,7 @@ def start(
 
 
 def shape_of(row: Row) -> tuple[int, ...]:
-    """What the rank that wrote it held; a file spells it as JSON."""
+    """What the rank that wrote it held; a file writes it as JSON."""
     return tuple(json.loads(row.values["shape"]))
 
 

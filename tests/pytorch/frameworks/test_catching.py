@@ -29,7 +29,7 @@ def _a_rank_of_two() -> Iterator[None]:
 
 
 class Gradients:
-    """Notes what it is told of."""
+    """Notes what it is called with."""
 
     def __init__(self, *, wanted: bool) -> None:
         self.names: list[str] = []
@@ -51,7 +51,9 @@ def fsdp2() -> nn.Module:
 
 @pytest.mark.parametrize(("build", "framework"), [(fsdp1, Fsdp1), (fsdp2, Fsdp2)])
 @pytest.mark.parametrize("wanted", [True, False])
-def test_gradients_are_told_of_only_while_they_are_wanted(build: Callable[[], nn.Module], framework: Any, wanted: bool) -> None:
+def test_gradients_are_announced_only_while_they_are_wanted(
+    build: Callable[[], nn.Module], framework: Any, wanted: bool
+) -> None:
     model = build()
     parameters = [NamedParameter(0, name.rpartition(".")[2], p) for name, p in model.named_parameters()]
     gradients = Gradients(wanted=wanted)

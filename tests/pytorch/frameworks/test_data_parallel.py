@@ -176,7 +176,7 @@ def test_the_replica_check_keeps_the_norm_of_what_is_not_written(run_job: Callab
     assert kept == {place: {"norm": norm} for place, norm in written.items()}
 
 
-def test_two_healthy_ranks_are_told_with_the_rows_that_both_have_judged(run_job: Callable[..., Job]) -> None:
+def test_two_healthy_ranks_are_reported_with_the_rows_that_both_have_judged(run_job: Callable[..., Job]) -> None:
     alert = {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}
     job = run_job("data_parallel.py", 2, "plain", alert=alert)
     kinds = (*SAME_ON_BOTH, "grad_unreduced", "replica")

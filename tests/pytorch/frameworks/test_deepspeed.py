@@ -170,7 +170,7 @@ def test_what_is_whole_on_every_rank_is_written_by_the_first(jobs: dict[str, Job
         assert not jobs[case].rows(kind, 1)
 
 
-def test_copies_that_lie_one_after_the_other_are_told_apart(jobs: dict[str, Job]) -> None:
+def test_copies_that_lie_one_after_the_other_are_distinguished(jobs: dict[str, Job]) -> None:
     apart, flat = jobs["zero0-bf16"], jobs["zero0-bf16-flat"]
     for kind in (*GRADIENT_KINDS, *PARAMETER_KINDS, *MOMENT_KINDS[:2]):
         for step in STEPS:
@@ -248,7 +248,7 @@ def test_patches_are_there_while_a_monitor_is_and_gone_afterwards(jobs: dict[str
         assert told[f"patches of {case}"] == {"patched": expected, "left": []}
 
 
-def test_an_engine_that_is_let_go_of_is_collected(jobs: dict[str, Job]) -> None:
+def test_an_engine_that_is_released_is_collected(jobs: dict[str, Job]) -> None:
     assert (
         [[True, True]] * 2 == [told["gone"] for told in jobs["ran"].plain] == [told["gone"] for told in jobs["ran"].monitored]
     )

@@ -40,7 +40,7 @@ def linears(job: Job, rank: int) -> dict[str, Row]:
 
 
 def writers(job: Job) -> list[int]:
-    """The ranks whose rows are to be looked at: under DDP and ZeRO nobody has passed a group, and every rank writes."""
+    """The ranks whose rows are to be looked at: under DDP and ZeRO no one has passed a group, and every rank writes."""
     return [rank for rank in range(2) if job.rows("linear_hook", rank)]
 
 
@@ -95,5 +95,5 @@ def test_nothing_is_communicated_for_it(jobs: dict[str, Job], how: str) -> None:
         assert told["alone"] > 0
 
 
-def test_nobody_was_warned(jobs: dict[str, Job]) -> None:
+def test_no_one_was_warned(jobs: dict[str, Job]) -> None:
     assert [said for said in jobs["ddp"].warnings if "eature" in said] == []

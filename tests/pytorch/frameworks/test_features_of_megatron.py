@@ -37,7 +37,7 @@ def jobs(run_job: Callable[..., Job]) -> dict[str, Job]:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_core_attention_and_router_are_told_on_every_rank(jobs: dict[str, Job], how: str) -> None:
+def test_core_attention_and_router_are_recorded_on_every_rank(jobs: dict[str, Job], how: str) -> None:
     for rank in range(2):
         told = jobs[how].monitored[rank]
         assert told["heads"] == ([2, 1] if how == "tp" else [4, 2])

@@ -251,7 +251,7 @@ def test_frozen_parameters_have_no_gradient(ran: Ran) -> None:
     assert any("0.bias" in rows(ran("parts"), "param_origin", rank, 1) for rank in (0, 1))
 
 
-def test_torch_is_as_it_was_after_a_monitor_is_closed_or_a_model_let_go_of(ran: Ran) -> None:
+def test_torch_is_as_it_was_after_a_monitor_is_closed_or_a_model_released(ran: Ran) -> None:
     for found in ran("endings").monitored:
         assert found["patched"]
         assert (found["closed"], found["let go"], found["gone"]) == (True, True, True)

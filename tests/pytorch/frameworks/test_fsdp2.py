@@ -247,7 +247,7 @@ class TestPatches:
         monitors[1].close()
         assert functions_of_torch() == ORIGINAL
 
-    def test_each_model_is_told_of_its_own(self, output: Output) -> None:
+    def test_each_model_gets_its_own(self, output: Output) -> None:
         models = [small(), small()]
         monitors = [attached(output, *one, wg_distribution=True) for one in models]
         for model, optimizer in models[:1]:
@@ -273,7 +273,7 @@ class TestPatches:
         monkeypatch.undo()
         _fsdp_param_group.foreach_reduce = ORIGINAL[0]
 
-    def test_a_model_that_nobody_holds_is_collected_and_the_patches_with_it(self, output: Output) -> None:
+    def test_a_model_that_no_one_holds_is_collected_and_the_patches_with_it(self, output: Output) -> None:
         model, optimizer = small()
         monitor = attached(output, model, optimizer, wg_distribution=True, param_distribution=True)
         for _ in range(2):

@@ -80,7 +80,9 @@ def test_the_rule_that_fired_is_that_of_the_fault(how: str, case: int, planted: 
     assert (first.rule, first.op) == fired.get(fault["what"], ("AnomalyTurbulence", "norm"))
 
 
-def test_a_fault_of_one_data_parallel_rank_is_told_from_one_of_all(planted: Callable[[str, int], dict[str, Any]]) -> None:
+def test_a_fault_of_one_data_parallel_rank_is_distinguished_from_one_of_all(
+    planted: Callable[[str, int], dict[str, Any]],
+) -> None:
     for case in JOBS["dp2pp2"][1]:
         first = found_first(planted("dp2pp2", case))[0]
         assert first.alone is not None

@@ -277,7 +277,7 @@ def test_placements_name_the_ranks_that_hold_the_same(world: World) -> None:
 
 
 def test_what_was_announced_at_the_start_is_what_is_written(world: World) -> None:
-    """But for the inputs of the first module of each stage, whose gradients nobody asks for."""
+    """But for the inputs of the first module of each stage, whose gradients no one asks for."""
     (said,) = [message for message in world.said if "each collected step of this job" in message][:1]
     rows, series, ranks = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:row|series|rank)", said))
     found = [row for kind in (*OF_PARAMETERS, "actv", "actv_grad") for row in world.rows(kind)]
@@ -349,7 +349,7 @@ def meshed(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def step_of_a_meshed_rank(config: Path) -> None:
-    # Meshes compare equal whichever rank they were made on, and what torch remembers of one would stand for all.
+    # Meshes compare equal whichever rank they were made on, and torch would take what it remembers of one for all.
     _clear_sharding_prop_cache()
     mesh = init_device_mesh("cpu", (DATA, TENSOR), mesh_dim_names=("dp", "tp"))
     model = Mlp()

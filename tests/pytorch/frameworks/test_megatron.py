@@ -55,7 +55,7 @@ def one(jobs: Job, how: str) -> Job:
 
 
 def each_once(job: Job, kind: str, step: int) -> float:
-    """The norm over all ranks' rows, of replicas that nobody claimed the first rank's."""
+    """The norm over all ranks' rows, of replicas that no one claimed the first rank's."""
     squares = 0.0
     for rank in range(len(job.directories)):
         placements = {name: found.placement for (of, name), found in job.series(rank).items() if of == kind}
@@ -173,7 +173,7 @@ def test_after_each_micro_batch_what_has_accumulated_is_read_even_if_its_reducti
             assert local[3 * step + 1 : 3 * step + 3] == pytest.approx(found, rel=1e-5)
 
 
-def test_in_a_pipeline_each_micro_batch_is_told_from_the_next(all_jobs: Job) -> None:
+def test_in_a_pipeline_each_micro_batch_is_distinguished_from_the_next(all_jobs: Job) -> None:
     job = one(all_jobs, "pp-each")
     for step in STEPS:
         assert job.plain[1]["local"][3 * step + 1 : 3 * step + 3] == pytest.approx(micro_step_norms(job, 1, step), rel=1e-5)
@@ -261,7 +261,7 @@ def test_the_methods_are_what_they_were_when_the_monitor_is_closed(all_jobs: Job
     assert {tuple(told["patched"]) for rank in all_jobs.monitored for told in rank.values()} == {()}
 
 
-def test_a_model_that_nobody_uses_any_more_goes(all_jobs: Job) -> None:
+def test_a_model_that_no_one_uses_any_more_goes(all_jobs: Job) -> None:
     assert [told[LAST]["alive"] for told in all_jobs.monitored] == [[False, False], [False, False]]
 
 

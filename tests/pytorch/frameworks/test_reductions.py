@@ -73,7 +73,7 @@ def test_a_gradient_that_was_seen_to_be_reduced_has_the_mean_over_the_ranks(jobs
 
 
 @pytest.mark.parametrize("how", LOCAL)
-def test_a_gradient_that_nobody_reduced_before_the_step_has_no_row_and_that_is_said(jobs: dict[str, Job], how: str) -> None:
+def test_a_gradient_that_no_one_reduced_before_the_step_has_no_row_and_that_is_said(jobs: dict[str, Job], how: str) -> None:
     job = jobs[how]
     assert norms(job) == {}
     assert norms(job, "replica", 1) == {}

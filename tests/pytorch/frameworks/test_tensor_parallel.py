@@ -143,7 +143,7 @@ def test_a_gradient_that_every_rank_has_whole_is_written_once_though_its_paramet
         assert shape_of(rows(ran("tensor"), kind, 0, 2)["embedding.weight"]) == (10, 8)
 
 
-def test_terms_of_a_gradient_that_nobody_adds_up_are_written_by_every_rank_and_marked(ran: Ran) -> None:
+def test_terms_of_a_gradient_that_no_one_adds_up_are_written_by_every_rank_and_marked(ran: Ran) -> None:
     for rank in (0, 1):
         for kind in ("grad_unreduced", "grad_reduced"):
             marked = {name for name, placement in placements(ran("sequence"), kind, rank).items() if placement.partial}

@@ -105,7 +105,7 @@ def test_what_begins_anywhere_is_read_element_by_element_and_registers_suffice(t
     assert resources(built, tmp_path)["STACK"] == 0
 
 
-def test_parts_are_told_of_with_an_atomic_that_orders_what_was_stored_before() -> None:
+def test_parts_are_reported_with_an_atomic_that_orders_what_was_stored_before() -> None:
     ptx = compiled("reduce_one", torch.bfloat16).asm["ptx"]
     assert len(re.findall(r"atom\.global\.gpu\.acq_rel\.add", ptx)) == 1
     assert not re.search(r"\b(red|atom)\.\S*f(16|32|64)", ptx)

@@ -306,7 +306,7 @@ def test_a_variant_whose_constants_cannot_be_had_is_said_once_and_the_portable_k
     assert ["float32" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_compiling_is_told_of_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_is_reported_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, page = fused(EPS), torch.zeros(1, len(COLUMNS), dtype=torch.float64)
     monkeypatch.setattr(logging.getLogger("monitor"), "propagate", True)
     with caplog.at_level("INFO", logger="monitor"):

@@ -77,7 +77,7 @@ def test_what_was_freed_is_not_listed() -> None:
     assert not into[[0, 2]].any()
 
 
-def test_the_same_list_is_told_to_the_device_once_and_again_when_a_tensor_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_list_is_sent_to_the_device_once_and_again_when_a_tensor_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     from monitor.stats.triton import launch
 
     sent = []

@@ -1,4 +1,4 @@
-"""Calls that can be counted by hand, and what the program itself is told of them; ``counted.py``."""
+"""Calls that can be counted by hand, and what the program itself sees of them; ``counted.py``."""
 
 from __future__ import annotations
 

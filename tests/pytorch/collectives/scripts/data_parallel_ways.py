@@ -185,7 +185,7 @@ VALUES: dict[str, Built] = {
 
 
 def train(attach: Attach) -> dict[str, Any]:
-    """Nobody records yet while the models are built."""
+    """No one records yet while the models are built."""
     return each_in_a_step(attach, {name: build() for name, build in (WAYS | VALUES).items()})
 
 

@@ -188,7 +188,7 @@ def train(attach: Attach) -> dict[str, Any]:
             inputs, outputs = case()
             told[name] = [[one.tolist() for one in inputs], [one.tolist() for one in outputs]]
             for one in outputs:
-                one.fill_(77.0)  # whoever reads from now on reads something else
+                one.fill_(77.0)  # a later read sees something else
         except RuntimeError as error:
             told[name] = str(error)[:200]
         optimizer.step()

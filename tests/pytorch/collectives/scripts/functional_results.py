@@ -76,7 +76,7 @@ def chained() -> Told:
 
 
 def given_to_others() -> Told:
-    """What nobody has waited for is given to a call that is not functional."""
+    """What no one has waited for is given to a call that is not functional."""
     x = functional.all_reduce(numbers(4), "sum", dist.group.WORLD)
     dist.all_reduce(x.wait())
     return [[sum(expected(4)), sum(expected(4)) * 2], x + 0]

@@ -43,7 +43,7 @@ class Finished(dist.Work):
 
 
 class Lonely(dist.ProcessGroup):
-    """A process group in Python, as libraries for fault tolerance have them; it has nobody to talk to, and doubles."""
+    """A process group in Python, as libraries for fault tolerance have them; it has no one to talk to, and doubles."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -155,7 +155,7 @@ def by_name() -> Told:
     return [[x + 0, y + 0]]
 
 
-def of_nobody() -> Told:
+def of_no_one() -> Told:
     """A group that this rank is not in: a call says so, and does nothing."""
     x = numbers(4)
     outsider = GROUPS["alone 1" if dist.get_rank() == 0 else "alone 0"]
@@ -215,7 +215,7 @@ CASES: dict[str, Case] = {
     "reduced": reduced,
     "functionally broadcast": functionally_broadcast,
     "by name": by_name,
-    "of nobody": of_nobody,
+    "of no one": of_no_one,
     "saved and loaded": saved_and_loaded,
     "double precision": partial(under, of_double_precision),
     "deterministic": partial(under, deterministic),

@@ -193,7 +193,7 @@ REFUSED: dict[str, Case] = {
     "wrong size": lambda: dist.all_gather_into_tensor(torch.zeros(5), numbers(3)),
     "other dtype": lambda: dist.all_gather_into_tensor(torch.zeros(6, dtype=torch.float64), numbers(3)),
     "no list": lambda: dist.all_gather(numbers(3), numbers(3)),  # type: ignore[arg-type]
-    "nobody there": lambda: dist.broadcast(numbers(3), 5),
+    "no one there": lambda: dist.broadcast(numbers(3), 5),
     "to itself": lambda: dist.send(numbers(3), dist.get_rank()),
     "no argument": partial(dist.all_reduce),
     "no such option": lambda: dist.all_reduce(numbers(3), asynchronous=True),  # type: ignore[call-arg]

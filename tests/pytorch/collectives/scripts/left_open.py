@@ -1,4 +1,4 @@
-"""A monitor that is made before any process group, and that nobody closes; calls are under way when the interpreter ends."""
+"""A monitor that is made before any process group, and that no one closes; calls are under way when the interpreter ends."""
 
 from __future__ import annotations
 

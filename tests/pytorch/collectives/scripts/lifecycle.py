@@ -77,7 +77,7 @@ def never_waited() -> dict[str, Any]:
     while not work.is_completed():
         pass
     del x, work
-    for _ in range(16):  # gloo's threads let go of the Work before when they are given another
+    for _ in range(16):  # gloo's threads release the Work before when they are given another
         dist.all_reduce(torch.ones(1))
     gc.collect()
     deadline = time.monotonic() + 5.0

@@ -58,7 +58,7 @@ def changed_since(before: dict[tuple[str, str], Any]) -> list[str]:
 
 
 def two_at_once() -> list[str]:
-    """The second is made first to end, and the first goes on."""
+    """The second is made first to end, and the first continues."""
     before = attributes()
     first, second = Loop("first"), Loop("second")
     for step in range(2):

@@ -172,7 +172,7 @@ def gathered_by_method(nested: bool) -> Told:
 
 
 class Scaling(dist.ProcessGroup):
-    """A process group in Python, as libraries for fault tolerance have them: it has nobody to talk to."""
+    """A process group in Python, as libraries for fault tolerance have them: it has no one to talk to."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -206,8 +206,8 @@ def in_python() -> Told:
     return [x, work.wait(), work.waits, len(work.get_future().wait()), type(work).__name__]
 
 
-def let_go_of() -> Told:
-    """Whether what was moved is let go of with the last name that the program has for it."""
+def released() -> Told:
+    """Whether what was moved is released with the last name that the program has for it."""
     x = numbers(4)
     gone = weakref.ref(x)
     dist.all_reduce(x)
@@ -240,7 +240,7 @@ CASES: dict[str, Case] = {
     "method from a root": by_method(lambda group, x: group.broadcast(x, root=0)),
     "method of nested lists": lambda: gathered_by_method(True),
     "method of plain lists": lambda: gathered_by_method(False),
-    "let go of": let_go_of,
+    "released": released,
     "polled": polled,
     "below the dispatcher": by_method(lambda group, x: group._get_backend(torch.device("cpu")).allreduce([x])),
     "in Python": in_python,

@@ -48,7 +48,7 @@ class Case:
         handed: Which model and which optimizer, an attribute path each, from the engine on.
         zero: What else its configuration says of ZeRO.
         config: What else it says.
-        grouped: Whether the monitor is told the data-parallel group.
+        grouped: Whether the monitor is given the data-parallel group.
         overflows: The step whose loss is not finite, if there is one.
         monitor: What else is configured of the monitor.
         fused: Whether DeepSpeed takes the optimizer for its own fused one, which would have to be compiled.
@@ -217,8 +217,8 @@ class Whole:
         return self._engine.basic_optimizer.state[self._copies.get(p, p)][kind]
 
 
-def is_let_go_of(case: Case, monitored: bool) -> bool:
-    """Whether an engine, trained for a step and destroyed, is collected; a monitor that nobody holds does not keep it."""
+def is_collected(case: Case, monitored: bool) -> bool:
+    """Whether an engine, trained for a step and destroyed, is collected; a monitor that is not referenced does not keep it."""
     engine = build(case)
     if monitored:
         TrainerMon(os.environ["MONITOR_CONFIG"], params_have_main_grad=False).set_monitor(engine, 1, engine)
@@ -256,7 +256,7 @@ def refusal(model: Any, optimizer: Any) -> str:
 
 
 def configure(more: dict[str, Any]) -> None:
-    """Have monitors that are made from now on do what they were told to, and ``more``."""
+    """Have monitors that are made from now on do what they were asked to, and ``more``."""
     os.environ["MONITOR_CONFIG"] = str(Path(os.environ["FRAMEWORK_RESULTS"]) / f"config-of-rank{dist.get_rank()}.json")
     Path(os.environ["MONITOR_CONFIG"]).write_text(json.dumps(CONFIGURED | more))
 
@@ -266,14 +266,14 @@ def patched() -> list[str]:
     return [name for name, own in OWN_METHODS.items() if getattr(DeepSpeedEngine, name) is not own]
 
 
-def nobody(*_: Any, **__: Any) -> None:
+def unwatched(*_: Any, **__: Any) -> None:
     pass
 
 
 def compare(case: Case) -> dict[str, Any]:
     """What ``train`` tells, plain and monitored, and which methods are patched while there is a monitor, and afterwards."""
     configure(dict(case.monitor))
-    told: dict[str, Any] = {"plain": train(case, nobody)}
+    told: dict[str, Any] = {"plain": train(case, unwatched)}
     with Attached() as attach:
         told |= {"monitored": train(case, attach), "patched": patched()}
     return told | {"left": patched()}
@@ -294,7 +294,7 @@ def main(names: list[str]) -> None:
     configure({})
     short_lived = CASES["zero1-bf16-float32-sums"], CASES["zero2"]
     for how, monitored in (("plain", False), ("monitored", True)):
-        told[how]["gone"] = [is_let_go_of(case, monitored) for case in short_lived]
+        told[how]["gone"] = [is_collected(case, monitored) for case in short_lived]
     told["monitored"]["refused"] = refusals(build(CASES["zero1"]))
     (Path(os.environ["FRAMEWORK_RESULTS"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(told))
     dist.barrier()

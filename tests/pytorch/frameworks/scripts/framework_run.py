@@ -34,7 +34,7 @@ def run(train: Callable[[Attach], Any]) -> None:
     where they are to be compared bit for bit.
     """
     dist.init_process_group("gloo")
-    told = {"plain": train(_nobody)}
+    told = {"plain": train(_no_one)}
     with Attached() as attach:
         told["monitored"] = train(attach)
     (Path(os.environ["FRAMEWORK_RESULTS"]) / f"rank{dist.get_rank()}.json").write_text(json.dumps(told))
@@ -42,7 +42,7 @@ def run(train: Callable[[Attach], Any]) -> None:
     dist.destroy_process_group()
 
 
-def _nobody(_model: Any, _optimizer: Any, _grad_acc_steps: int = 1, **_options: Any) -> None:
+def _no_one(_model: Any, _optimizer: Any, _grad_acc_steps: int = 1, **_options: Any) -> None:
     pass
 
 

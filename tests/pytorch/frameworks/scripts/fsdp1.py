@@ -157,7 +157,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def endings(_attach: Attach) -> Any:
-    """Whether torch is as it was after a monitor was closed, and after a model was let go of, and whether that is gone."""
+    """Whether torch is as it was after a monitor was closed, and after a model was released, and whether that is gone."""
     unpatched = _runtime_utils._post_backward_hook
     model = wrapped(plain_model())
     optimizer = torch.optim.AdamW(model.parameters())

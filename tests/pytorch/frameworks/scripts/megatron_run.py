@@ -8,7 +8,7 @@ A setup is words joined by ``-``:
 - ``each``: a row of the unreduced gradient a micro-batch
 - ``ungrouped``: no groups are passed; ``inner``, ``member``: an optimizer inside the one that steps is passed
 - ``unwrapped``: what is said of a model that is passed without its wrapper, first
-- ``released``: nobody holds the monitor, and whether model and optimizer outlive their last user is told
+- ``released``: nothing references the monitor, and whether model and optimizer outlive their last user is reported
 """
 
 from __future__ import annotations
