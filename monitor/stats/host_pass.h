@@ -3,7 +3,8 @@
  *   REAL          float, or double
  *   COUNTER       a signed integer of the same width
  *   NAMED(x)      the name x has here
- *   LOAD          element i of an array, as a REAL
+ *   LOAD          element i of REALs
+ *   PIECE_AT      where some elements of an array lie as REALs, widened if they have 16 bits
  *   MAGNITUDE(v)  of a REAL
  *
  * Each statistic has LANES accumulators, which compilers turn into vectors, so no element waits for the sum before it. Lanes are
@@ -47,20 +48,26 @@ static INLINE void NAMED(add)(NAMED(lanes) *to, int k, REAL v, REAL bound, int c
 static INLINE NAMED(read) NAMED(read_all)(const unsigned char *x, size_t n, enum format format, REAL bound, int counting) {
     NAMED(read) all = {INFINITY, -INFINITY, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
     for (size_t i = 0; i < n;) {
-        size_t end = n - i > BLOCK ? i + BLOCK : n, whole = end - (end - i) % LANES;
+        size_t end = n - i > BLOCK ? i + BLOCK : n;
         NAMED(lanes) to;
         memset(&to, 0, sizeof to);
         for (int k = 0; k < LANES; k++) {
             to.lo[k] = INFINITY;
             to.hi[k] = -INFINITY;
         }
-        for (; i < whole; i += LANES) {
-            for (int k = 0; k < LANES; k++) {
-                NAMED(add)(&to, k, LOAD(x, i + k, format), bound, counting);
+        while (i < end) {
+            REAL widened[PIECE];
+            size_t most = piece_length(format), count = end - i > most ? most : end - i, j = 0;
+            const unsigned char *piece = PIECE_AT(x, i, count, format, widened);
+            for (; j + LANES <= count; j += LANES) {
+                for (int k = 0; k < LANES; k++) {
+                    NAMED(add)(&to, k, LOAD(piece, j + k), bound, counting);
+                }
             }
-        }
-        for (int k = 0; i < end; i++, k++) {
-            NAMED(add)(&to, k, LOAD(x, i, format), bound, counting);
+            for (int k = 0; j < count; j++, k++) {
+                NAMED(add)(&to, k, LOAD(piece, j), bound, counting);
+            }
+            i += count;
         }
         double sum = 0.0, sumsq = 0.0;
         for (int k = 0; k < LANES; k++) {
@@ -82,14 +89,18 @@ static INLINE NAMED(read) NAMED(read_all)(const unsigned char *x, size_t n, enum
 /* The sum of (x - mean)^2 over the finite elements, corrected for the rounding of the mean. */
 static INLINE double NAMED(centred)(const unsigned char *x, size_t n, enum format format, double mean, double finite) {
     double sum[LANES] = {0}, sumsq[LANES] = {0}, s = 0.0, q = 0.0;
-    size_t whole = n - n % LANES;
-    for (size_t i = 0; i < n; i += LANES) {
-        int here = i < whole ? LANES : (int)(n - whole);
-        for (int k = 0; k < here; k++) {
-            REAL v = LOAD(x, i + k, format);
-            double off = MAGNITUDE(v) < INFINITY ? v - mean : 0.0;
-            sum[k] += off;
-            sumsq[k] += off * off;
+    for (size_t i = 0; i < n; i += piece_length(format)) {
+        REAL widened[PIECE];
+        size_t most = piece_length(format), count = n - i > most ? most : n - i;
+        const unsigned char *piece = PIECE_AT(x, i, count, format, widened);
+        for (size_t j = 0; j < count; j += LANES) {
+            int here = count - j < LANES ? (int)(count - j) : LANES;
+            for (int k = 0; k < here; k++) {
+                REAL v = LOAD(piece, j + k);
+                double off = MAGNITUDE(v) < INFINITY ? v - mean : 0.0;
+                sum[k] += off;
+                sumsq[k] += off * off;
+            }
         }
     }
     for (int k = 0; k < LANES; k++) {
@@ -115,15 +126,19 @@ static INLINE void NAMED(add_powers)(NAMED(powers) *to, int k, REAL v, double me
 /* Reads all elements once more. With `selecting`, elements that are not finite are left out. */
 static INLINE void NAMED(read_powers)(
     const unsigned char *x, size_t n, enum format format, double mean, int selecting, NAMED(powers) *to) {
-    size_t i = 0, whole = n - n % LANES;
     memset(to, 0, sizeof *to);
-    for (; i < whole; i += LANES) {
-        for (int k = 0; k < LANES; k++) {
-            NAMED(add_powers)(to, k, LOAD(x, i + k, format), mean, selecting);
+    for (size_t i = 0; i < n; i += piece_length(format)) {
+        REAL widened[PIECE];
+        size_t most = piece_length(format), count = n - i > most ? most : n - i, j = 0;
+        const unsigned char *piece = PIECE_AT(x, i, count, format, widened);
+        for (; j + LANES <= count; j += LANES) {
+            for (int k = 0; k < LANES; k++) {
+                NAMED(add_powers)(to, k, LOAD(piece, j + k), mean, selecting);
+            }
         }
-    }
-    for (int k = 0; i < n; i++, k++) {
-        NAMED(add_powers)(to, k, LOAD(x, i, format), mean, selecting);
+        for (int k = 0; j < count; j++, k++) {
+            NAMED(add_powers)(to, k, LOAD(piece, j), mean, selecting);
+        }
     }
 }
 
