@@ -9,6 +9,9 @@ EXAMPLES ?= 2000
 # Ranks and test workers are processes of their own; more threads than that would only take turns on the cores.
 export OMP_NUM_THREADS ?= 1
 
+# Tests start hundreds of processes. Each would compile the package and its tests again if it could not keep the result.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-fault check test prove lint bench wheel clean environment numpy2 peer
 
