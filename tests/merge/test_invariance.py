@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from evidence import examples
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from recorded_job import FORMATS, RecordedRank, files, merged, table, tensors
 from sink_rows import Measured, partials_of
 
@@ -92,6 +92,8 @@ def content(base: Path) -> dict[str, list[dict[str, Any]]]:
 
 @few
 @given(values=st.lists(floats, min_size=1, max_size=12), cuts=st.lists(st.integers(0, 12), max_size=3))
+@example(values=[1.0, 2.0, 30.0, 32.0], cuts=[2])
+@example(values=[math.nan, math.inf], cuts=[1])
 @pytest.mark.parametrize("format", FORMATS)
 def test_how_a_tensor_is_cut_changes_no_statistic(
     tmp_path_factory: pytest.TempPathFactory,
