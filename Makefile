@@ -15,8 +15,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-fault check test prove lint bench wheel clean environment numpy2 peer
 
-# Two workers more than cores: tests often wait for processes that wait for each other.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(len(os.sched_getaffinity(0)) + 2, 10))')
+# One worker more than cores: tests often wait for processes that wait for each other.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(len(os.sched_getaffinity(0)) + 1, 8))')
 PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The inner loop: the folders that start few processes and compile nothing.
