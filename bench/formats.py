@@ -36,7 +36,7 @@ from monitor.sinks.protocol import SinkContext
 from monitor.stats.partials import M2, MAX, MIN, SUMSQ
 from monitor.stats.table import KindRows, StepRows
 
-FORMATS = ("csv", "hdf5", "tensorboard")
+FORMATS = ("csv", "hdf5", "parquet", "tensorboard")
 STEPS_PER_RECORD = 100
 MILLION = 1e6
 

@@ -56,6 +56,15 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
             steps_per_record=100,  # a file a step is a burden on a shared file system
             merged=True,
         ),
+        "parquet": Format(
+            sink="monitor.sinks.parquet:ParquetSink",
+            recovery="monitor.sinks.parquet",
+            files="record",
+            bytes_per_row=45.0,
+            bytes_per_histogram={"magnitudes": 45.0, "signed": 95.0},
+            steps_per_record=100,
+            merged=True,
+        ),
         "tensorboard": Format(
             sink="monitor.sinks.tensorboard:TensorBoardSink",
             bytes_per_row=500.0,

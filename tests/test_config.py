@@ -106,7 +106,7 @@ class TestDefaults:
 
     def test_a_record_holds_100_steps_of_hdf5_and_one_of_the_rest_unless_it_is_set(self, load: Load) -> None:
         config = load("{}")
-        assert tuple(config.steps_per_record(name) for name in ("hdf5", "csv", "tensorboard")) == (100, 1, 1)
+        assert tuple(config.steps_per_record(name) for name in ("hdf5", "parquet", "csv", "tensorboard")) == (100, 100, 1, 1)
         config = load({"step_count_per_record": 1})
         assert (config.steps_per_record("hdf5"), config.steps_per_record("csv")) == (1, 1)
 
@@ -123,7 +123,7 @@ class TestFormats:
 
     @pytest.mark.parametrize("value", [[], [["csv"]], 1, {}])
     def test_anything_else_is_refused(self, problems: Refused, value: Any) -> None:
-        expected = 'is not allowed: expected "csv", "hdf5", "tensorboard", "api", or a list of some of them'
+        expected = 'is not allowed: expected "csv", "hdf5", "parquet", "tensorboard", "api", or a list of some of them'
         assert f"line 1: format: {json.dumps(value)} {expected}" == problems({"format": value})
 
     def test_a_format_stands_once(self, problems: Refused) -> None:
@@ -481,10 +481,12 @@ class TestFiles:
 
 class TestAcrossFields:
     def test_the_model_itself_takes_no_update_histograms_without_a_format_that_holds_them(self) -> None:
-        with pytest.raises(ValidationError, match='ur_distribution needs "tensorboard" or "hdf5" among the formats'):
+        with pytest.raises(
+            ValidationError, match='ur_distribution needs "tensorboard" or "parquet" or "hdf5" among the formats'
+        ):
             MonitorConfig.model_validate({"ur_distribution": True})
 
-    @pytest.mark.parametrize("name", ["tensorboard", "hdf5"])
+    @pytest.mark.parametrize("name", ["tensorboard", "hdf5", "parquet"])
     def test_either_of_the_two_will_do(self, name: str) -> None:
         assert MonitorConfig.model_validate({"ur_distribution": True, "format": ["csv", name]}).ur_distribution
 

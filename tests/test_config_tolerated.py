@@ -42,7 +42,9 @@ class TestUpdateHistograms:
     ) -> None:
         config, said = load({**formats, "ur_distribution": True, "wg_distribution": True})
         assert (config.ur_distribution, config.wg_distribution) == (False, True)
-        assert 'line 1: ur_distribution: histograms need "hdf5" or "tensorboard" among the formats.' in " ".join(said)
+        assert 'line 1: ur_distribution: histograms need "hdf5" or "parquet" or "tensorboard" among the formats.' in " ".join(
+            said
+        )
 
     @pytest.mark.parametrize("formats", ["hdf5", ["csv", "tensorboard"], ["xml", "hdf5"]])
     def test_they_stay_where_one_does(self, load: Loader, formats: object) -> None:

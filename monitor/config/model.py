@@ -315,8 +315,8 @@ class Settings(_StrictModel):
     module_ranks: Annotated[Ranks, SELECTION] = ()
     """The ranks to monitor. Empty or null: all."""
     ur_distribution: Annotated[bool, UPDATES] = False
-    """Record histograms of Adam's update and ratio vectors. Without `tensorboard` or `hdf5` among the formats they are left out
-    with a warning."""
+    """Record histograms of Adam's update and ratio vectors. Without `tensorboard`, `hdf5` or `parquet` among the formats they
+    are left out with a warning."""
     xy_distribution: Annotated[bool, ACTIVATIONS] = False
     """Record the activations of the targets and their gradients."""
     all_xy: Annotated[bool, ACTIVATIONS] = False
@@ -354,7 +354,7 @@ class Settings(_StrictModel):
     ndigits: Annotated[int, Field(ge=0, le=17), OUTPUT] = 6
     """Decimals of a value in CSV."""
     step_count_per_record: Annotated[Positive, OUTPUT] = 1
-    """Steps in each file. Not set: 100 for `hdf5`."""
+    """Steps in each file. Not set: 100 for `hdf5` and `parquet`."""
     append_output: Annotated[TimestampRange, OUTPUT] = ()
     """Continue in the rank directories whose timestamps lie in this range, ends included. Empty: start new ones."""
     squash_name: Annotated[bool, OUTPUT] = False

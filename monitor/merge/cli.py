@@ -16,8 +16,7 @@ from monitor.coordinator.resume import Span, span_between
 from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import Report, summary
-from monitor.sinks.files import StepSpan
-from monitor.sinks.hdf5_files import ALL_STEPS
+from monitor.sinks.files import ALL_STEPS, StepSpan
 from monitor.terminal import say
 
 CLEAN, FLAWED, NOTHING = 0, 1, 2

@@ -29,8 +29,8 @@ from monitor.stats.partials import Floats
 # --- Which ops of whole tensors have no value because of what was recorded, and why.
 
 NOT_RECORDED: Final = "not in the shards"
-NOT_COUNTED: Final = "how many elements the parts have is not known: record the op shape, or the format hdf5"
-NOT_WEIGHTED: Final = "how much each part weighs is not known: record the format hdf5"
+NOT_COUNTED: Final = "how many elements the parts have is not known: record the op shape, or hdf5 or parquet"
+NOT_WEIGHTED: Final = "how much each part weighs is not known: record hdf5 or parquet"
 OF_A_WHOLE: Final = "of a matrix that is cut no rank knows it, and what ranks know of their parts does not make it up"
 
 

@@ -204,7 +204,8 @@ def unmerged_formats(runs: Iterable[RankRun]) -> list[SetAside]:
     return [
         SetAside(
             one.directory.name,
-            f"rank {one.rank} recorded {' and '.join(formats)} alone, which cannot be merged: add hdf5 or csv to `format`",
+            f"rank {one.rank} recorded {' and '.join(formats)} alone, which cannot be merged: "
+            "add parquet, hdf5 or csv to `format`",
         )
         for one in runs
         if (formats := one.manifest.formats) and not any(name in FORMATS and FORMATS[name].merged for name in formats)

@@ -26,8 +26,7 @@ from monitor.merge.rows import Share, Source, files_of, put_in_order
 from monitor.merge.tables import SUFFIXES, Columns, Format, Index, Shard, write_file
 from monitor.merge.tensors import SHARDS, Findings, Kind, LayerNames, Visit, catalogue, look
 from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Ranks
-from monitor.sinks.files import StepSpan
-from monitor.sinks.hdf5_files import ALL_STEPS
+from monitor.sinks.files import ALL_STEPS, StepSpan
 from monitor.stats.histograms import HISTOGRAM_OPS
 
 PIECE_ROWS: Final = 250_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -100,11 +100,12 @@ def read(sources: Iterable[Source], steps: StepSpan, columns: Columns, catalogue
 def _rows_that_count(
     source: Source, shards: Iterable[Shard], steps: StepSpan, columns: Columns, told: Told
 ) -> Iterator[tuple[pa.Table, bool]]:
-    """Each step once: from the file that has partials, and of several the last."""
-    seen: dict[int, bool] = {}
-    for shard in sorted(shards, key=lambda one: (one.exact, one.steps, one.path.name), reverse=True):
-        if not shard.exact and _has_all(source.written, shard, steps, seen):
-            continue  # the same rows with less in them
+    """Each step once: from a format that has partials, and of several files of the format the last."""
+    seen: dict[int, str] = {}
+    for shard in sorted(shards, key=lambda one: (one.exact, one.path.suffix, one.steps, one.path.name), reverse=True):
+        form = shard.path.suffix
+        if _has_all(source.written, shard, steps, {step for step, other in seen.items() if other != form}):
+            continue  # the same rows, or less of them
         try:
             table = shard.read(steps, columns)
         except ForeignError as error:
@@ -112,19 +113,19 @@ def _rows_that_count(
             continue
         column = table["step"].to_numpy()
         there = np.unique(column[starts_of_runs([column])]).tolist()
-        told.duplicates.setdefault(source.rank, []).extend(step for step in there if seen.get(step) == shard.exact)
+        told.duplicates.setdefault(source.rank, []).extend(step for step in there if seen.get(step) == form)
         fresh = [step for step in there if step not in seen and step < source.end and not source.abandoned.holds(step)]
-        seen |= dict.fromkeys(fresh, shard.exact)
+        seen |= dict.fromkeys(fresh, form)
         told.newest[source.run] = max(told.newest.get(source.run, -1), *fresh, -1)
         yield (table if fresh == there else table.filter(np.isin(column, fresh))), shard.exact
 
 
-def _has_all(written: StepsRecord, shard: Shard, steps: StepSpan, seen: Mapping[int, bool]) -> bool:
-    """Whether every step that the manifest puts into a file of CSV was found with its partials."""
-    if not any(seen.values()):
+def _has_all(written: StepsRecord, shard: Shard, steps: StepSpan, elsewhere: Collection[int]) -> bool:
+    """Whether every step that the manifest puts into this file was found in another format."""
+    if not elsewhere:
         return False
     within = written.between(max(shard.steps.first, steps.first), min(shard.steps.last, steps.last))
-    return within.count > 0 and all(seen.get(step, False) for step in within.steps())
+    return within.count > 0 and all(step in elsewhere for step in within.steps())
 
 
 def _placed(

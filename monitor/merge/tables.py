@@ -20,12 +20,12 @@ from pyarrow.parquet import read_table as read_parquet, write_table as write_par
 
 from monitor.merge.discovery import SetAside, leads_out
 from monitor.series import CALL_KIND, DIRECTION_KIND
-from monitor.sinks import files, hdf5_files
+from monitor.sinks import files, hdf5, parquet
 from monitor.sinks.arrow import FILLED, HISTOGRAM, IDENTITY, PARTIAL_TYPES, TEXT, parsed
 from monitor.sinks.csv import read_csv
 from monitor.sinks.csv_files import BEGINNING
 from monitor.sinks.files import StepSpan
-from monitor.sinks.hdf5_files import NotAShardError, read_kind, read_lengths, read_metadata
+from monitor.sinks.spool import NotAShardError, ShardFormat
 from monitor.stats.features import FEATURES, own_columns
 from monitor.stats.histograms import LOSSES, MAGNITUDES
 from monitor.stats.ops import CALLS, NUMERIC_OPS, has_op
@@ -401,6 +401,9 @@ UNFINISHED: Final = "unfinished: the run was killed. A run with append_output in
 
 _KIND: Final = re.compile(r"[a-z][a-z_]{0,63}")
 
+EXACT: Final = {form.suffix: form for form in (hdf5.FORMAT, parquet.FORMAT)}
+"""The formats whose shards hold partials, by the suffix of their files."""
+
 
 class ForeignError(Exception):
     """The file is not one of ours, or is torn. The message says in what."""
@@ -423,7 +426,7 @@ class Shard:
     @property
     def exact(self) -> bool:
         """Whether it holds partials."""
-        return self.path.suffix == ".h5"
+        return self.path.suffix in EXACT
 
     def read(self, steps: StepSpan, columns: Columns) -> pa.Table:
         """Its rows of these steps, with the columns of rows that are exact if it is, otherwise with those of rounded ones.
@@ -431,18 +434,19 @@ class Shard:
         Raises:
             ForeignError: it is torn, or not one of ours.
         """
-        return _read_hdf5_shard(self, steps, columns) if self.exact else _read_csv_shard(self, steps, columns)
+        return _read_exact_shard(self, steps, columns) if self.exact else _read_csv_shard(self, steps, columns)
 
 
 def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
     """The visible shards of a rank, and the files that look like ones and are not."""
     found, aside = csv_shards_in(directory)
-    aside += [SetAside(str(path), UNFINISHED) for path, _ in hdf5_files.parts_in(directory)]
-    for path, steps in hdf5_files.shards_in(directory):
-        try:
-            found.extend(_kinds_of(path, steps, rank))
-        except (ForeignError, NotAShardError, OSError) as error:
-            aside.append(SetAside(str(path), _reason(error)))
+    for form in EXACT.values():
+        aside += [SetAside(str(path), UNFINISHED) for path, _ in form.parts_in(directory)]
+        for path, steps in form.shards_in(directory):
+            try:
+                found.extend(_kinds_of(path, form, steps, rank))
+            except (ForeignError, NotAShardError, OSError) as error:
+                aside.append(SetAside(str(path), _reason(error)))
     return found, aside
 
 
@@ -479,25 +483,23 @@ def _refused(path: Path) -> str | None:
     return None if path.is_file() else "it is not a file"
 
 
-def _kinds_of(path: Path, steps: StepSpan, rank: int) -> Iterator[Shard]:
+def _kinds_of(path: Path, form: ShardFormat, steps: StepSpan, rank: int) -> Iterator[Shard]:
     if (reason := _refused(path)) is not None:
         raise ForeignError(reason)
     if not _possible(steps):
         raise ForeignError(NO_STEPS)
-    with h5py.File(path, "r", locking=False) as file:
-        if read_metadata(file).rank != rank:
-            raise ForeignError(f"it is of rank {read_metadata(file).rank}")
-        rows = read_lengths(file)
+    facts, rows = form.look(path)
+    if facts.rank != rank:
+        raise ForeignError(f"it is of rank {facts.rank}")
     for kind, length in rows.items():
         if not _KIND.fullmatch(kind):
             raise ForeignError(f"{kind!r} is not a kind")
         yield Shard(path, kind, steps, length)
 
 
-def _read_hdf5_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Table:
+def _read_exact_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Table:
     try:
-        with h5py.File(shard.path, "r", locking=False) as file:
-            rows = read_kind(file, shard.kind, steps)
+        rows = EXACT[shard.path.suffix].rows(shard.path, steps, shard.kind)
     except (NotAShardError, OSError) as error:
         raise ForeignError(_reason(error)) from error
     _check_steps(rows, shard)

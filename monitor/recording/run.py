@@ -181,7 +181,8 @@ class Run:
 
     def _sink(self, name: str, config: MonitorConfig) -> tuple[SinkContext, Sink]:
         steps = config.steps_per_record(name)
-        context = SinkContext(self.directory, self._facts.rank, self._series, config.ndigits, steps, config.eps)
+        rank, world_size = self._facts.rank, self._facts.world_size
+        context = SinkContext(self.directory, rank, self._series, config.ndigits, steps, config.eps, world_size)
         known = self._sinks.get(name)
         return known if known is not None and known[0] == context else (context, make_sink(name, context))
 

@@ -309,7 +309,7 @@ def _columns(partials: Sequence[Partials]) -> Iterator[NDArray[np.float64] | NDA
 
 
 SCHEMA_VERSION: Final = 2
-"""Version of the ``hdf5`` format. Columns of version 1 were compressed by gzip."""
+"""Version of the ``hdf5`` and ``parquet`` formats. Columns of version 1 were compressed by gzip; it had no ``parquet``."""
 
 METADATA: Final = b"monitor"
 """The key of ``ShardMetadata``, as JSON, in the metadata of an Arrow schema."""
@@ -325,6 +325,7 @@ class ShardMetadata:
         ops: The statistics that were configured when the last of the steps was sealed.
         skipped: The steps that the optimizer skipped.
         incomplete: The steps during which the run ended.
+        world_size: The number of ranks of the job; None if it is not known. ``hdf5`` does not keep it.
     """
 
     rank: int
@@ -332,11 +333,12 @@ class ShardMetadata:
     ops: tuple[str, ...] = ()
     skipped: tuple[int, ...] = ()
     incomplete: tuple[int, ...] = ()
+    world_size: int | None = None
 
     def of(self, rows: StepRows) -> ShardMetadata:
         """The metadata of one step."""
         marked = {status: (rows.step,) if rows.status == status else () for status in ("skipped", "incomplete")}
-        return ShardMetadata(self.rank, self.eps, rows.ops, marked["skipped"], marked["incomplete"])
+        return replace(self, ops=rows.ops, **marked)
 
     def fits(self, other: ShardMetadata) -> bool:
         """Whether rows of both can be in one file."""
@@ -353,13 +355,13 @@ class ShardMetadata:
         skipped, incomplete = map(tuple, within)
         return replace(self, skipped=skipped, incomplete=incomplete)
 
-    def packed(self) -> dict[bytes, bytes]:
-        """The metadata of an Arrow schema."""
+    def packed(self, **more: object) -> dict[bytes, bytes]:
+        """The metadata of an Arrow schema, perhaps with more fields."""
         fields = {name: getattr(self, name) for name in self.__slots__}
-        return {METADATA: json.dumps({"schema_version": SCHEMA_VERSION, **fields}).encode()}
+        return {METADATA: json.dumps({"schema_version": SCHEMA_VERSION, **fields, **more}).encode()}
 
     @classmethod
     def unpacked(cls, metadata: Mapping[bytes, bytes]) -> ShardMetadata:
         fields = json.loads(metadata[METADATA])
         lists = {name: tuple(fields[name]) for name in ("ops", "skipped", "incomplete")}
-        return cls(fields["rank"], fields["eps"], **lists)
+        return cls(fields["rank"], fields["eps"], **lists, world_size=fields.get("world_size"))

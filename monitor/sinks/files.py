@@ -40,6 +40,9 @@ class StepSpan(NamedTuple):
         return self.first <= other.last and other.first <= self.last
 
 
+ALL_STEPS: Final = StepSpan(0, 2**63 - 1)
+
+
 class NamedShard(NamedTuple):
     """A file with the kind and the steps that its name states."""
 

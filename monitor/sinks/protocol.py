@@ -19,6 +19,7 @@ class SinkContext:
         directory: The rank's directory. It may not exist yet, and may be removed while training runs.
         series: The rank's series; grows while training runs.
         eps: The partial ``smalls`` counts elements whose magnitude is below this.
+        world_size: The number of ranks of the job; None if it is not known.
     """
 
     directory: Path
@@ -27,6 +28,7 @@ class SinkContext:
     ndigits: int
     step_count_per_record: int
     eps: float
+    world_size: int | None = None
 
 
 class Sink(Protocol):

@@ -183,7 +183,7 @@ def test_formats_prints_what_a_million_rows_take_in_each_format(tmp_path: Path) 
     assert [row[:2] for row in cells_of(done.stdout)] == [[cost["format"], f"{cost['bytes']:.1f}"] for cost in costs]
     sizes = {cost["format"]: cost["bytes"] for cost in costs}
     assert sizes["hdf5"] < 0.4 * sizes["csv"]
-    assert sizes.keys() == {"csv", "hdf5", "tensorboard"}
+    assert sizes.keys() == {"csv", "hdf5", "parquet", "tensorboard"}
 
 
 def test_merging_prints_what_the_command_takes_and_what_reading_the_same_files_takes(tmp_path: Path) -> None:

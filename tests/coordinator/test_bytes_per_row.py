@@ -32,7 +32,7 @@ def measured(rng: np.random.Generator) -> KindRows:
     return KindRows(index, np.full(SERIES, NO_MICRO_STEP), index, np.zeros(SERIES, dtype=np.int64), Partials(columns))
 
 
-@pytest.mark.parametrize("name", ["csv", "hdf5", "tensorboard"])
+@pytest.mark.parametrize("name", ["csv", "hdf5", "parquet", "tensorboard"])
 def test_a_row_takes_as_many_bytes_as_it_is_reckoned_with(tmp_path: Path, name: str) -> None:
     names = (f"module.model.layers.{i // 10}.self_attn.q_proj.{i % 10}.weight" for i in range(SERIES))
     series = SeriesTable(Series("grad_reduced", 0, one) for one in names)

@@ -20,7 +20,13 @@ def test_bytes_are_those_of_the_rows_in_each_format():
 def test_histograms_come_on_top_in_the_formats_that_have_them():
     loads = {"adam_update": KindLoad(10, 10, 1, "signed"), "grad_reduced": KindLoad(4, 4, 1, "magnitudes")}
     each = {name: estimate(loads, [name], 1).bytes - 14 * one.bytes_per_row for name, one in FORMATS.items()}
-    assert each == {"csv": 4 * 220, "hdf5": 10 * 95 + 4 * 45, "tensorboard": 10 * 2200 + 4 * 630, "api": 0}
+    assert each == {
+        "csv": 4 * 220,
+        "hdf5": 10 * 95 + 4 * 45,
+        "parquet": 10 * 95 + 4 * 45,
+        "tensorboard": 10 * 2200 + 4 * 630,
+        "api": 0,
+    }
 
 
 def test_csv_writes_a_file_for_each_kind_rank_and_record():
@@ -28,8 +34,9 @@ def test_csv_writes_a_file_for_each_kind_rank_and_record():
     assert estimate(GRADIENTS_AND_ACTIVATIONS, ["csv"], 10).files == 0.9
 
 
-def test_hdf5_writes_a_file_for_each_rank_and_record():
-    assert estimate(GRADIENTS_AND_ACTIVATIONS, ["hdf5"], 100).files == 0.08
+@pytest.mark.parametrize("name", ["hdf5", "parquet"])
+def test_some_formats_write_a_file_for_each_rank_and_record(name):
+    assert estimate(GRADIENTS_AND_ACTIVATIONS, [name], 100).files == 0.08
 
 
 @pytest.mark.parametrize("name", ["api", "tensorboard"])

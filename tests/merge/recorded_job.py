@@ -18,14 +18,21 @@ from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import Report
 from monitor.merge.tables import read_merged
 from monitor.series import Placement, Series, SeriesTable, Shard
-from monitor.sinks import csv, hdf5, tensorboard
+from monitor.sinks import csv, hdf5, parquet, tensorboard
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 JOB = "1a2b3c4d" * 4
 TIMESTAMP = "Dec03_21-34-40"
-SINKS = {"csv": csv.CsvSink, "hdf5": hdf5.Hdf5Sink, "tensorboard": tensorboard.TensorBoardSink}
-FORMATS = ("hdf5", "csv")
+SINKS = {
+    "csv": csv.CsvSink,
+    "hdf5": hdf5.Hdf5Sink,
+    "parquet": parquet.ParquetSink,
+    "tensorboard": tensorboard.TensorBoardSink,
+}
+FORMATS = ("hdf5", "csv", "parquet")
+EXACT_AND_ROUNDED = ("hdf5", "csv")
+"""A format with partials, and one with ops alone."""
 VALUES = (3.0, 4.0, -12.0, 0.0, 0.5)
 
 Kinds = Mapping[str, Sequence[Measured]]

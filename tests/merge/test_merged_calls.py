@@ -7,7 +7,7 @@ from pathlib import Path
 import h5py
 import pyarrow.parquet
 import pytest
-from recorded_job import FORMATS, RecordedRank, files, merged, table, tensors
+from recorded_job import EXACT_AND_ROUNDED, FORMATS, RecordedRank, files, merged, table, tensors
 from sink_rows import Measured
 
 from monitor.merge.tables import read_merged
@@ -47,7 +47,7 @@ def expected(ranks: list[object], steps: int = STEPS) -> list[tuple[object, ...]
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-@pytest.mark.parametrize("formats", ["hdf5", "csv", "csv hdf5"])
+@pytest.mark.parametrize("formats", ["hdf5", "csv", "parquet", "csv hdf5", "parquet hdf5"])
 def test_calls_of_every_rank_are_there(tmp_path: Path, formats: str, output: str) -> None:
     for rank in (0, 1):
         communicating(tmp_path, rank, 2, format=formats.split())
@@ -57,7 +57,7 @@ def test_calls_of_every_rank_are_there(tmp_path: Path, formats: str, output: str
 
 
 def test_ranks_of_one_job_may_have_written_different_formats(tmp_path: Path) -> None:
-    for rank, format in enumerate(FORMATS):  # noqa: A001
+    for rank, format in enumerate(EXACT_AND_ROUNDED):  # noqa: A001
         communicating(tmp_path, rank, 2, format=format)
     merged(tmp_path)
     assert counts(tmp_path, "per_rank") == expected([0, 1])
@@ -104,7 +104,7 @@ def written_columns(path: Path) -> list[str]:
 
 
 def test_elements_of_all_calls_are_counted_and_where_only_the_shape_of_one_is_known_none(tmp_path: Path) -> None:
-    for rank, format in enumerate(FORMATS):  # noqa: A001
+    for rank, format in enumerate(EXACT_AND_ROUNDED):  # noqa: A001
         communicating(tmp_path, rank, 2, format=format, ops=("norm", "shape"))
     merged(tmp_path)
     for folder in ("per_rank", "global"):
@@ -141,7 +141,7 @@ def test_copies_are_one_row_with_the_calls_of_the_first(tmp_path: Path) -> None:
 
 
 def test_the_number_of_workers_changes_no_byte(tmp_path: Path) -> None:
-    for rank, format in enumerate(FORMATS):  # noqa: A001
+    for rank, format in enumerate(EXACT_AND_ROUNDED):  # noqa: A001
         communicating(tmp_path, rank, 2, format=format, steps=20, steps_per_record=20)
     for workers in (1, 2):
         merged(tmp_path, str(workers), workers=workers, rows=8)
@@ -204,6 +204,11 @@ def test_fewer_calls_than_one_are_none(tmp_path: Path, format: str, calls: int) 
     if format == "csv":
         path = one.directory / "other_0-4.csv"
         path.write_text(path.read_text().replace(",1\n", f",{calls}\n"))
+    elif format == "parquet":
+        path = one.directory / "metrics_0-4.parquet"
+        rows = pyarrow.parquet.read_table(path)
+        column = pyarrow.array([calls, None])
+        pyarrow.parquet.write_table(rows.set_column(rows.column_names.index("calls"), "calls", column), path)
     else:
         with h5py.File(one.directory / "metrics_0-4.h5", "r+") as file:
             file["other/calls"][0] = calls

@@ -72,7 +72,7 @@ def test_what_cannot_be_combined_from_csv_is_missing_with_a_reason(tmp_path: Pat
     assert report.clean
 
 
-@pytest.mark.parametrize(("format", "count"), [("hdf5", 8), ("csv", None)])
+@pytest.mark.parametrize(("format", "count"), [("hdf5", 8), ("parquet", 8), ("csv", None)])
 @pytest.mark.parametrize("micro_steps", [(), ("actv",)], ids=["combined", "each"])
 def test_micro_steps_that_were_combined_are_rows_of_whole_tensors(
     tmp_path: Path,
@@ -240,23 +240,28 @@ def test_the_three_formats_hold_the_same(tmp_path: Path) -> None:
             assert len(spelled) == 1
 
 
-COMBINATIONS = ("csv", "hdf5", "csv hdf5", "hdf5 tensorboard", "csv tensorboard", "csv hdf5 tensorboard")
+COMBINATIONS = (
+    *("csv", "hdf5", "parquet", "csv hdf5", "csv parquet", "hdf5 parquet"),
+    *("hdf5 tensorboard", "csv tensorboard", "csv hdf5 tensorboard", "csv hdf5 parquet tensorboard"),
+)
 
 
 @pytest.mark.parametrize("formats", [one.split() for one in COMBINATIONS], ids=COMBINATIONS)
 def test_of_formats_that_were_recorded_side_by_side_each_row_is_taken_once(tmp_path: Path, formats: list[str]) -> None:
     sharded(tmp_path, formats)
-    assert merged(tmp_path).clean
+    report = merged(tmp_path)
+    assert (report.clean, report.told()["duplicate_steps"]["count"]) == (True, 0)
     found = {(row["name"], row["step"]): row["norm"] for row in tensors(tmp_path)}
     norm = math.hypot(*VALUES)
     expected = {(name, step): value for step in range(3) for name, value in (("w", norm * (step + 1)), ("b", 1.0))}
     assert expected == pytest.approx(found, rel=1e-12)
     assert table(tmp_path, "per_rank").num_rows == 9
-    assert {row["std"] is None for row in tensors(tmp_path)} == {"hdf5" not in formats}
+    assert {row["std"] is None for row in tensors(tmp_path)} == {{"hdf5", "parquet"}.isdisjoint(formats)}
 
 
-def test_of_formats_side_by_side_the_one_has_the_steps_that_the_other_lacks(tmp_path: Path) -> None:
-    one = RecordedRank(tmp_path, format=["csv", "hdf5"])
+@pytest.mark.parametrize("others", [["csv", "hdf5"], ["parquet", "hdf5"]], ids=str)
+def test_of_formats_side_by_side_the_one_has_the_steps_that_the_other_lacks(tmp_path: Path, others: list[str]) -> None:
+    one = RecordedRank(tmp_path, format=others)
     for step in range(5):
         one.write(step, {"grad_reduced": [Measured("w", [float(step)])]})
         if step == 1:
@@ -285,7 +290,7 @@ def test_a_rank_that_recorded_to_tensorboard_alone_is_named(tmp_path: Path) -> N
     report = merged(tmp_path)
     ((name, reason),) = [(one.path, one.reason) for one in report.set_aside]
     assert name == one.directory.name
-    assert reason.endswith("add hdf5 or csv to `format`")
+    assert reason.endswith("add parquet, hdf5 or csv to `format`")
     assert not report.clean
 
 

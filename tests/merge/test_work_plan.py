@@ -12,8 +12,7 @@ from recorded_job import files, merged, sharded
 from monitor.coordinator.manifest_format import StepsRecord
 from monitor.merge.merge import Planner, Window, in_groups, recorded_steps
 from monitor.merge.tensors import SHARDS
-from monitor.sinks.files import StepSpan
-from monitor.sinks.hdf5_files import ALL_STEPS
+from monitor.sinks.files import ALL_STEPS, StepSpan
 
 
 def shards(*each: tuple[int, int, int, int]) -> pa.Table:

@@ -8,12 +8,14 @@ import re
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from evidence import sampled
 from launching import EVERY_STEP, Launcher, Started
+from pyarrow.parquet import read_table
 from recorded import Recorded, hidden, listed, rank_directories
 from typer.testing import CliRunner
 
@@ -89,19 +91,19 @@ def texts(directory: Path) -> Texts:
     return found
 
 
-def rows(directory: Path) -> Texts:
-    """Of HDF5."""
+def rows(directory: Path, suffix: str) -> Texts:
+    """Of a format with all kinds in one file."""
     found: Texts = {}
-    for path in directory.glob("*.h5"):
+    for path in directory.glob(f"*{suffix}"):
         by_step: dict[int, list[Any]] = {}
-        for row in read_hdf5(path).to_pylist():
+        for row in (read_hdf5(path) if suffix == ".h5" else read_table(path)).to_pylist():
             by_step.setdefault(row["step"], []).append(row)
         assert not [step for step in by_step if ("", step) in found]
         found |= {("", step): repr(rows).encode() for step, rows in by_step.items()}
     return found
 
 
-TEXTS = {"csv": texts, "hdf5": rows}
+TEXTS = {"csv": texts, "hdf5": partial(rows, suffix=".h5"), "parquet": partial(rows, suffix=".parquet")}
 
 
 def delivered(run: Started) -> int:
@@ -154,6 +156,7 @@ def assert_told(directory: Path, held: dict[str, set[int]], missing: set[int]) -
 
 
 BOTH = ["csv", "hdf5"]
+EXACT = ["hdf5", "parquet"]
 
 
 @pytest.mark.parametrize(
@@ -163,14 +166,16 @@ BOTH = ["csv", "hdf5"]
             (0, 1, 1, "csv"),
             (0, 5, 2, "csv"),
             (0, 5, 1, "hdf5"),
+            (0, 5, 1, "parquet"),
             (0, 5, 1, BOTH),
             (0, None, 1, BOTH),  # records of one step, and of a hundred
             (2, 4, 2, "csv"),
             (2, 4, 1, "hdf5"),
             (2, 4, 1, BOTH),
+            (2, 4, 1, EXACT),
         ],
-        4,
-        7,
+        5,
+        9,
     ),
     ids=str,
 )
@@ -240,9 +245,9 @@ def test_fault_20_steps_that_are_recorded_again_are_not_doubled_whatever_else_is
     assert (manifest.first_step, [run.first_step for run in manifest.resumed], manifest.closed) == (5, [0], True)
 
 
-@pytest.mark.parametrize("before", ["csv", "hdf5"])
+@pytest.mark.parametrize(("before", "after"), [("csv", "hdf5"), ("hdf5", "parquet"), ("parquet", "csv")])
 def test_a_run_that_continues_in_another_format_leaves_the_files_of_the_one_before_in_order(
-    launcher: Launcher, before: str
+    launcher: Launcher, before: str, after: str
 ) -> None:
     """What a killed run left is recovered though it is not written any more, and its steps count as written."""
     job = Job(launcher, launcher.base / "job", CONFIG | {"step_count_per_record": 50, "format": before})
@@ -250,7 +255,6 @@ def test_a_run_that_continues_in_another_format_leaves_the_files_of_the_one_befo
     first.wait_for("waits")
     first.send(signal.SIGKILL)
     assert first.end().status == -signal.SIGKILL
-    (after,) = {"csv", "hdf5"} - {before}
     for start, steps in ((6, 9), (9, 12)):
         job.run(start, steps, format=after)
     (directory,) = rank_directories(job.base)
@@ -288,7 +292,7 @@ def test_a_killed_process_does_not_keep_its_directory_though_a_child_of_its_live
     assert listed(Recorded(directory).manifest().steps.written) == list(range(6))
 
 
-@pytest.mark.parametrize("format_", sampled(["csv", "hdf5"]))
+@pytest.mark.parametrize("format_", sampled(["csv", "hdf5", "parquet"]))
 def test_steps_between_a_kill_and_the_step_that_is_resumed_at_are_dropped_and_the_merge_exits_1(
     launcher: Launcher, format_: str
 ) -> None:

@@ -14,7 +14,7 @@ from monitor.sinks import hdf5_write
 from monitor.sinks.arrow import Measurements, ShardMetadata, partials_of
 from monitor.sinks.csv import CsvSink, read_csv
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5, recover
-from monitor.sinks.hdf5_write import SpoolBlock
+from monitor.sinks.spool import SpoolBlock
 from monitor.sinks.tensorboard import TensorBoardSink
 from monitor.stats.table import StepRows
 

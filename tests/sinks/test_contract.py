@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from pyarrow.parquet import read_table
 from sink_rows import Measured, Rank, visible
 
 from monitor.sinks.csv import CsvSink, read_csv
 from monitor.sinks.hdf5 import Hdf5Sink, read_hdf5
+from monitor.sinks.parquet import ParquetSink
 from monitor.sinks.protocol import Sink
 from monitor.sinks.tensorboard import TensorBoardSink
 
@@ -24,6 +26,10 @@ def steps_of_csv(out: Path) -> list[int]:
 
 def steps_of_hdf5(out: Path) -> list[int]:
     return sorted(step for path in out.glob("metrics_*.h5") for step in read_hdf5(path)["step"].to_pylist())
+
+
+def steps_of_parquet(out: Path) -> list[int]:
+    return sorted(step for path in out.glob("metrics_*.parquet") for step in read_table(path)["step"].to_pylist())
 
 
 def steps_of_tensorboard(out: Path) -> list[int]:
@@ -46,6 +52,7 @@ class Format(NamedTuple):
 RECORDS = {
     "csv": Format(CsvSink, steps_of_csv, "grad_reduced_{}.csv"),
     "hdf5": Format(Hdf5Sink, steps_of_hdf5, "metrics_{}.h5"),
+    "parquet": Format(ParquetSink, steps_of_parquet, "metrics_{}.parquet"),
 }
 """These have a file for each record of steps, hidden until it is whole."""
 

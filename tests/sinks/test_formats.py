@@ -13,17 +13,24 @@ from monitor.sinks import make_sink
 from monitor.sinks.csv import CsvSink
 from monitor.sinks.hdf5 import Hdf5Sink
 from monitor.sinks.memory import MemorySink
+from monitor.sinks.parquet import ParquetSink
 from monitor.sinks.tensorboard import TensorBoardSink
 
 
 def test_each_format_has_its_sink(tmp_path: Path) -> None:
     context = Rank(tmp_path).context
-    sinks = {"csv": CsvSink, "hdf5": Hdf5Sink, "tensorboard": TensorBoardSink, "api": MemorySink}
+    sinks = {
+        "csv": CsvSink,
+        "hdf5": Hdf5Sink,
+        "parquet": ParquetSink,
+        "tensorboard": TensorBoardSink,
+        "api": MemorySink,
+    }
     assert sinks == {name: type(make_sink(name, context)) for name in FORMATS}
 
 
 def test_a_format_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="format 'xml' does not exist; the formats are csv, hdf5, tensorboard, api"):
+    with pytest.raises(ValueError, match="format 'xml' does not exist; the formats are csv, hdf5, parquet, tensorboard, api"):
         make_sink("xml", Rank(tmp_path).context)
 
 
@@ -33,6 +40,7 @@ def test_a_format_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path
         ("monitor.sinks, monitor.sinks.memory", []),
         ("monitor.sinks.csv", ["pyarrow"]),
         ("monitor.sinks.hdf5", ["h5py", "pyarrow"]),
+        ("monitor.sinks.parquet", ["pyarrow"]),
         ("monitor.sinks.tensorboard", ["google.protobuf", "pyarrow", "tensorboard"]),
     ],
 )

@@ -15,6 +15,7 @@ from monitor.formats import FORMATS
 from monitor.series import KINDS
 from monitor.sinks.csv import CsvSink
 from monitor.sinks.hdf5 import Hdf5Sink
+from monitor.sinks.parquet import ParquetSink
 from monitor.stats.features import FEATURES
 from monitor.stats.ops import OPS
 
@@ -45,11 +46,11 @@ def _recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sink.write(rank.step(step, {"actv": ACTIVATIONS}, ("min", "max", "mean", "norm", "zeros", "nans", "shape")))
     sink.close()
     shards = Rank(DIRECTORY, steps_per_record=100)
-    hdf5 = Hdf5Sink(shards.context)
-    for step in range(10):
-        gradient = Measured("w", [3.0, 4.0], histogram=[1, 2, 3, *[0] * 123, 5, 7])  # 5 of up to 2^-24
-        hdf5.write(shards.step(step, {"actv": ACTIVATIONS, "grad_reduced": [gradient]}, ("norm",)))
-    hdf5.close()
+    for sink in (Hdf5Sink(shards.context), ParquetSink(shards.context)):
+        for step in range(10):
+            gradient = Measured("w", [3.0, 4.0], histogram=[1, 2, 3, *[0] * 123, 5, 7])  # 5 of up to 2^-24
+            sink.write(shards.step(step, {"actv": ACTIVATIONS, "grad_reduced": [gradient]}, ("norm",)))
+        sink.close()
     gradients = Rank(DIRECTORY.with_name("Dec03_21-34-40-rank0-5e6f7a8b"))
     other = CsvSink(gradients.context)
     for step in range(10):
@@ -100,6 +101,13 @@ def test_the_example_with_our_reader_derives_ops_that_were_not_configured(capsys
     (example,) = (text for text in blocks("python") if "read_hdf5" in text)
     exec(example, {})
     assert capsys.readouterr().out == f"{[{'name': 'head.output', 'step': step, 'nans': 1} for step in range(10)]}\n"
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_the_example_with_polars_prints_the_norms_of_one_tensor(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = (text for text in blocks("python") if "scan_parquet" in text)
+    exec(example, {})
+    assert capsys.readouterr().out == f"{[5.0] * 10}\n"
 
 
 @pytest.mark.usefixtures("_recorded")

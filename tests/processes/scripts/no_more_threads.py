@@ -45,7 +45,8 @@ appended = {"append_output": ["Jan01_00-00-00", "Dec31_23-59-59"]} if when == "b
 if when == "before":
     import monitor.pytorch
     import monitor.sinks.csv
-    import monitor.sinks.hdf5  # noqa: F401
+    import monitor.sinks.hdf5
+    import monitor.sinks.parquet  # noqa: F401
 
     leave_no_room()
     monitored()

@@ -1,0 +1,284 @@
+"""The ``parquet`` format: all kinds of a record in one file, sorted by name, with ops beside the partials. Has the sink.
+
+Files are made in memory, as those of ``hdf5``. Nothing here uses Arrow's threads: where none can be started, Arrow ends the
+process, and training with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow.compute import call_function  # type: ignore[attr-defined]
+from pyarrow.parquet import ParquetFile, ParquetWriter
+
+from monitor.sinks import arrow, spool
+from monitor.sinks.files import RecoveredFiles, StepSpan
+from monitor.sinks.protocol import SinkContext
+from monitor.stats.features import own_columns
+from monitor.stats.histograms import MAGNITUDES, UNIT_UPPER, UPPER
+from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS
+
+# --- Making a file.
+#
+# Rows of a series stand together, so a reader of one series needs one or two row groups of a file, and text and integers take
+# next to nothing. All rows of a record are in memory for that, which limits the size of a part.
+
+GROUP_ROWS: Final = 16_384
+"""Rows of a row group, the unit of reading: 128 KB of a column."""
+
+AT_ONCE: Final = 4096
+"""Rows whose histograms are unpacked at a time: 9 MB."""
+
+_SORTED_BY: Final = ("kind", "name", "step", "call_id", "micro_step")
+_MEASURED: Final = ("kind", "step", "call_id", "micro_step")
+"""The order in which rows were measured, kind by kind."""
+
+_SAID_ELSEWHERE: Final = {*arrow.PARTIAL_TYPES, *LAYOUT_OPS, MAGNITUDES}
+"""Ops without a column of their own, since the columns of partials, identity and histograms say the same."""
+
+
+def image(blocks: Iterable[spool.SpoolBlock]) -> memoryview:
+    """The content of a file with the rows of these blocks.
+
+    Raises:
+        ValueError: there are no blocks.
+    """
+    rows, facts = _sorted(blocks)
+    ops = _ops_beside(rows, facts.ops)
+    schema = _schema(rows, ops, facts)
+    sink = pa.BufferOutputStream()
+    with ParquetWriter(sink, schema, **_encodings(schema)) as file:
+        for start in range(0, len(rows), GROUP_ROWS):
+            file.write_table(_row_group(rows.slice(start, GROUP_ROWS), ops, facts.rank, schema))
+    return memoryview(sink.getvalue())
+
+
+def _sorted(blocks: Iterable[spool.SpoolBlock]) -> tuple[pa.Table, arrow.ShardMetadata]:
+    left = list(blocks)
+    if not left:
+        raise ValueError("there are no rows")
+    table, facts = spool.joined(left)
+    columns = {name: table[name] for name in table.column_names}
+    order = _order(columns, _SORTED_BY)
+    left.clear()
+    del table  # so that nothing is held twice but the column at hand
+    return pa.table({name: columns.pop(name).combine_chunks().take(order) for name in list(columns)}), facts
+
+
+def _order(columns: Mapping[str, pa.ChunkedArray], by: Sequence[str]) -> pa.Array:
+    """The numbers of the rows in order of these columns, the first one first. Not for a table without rows."""
+    keys = [_places(columns[name]) if arrow.IDENTITY[name] == arrow.TEXT else _numbers(columns[name]) for name in by]
+    return pa.array(np.lexsort([_narrow(key) for key in reversed(keys)]))
+
+
+def _places(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """For each row, the place of its text among all texts in order."""
+    codes = column.combine_chunks()
+    in_order = call_function("array_sort_indices", [codes.dictionary]).to_numpy()
+    place = np.empty(len(in_order), dtype=np.int64)
+    place[in_order] = np.arange(len(in_order))
+    places: NDArray[np.int64] = place[codes.indices.to_numpy()]
+    return places
+
+
+def _numbers(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    numbers: NDArray[np.int64] = (column.fill_null(arrow.MISSING) if column.null_count else column).to_numpy()
+    return numbers
+
+
+def _narrow(key: NDArray[np.int64]) -> NDArray[Any]:
+    """The same order in as few bits as it fits in: numpy sorts 16 bits by counting, and without Python's lock."""
+    numbers = key - key.min()
+    return numbers.astype(np.min_scalar_type(numbers.max()))
+
+
+def _ops_beside(rows: pa.Table, configured: Sequence[str]) -> list[str]:
+    """The columns that are derived: the configured ops, and those of features."""
+    kinds = sorted(rows["kind"].chunk(0).dictionary.to_pylist())
+    features = (column for kind in kinds for column in own_columns(kind))
+    return [op for op in dict.fromkeys([*configured, *features]) if op not in _SAID_ELSEWHERE]
+
+
+def _schema(rows: pa.Table, ops: Sequence[str], facts: arrow.ShardMetadata) -> pa.Schema:
+    kind, *identity = arrow.IDENTITY.items()
+    derived = [(op, pa.int64() if op in INTEGER_OPS else pa.float64()) for op in ops]
+    columns = [kind, ("rank", pa.int64()), *identity, *derived, *arrow.PARTIAL_TYPES.items()]
+    if arrow.HISTOGRAM not in rows.column_names:
+        return pa.schema(columns, metadata=facts.packed())
+    upper = {"magnitudes": _finite(UPPER), "signed": _finite(UNIT_UPPER)}
+    return pa.schema([*columns, (arrow.HISTOGRAM, arrow.FILLED)], metadata=facts.packed(upper=upper))
+
+
+def _finite(upper: NDArray[np.float64]) -> list[float | None]:
+    """For JSON, which has no infinity: null for the bin that has no upper end."""
+    return [float(end) if np.isfinite(end) else None for end in upper]
+
+
+def _encodings(schema: pa.Schema) -> dict[str, Any]:
+    floats = [one.name for one in schema if pa.types.is_floating(one.type)]
+    others = [one.name for one in schema if one.name not in (*floats, arrow.HISTOGRAM)]
+    bins = [f"{arrow.HISTOGRAM}.list.element.{one.name}" for one in arrow.FILLED.value_type]
+    return {
+        "compression": "zstd",
+        "use_dictionary": [*others, *bins],
+        "use_byte_stream_split": floats,
+        "write_page_index": True,
+        "write_page_checksum": True,
+    }
+
+
+def _row_group(rows: pa.Table, ops: Sequence[str], rank: int, schema: pa.Schema) -> pa.Table:
+    parts = [arrow.with_ops(rows.slice(start, AT_ONCE), ops) for start in range(0, len(rows), AT_ONCE)]
+    columns = {name: rows[name] for name in rows.column_names}
+    columns |= {name: _in_use(rows[name]) for name, kind in arrow.IDENTITY.items() if kind == arrow.TEXT}
+    columns |= {op: pa.chunked_array([chunk for part in parts for chunk in part[op].chunks]) for op in ops}
+    columns["rank"] = pa.array(np.full(len(rows), rank))
+    return pa.table([columns[one.name] for one in schema], schema=schema)
+
+
+def _in_use(column: pa.ChunkedArray) -> pa.DictionaryArray:
+    """With no other texts than those in use: Parquet writes all of them into each row group."""
+    codes = column.combine_chunks()
+    index = codes.indices.to_numpy()
+    occurs = np.zeros(len(codes.dictionary), dtype=np.bool_)
+    occurs[index] = True
+    number = (np.cumsum(occurs) - 1).astype(np.int32)
+    return pa.DictionaryArray.from_arrays(pa.array(number[index]), codes.dictionary.filter(pa.array(occurs)))
+
+
+# --- Reading a file back.
+
+LEAST_BYTES: Final = 1024
+"""Of a row group, which describes more than twenty columns. So a small file cannot claim to have very many rows."""
+
+_FOREIGN: Final = (pa.ArrowException, OSError, KeyError, TypeError, ValueError, RuntimeError, OverflowError)
+"""Raised by Arrow and the checks below for files that are damaged or not of this format."""
+
+
+@contextmanager
+def opened(source: spool.Source) -> Iterator[ParquetFile]:
+    """A file of this format, for reading.
+
+    Raises:
+        NotAShardError: it cannot be read, is not of this format, or is damaged; also from the code within.
+    """
+    try:
+        size = source.stat().st_size if isinstance(source, Path) else len(source)
+        content = str(source) if isinstance(source, Path) else pa.BufferReader(source)
+        with ParquetFile(content, page_checksum_verification=True) as file:
+            if file.metadata.num_rows * LEAST_BYTES > size * GROUP_ROWS:
+                raise spool.NotAShardError("it states more rows than it has room for")
+            yield file
+    except spool.NotAShardError:
+        raise
+    except _FOREIGN as error:
+        raise spool.NotAShardError(str(error.args[0]) if error.args else repr(error)) from error
+
+
+def look(source: spool.Source) -> tuple[arrow.ShardMetadata, dict[str, int]]:
+    """See ``monitor.sinks.spool.ShardFormat``."""
+    with opened(source) as file:
+        kinds = _columns(file, pa.schema([("kind", arrow.TEXT)]), _row_groups(file))["kind"].combine_chunks()
+        rows = np.bincount(kinds.indices.to_numpy(), minlength=len(kinds.dictionary)).tolist()
+        lengths = zip(kinds.dictionary.to_pylist(), rows, strict=True)
+        return read_metadata(file), {kind: length for kind, length in lengths if length}
+
+
+def steps_of(source: spool.Source) -> set[int]:
+    """See ``monitor.sinks.spool.ShardFormat``."""
+    with opened(source) as file:
+        step = _columns(file, pa.schema([("step", pa.int64())]), _row_groups(file))["step"]
+        return set(np.unique(step.to_numpy()).tolist())
+
+
+def rows_of(source: spool.Source, steps: StepSpan, kind: str | None = None) -> pa.Table:
+    """See ``monitor.sinks.spool.ShardFormat``."""
+    with opened(source) as file:
+        facts = read_metadata(file)
+        schema = arrow.WITH_HISTOGRAMS if arrow.HISTOGRAM in file.schema_arrow.names else arrow.SCHEMA
+        rows = _columns(file, schema, _row_groups(file, kind))
+        step = rows["step"].to_numpy()
+        wanted = (step >= steps.first) & (step <= steps.last)
+        if kind is not None:
+            kinds = rows["kind"].combine_chunks()
+            wanted &= np.array([one == kind for one in kinds.dictionary.to_pylist()], dtype=np.bool_)[kinds.indices.to_numpy()]
+        rows = rows if wanted.all() else rows.filter(pa.array(wanted))
+        ordered = rows.take(_order(rows, _MEASURED)) if len(rows) else rows
+        return ordered.replace_schema_metadata(facts.only(steps).packed())
+
+
+def read_metadata(file: ParquetFile) -> arrow.ShardMetadata:
+    """The metadata of the file.
+
+    Raises:
+        NotAShardError: its schema is of another version.
+        KeyError, TypeError, ValueError: it is not that of a shard.
+    """
+    told = file.metadata.metadata or {}
+    version = json.loads(told[arrow.METADATA])["schema_version"]
+    if version != arrow.SCHEMA_VERSION:
+        raise spool.NotAShardError(
+            f"its schema version is {version}, and this version of the monitor reads {arrow.SCHEMA_VERSION}"
+        )
+    return arrow.ShardMetadata.unpacked(told)
+
+
+def _row_groups(file: ParquetFile, kind: str | None = None) -> list[int]:
+    """The row groups that may have rows of a kind; None: all."""
+    every = range(file.num_row_groups)
+    return [number for number in every if kind is None or _may_have(file.metadata.row_group(number).column(0), kind)]
+
+
+def _may_have(chunk: Any, kind: str) -> bool:
+    known = chunk.statistics if chunk.path_in_schema == "kind" else None
+    return known is None or not known.has_min_max or known.min <= kind <= known.max
+
+
+def _columns(file: ParquetFile, schema: pa.Schema, row_groups: list[int]) -> pa.Table:
+    """These columns, which must be as the sink writes them."""
+    table = file.read_row_groups(row_groups, columns=schema.names, use_threads=False).select(schema.names)
+    for found, expected in zip(table.schema, schema, strict=True):
+        if found.type != expected.type:
+            raise spool.NotAShardError(f"its column {found.name} has the type {found.type} and not {expected.type}")
+        if table[found.name].null_count and found.name not in (*arrow.NULLABLE, arrow.HISTOGRAM):
+            raise spool.NotAShardError(f"its column {found.name} lacks a value")
+    table.validate(full=True)
+    return table.unify_dictionaries().cast(schema)
+
+
+# --- The sink, and the recovery of its files.
+
+FORMAT: Final = spool.ShardFormat(
+    suffix=".parquet",
+    called="Parquet",
+    signature=b"PAR1",
+    image=image,
+    look=look,
+    steps=steps_of,
+    rows=rows_of,
+    most_bytes=32 * spool.MIB,  # about 600,000 rows; making a file of them takes 130 MB of memory
+)
+
+
+class ParquetSink(spool.SpooledSink):
+    """Writes ``metrics_{first}-{last}.parquet`` into the rank's directory. See ``SpooledSink``."""
+
+    def __init__(self, context: SinkContext) -> None:
+        super().__init__(context, FORMAT)
+
+
+def recover(directory: Path, newest: int, saved_ns: int, begun_ns: int) -> RecoveredFiles:  # noqa: ARG001 - one file has all kinds
+    """See ``monitor.sinks.files.CrashRecovery``."""
+    return spool.recover_shards(FORMAT, directory, newest, saved_ns)
+
+
+def held(directory: Path, steps: StepSpan) -> set[int]:
+    """See ``monitor.sinks.files.CrashRecovery``."""
+    return spool.held_steps(FORMAT, directory, steps)
