@@ -248,7 +248,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--lengths", type=int, nargs="*", default=[50, 100, 200, 400], help="steps of the second table")
     parser.add_argument("--formats", nargs="+", choices=("hdf5", "csv"), default=["hdf5", "csv"], help="of the ranks")
-    parser.add_argument("--output", choices=("hdf5", "csv", "parquet"), default="hdf5", help="format to write")
+    parser.add_argument("--output", choices=("parquet", "hdf5", "csv"), default="parquet", help="format to write")
     parser.add_argument("--workers", type=int, default=2)
     beside = [name for name in CONCAT if find_spec(name)]
     parser.add_argument("--beside", nargs="*", choices=beside, default=beside, help="what to hold it against, from CSV")
