@@ -250,7 +250,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--formats", nargs="+", choices=("hdf5", "csv", "parquet"), default=["hdf5", "csv"], help="of the ranks"
     )
-    parser.add_argument("--output", choices=("hdf5", "csv", "parquet"), default="hdf5", help="format to write")
+    parser.add_argument("--output", choices=("parquet", "hdf5", "csv"), default="parquet", help="format to write")
     parser.add_argument("--workers", type=int, default=2)
     beside = [name for name in CONCAT if find_spec(name)]
     parser.add_argument("--beside", nargs="*", choices=beside, default=beside, help="what to hold it against, from CSV")

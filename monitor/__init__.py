@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from monitor.coordinator.manifest_format import ManifestError, read_manifest
     from monitor.coordinator.series_file import read_series
     from monitor.dump import load_tensor
-    from monitor.merge.tables import read_merged
+    from monitor.merge.outputs import read_merged
     from monitor.sinks.csv import read_csv
     from monitor.sinks.hdf5 import read_hdf5
 
@@ -42,7 +42,7 @@ _MODULES: Final = {
     "read_csv": "monitor.sinks.csv",
     "read_hdf5": "monitor.sinks.hdf5",
     "read_manifest": "monitor.coordinator.manifest_format",
-    "read_merged": "monitor.merge.tables",
+    "read_merged": "monitor.merge.outputs",
     "read_series": "monitor.coordinator.series_file",
 }
 

@@ -141,8 +141,8 @@ def test_the_command_that_the_readme_names_merges_what_was_recorded(readme: str,
     merging = run("-m", "monitor", "merge", directory, cwd=example)
     assert merging.returncode == 0, merging.stderr
     assert {path.name for path in example.glob("monitor_output/merged/global/grad_*")} == {
-        "grad_reduced_0-9.h5",
-        "grad_unreduced_0-9.h5",
+        "grad_reduced_0-9.parquet",
+        "grad_unreduced_0-9.parquet",
     }
 
 

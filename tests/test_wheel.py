@@ -103,7 +103,7 @@ def test_it_runs_the_example_of_the_readme_without_a_compiler(programs: Path, tm
         printed = run(programs / "python", script, cwd=tmp_path, **variables)
     assert [int(line.split()[0]) for line in printed.splitlines()] == [step for step in range(10) for _ in range(4)]
     run(programs / "monitor-merge", "monitor_output", cwd=tmp_path, **variables)
-    assert (tmp_path / "monitor_output" / "merged" / "global" / "grad_reduced_0-9.h5").exists()
+    assert (tmp_path / "monitor_output" / "merged" / "global" / "grad_reduced_0-9.parquet").exists()
 
 
 def test_built_without_a_compiler_it_holds_the_same_modules_in_python_only(tmp_path: Path) -> None:

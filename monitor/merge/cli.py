@@ -24,11 +24,11 @@ CLEAN, FLAWED, NOTHING = 0, 1, 2
 
 
 class FormatName(StrEnum):
-    """``monitor.merge.tables.Format``, for the command line."""
+    """``monitor.merge.outputs.Format``, for the command line."""
 
+    parquet = "parquet"
     hdf5 = "hdf5"
     csv = "csv"
-    parquet = "parquet"
 
 
 app = command_app()
@@ -48,7 +48,7 @@ def monitor_merge(
     steps: Annotated[
         str | None, typer.Option(metavar="A:B", help="Only the steps from A to B, inclusive. A or B may be left out.")
     ] = None,
-    format: Annotated[FormatName, typer.Option(help="The format of the files to write.")] = FormatName.hdf5,  # noqa: A002
+    format: Annotated[FormatName, typer.Option(help="The format of the files to write.")] = FormatName.parquet,  # noqa: A002
     workers: Workers = 1,
     dask: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Merge on the Dask cluster that has this scheduler.")

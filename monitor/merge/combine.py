@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 from pyarrow.compute import binary_join  # type: ignore[attr-defined]
 
+from monitor.coordinator.manifest_format import StepRanges, StepsRecord
 from monitor.coordinator.ownership import OF_PARAMETERS
-from monitor.merge import tables
+from monitor.merge import outputs, tables
 from monitor.merge.discovery import SetAside
 from monitor.merge.rows import Rows, Source, Told, counts_elements, gathered, of_piece, read
 from monitor.merge.statistics import WEIGHTED, WHOLE_ONLY, Flags, Index, Statistics, combined
@@ -73,6 +75,10 @@ RUNS: Final = pa.schema([("rank", pa.int64()), *((role, pa.int64()) for role in 
 """A row for each directory of the job: its rank, and that rank's places in its groups, null where it is in none."""
 
 
+SCHEMA_VERSION: Final = 1
+"""Of the metadata of files, and of their columns."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What one worker combines at a time.
@@ -86,6 +92,7 @@ class Piece:
         runs: A file in the columns ``RUNS``.
         outputs: The files to write, of all rows and of the tensors.
         ndigits: The fewest decimals that a rank kept in its CSV files.
+        job: Its id.
     """
 
     columns: tables.Columns
@@ -98,10 +105,20 @@ class Piece:
     runs: Path
     outputs: tuple[Path, Path]
     ndigits: int
+    job: str
 
     @property
     def kind(self) -> str:
         return self.columns.kind
+
+    def write(self, rows: pa.Table, facts: dict[str, Any], path: Path) -> None:
+        """Write rows to one of the outputs.
+
+        Args:
+            facts: About the rows, besides what is known of all that the piece writes.
+        """
+        about = {"schema": SCHEMA_VERSION, "kind": self.kind, "folder": path.parent.name, "job_id": self.job, **facts}
+        outputs.write_table(rows.replace_schema_metadata({outputs.METADATA: json.dumps(about)}), path)
 
 
 @dataclass
@@ -164,12 +181,13 @@ def _combine(piece: Piece, rows: Rows, statistics: Statistics, runs: pa.Table, o
     outcome.steps, outcome.gaps = _steps_and_gaps(written)
     outcome.unplaced = Counter(written.rank[written.series == UNKNOWN].tolist()) if piece.kind != REPLICA_KIND else Counter()
     if outcome.rows:
-        tables.write_table(_per_rank(piece.columns, runs, written, statistics.take(own)), piece.outputs[0])
+        facts = _facts(written, outcome.steps)
+        piece.write(_per_rank(piece.columns, runs, written, statistics.take(own)), facts, piece.outputs[0])
     del written
     if outcome.rows and piece.kind != REPLICA_KIND:
         tensors = _tensors(piece, rows, statistics, outcome)
         outcome.tensors = len(tensors)
-        tables.write_table(tensors, piece.outputs[1])
+        piece.write(tensors, facts, piece.outputs[1])
 
 
 def _steps_and_gaps(rows: Rows) -> tuple[list[int], dict[int, list[int]]]:
@@ -183,6 +201,27 @@ def _steps_and_gaps(rows: Rows) -> tuple[list[int], dict[int, list[int]]]:
     there[who[known], place[known]] = True
     lacking = np.flatnonzero(~there.all(axis=1))
     return steps.tolist(), {int(writers[which]): steps[~there[which]].tolist() for which in lacking.tolist()}
+
+
+def _facts(rows: Rows, steps: Sequence[int]) -> dict[str, Any]:
+    """Which steps there are rows of, and of which tensors: a list for each fact of these, null where it is not known."""
+    there = np.flatnonzero(np.bincount(rows.series[rows.series != UNKNOWN]))
+    names = rows.catalogue.texts("global_name", there)
+    columns = [names.codes.astype(np.int64), rows.catalogue.of("stage", there), rows.catalogue.of("whole", there)]
+    order = tables.order_by(columns)
+    columns = columns if order is None else [column[order] for column in columns]
+    first = tables.starts_of_runs(columns)
+    texts = names.values.take(pa.array(columns[0][first])).to_pylist()
+    stages, sizes = (_unless(column[first], UNKNOWN).to_pylist() for column in columns[1:])
+    return {"steps": _recorded(steps), "series": {"name": texts, "stage": stages, "elements": sizes}}
+
+
+def _recorded(steps: Iterable[int]) -> dict[str, Any]:
+    """Steps as a manifest has them."""
+    found = StepRanges()
+    for step in steps:
+        found.add(step)
+    return StepsRecord.of(found).model_dump(mode="json", exclude_none=True)
 
 
 def _per_rank(kept: tables.Columns, runs: pa.Table, rows: Rows, statistics: Statistics) -> pa.Table:
@@ -202,7 +241,7 @@ def _per_rank(kept: tables.Columns, runs: pa.Table, rows: Rows, statistics: Stat
         **_numbers(statistics),
         CALLS: _calls(rows.column(CALLS)),
     }
-    return _table(columns, texts, tables.columns_of(kept, tables.PER_RANK))
+    return _table(columns, texts, outputs.columns_of(kept, outputs.PER_RANK))
 
 
 def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome) -> pa.Table:
@@ -305,7 +344,7 @@ def _global(kept: tables.Columns, rows: Rows, starts: Index, tensors: Statistics
         **_numbers(tensors),
         CALLS: _calls(_calls_together(rows.column(CALLS), starts)),
     }
-    return _table(columns, texts, tables.columns_of(kept, tables.GLOBAL))
+    return _table(columns, texts, outputs.columns_of(kept, outputs.GLOBAL))
 
 
 def _joined(ranks: Index, starts: Index) -> tables.Texts:

@@ -21,9 +21,10 @@ from monitor.coordinator.resume import Span
 from monitor.merge.combine import ROLES, RUNS, Outcome, Piece, reduce
 from monitor.merge.discovery import Found, RankRun, choose, discover, runs_of, unmerged_formats
 from monitor.merge.execution import MergeError, NothingRecordedError, draft_of, engine, run
+from monitor.merge.outputs import SUFFIXES, Format
 from monitor.merge.report import Report
 from monitor.merge.rows import Share, Source, files_of, put_in_order
-from monitor.merge.tables import SUFFIXES, Columns, Format, Index, Shard, write_file
+from monitor.merge.tables import Columns, Index, Shard, write_file
 from monitor.merge.tensors import SHARDS, Findings, Kind, LayerNames, Visit, catalogue, look
 from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Ranks
 from monitor.sinks.files import ALL_STEPS, StepSpan
@@ -55,7 +56,7 @@ class Wanted:
     span: Span | None = None
     kinds: Collection[str] | None = None
     steps: StepSpan = ALL_STEPS
-    format: Format = "hdf5"
+    format: Format = "parquet"
     workers: int = 1
     dask: str | None = None
     rows: int = PIECE_ROWS
@@ -99,6 +100,7 @@ def _merged(wanted: Wanted, job: str, runs: Sequence[RankRun], found: Found, dra
     with engine(wanted.workers, wanted.dask) as (executor, workers):
         do = partial(run, executor, workers)
         plan = _planned(wanted, runs, draft, report, do)
+        plan.check(wanted.kinds)
         _carry_out(plan, plan.windows(wanted.kinds, wanted.steps), workers, report, progress, do)
     if not report.steps:
         whole = wanted.kinds is None and wanted.steps == ALL_STEPS and not report.set_aside
@@ -117,7 +119,8 @@ def _planned(wanted: Wanted, runs: Sequence[RankRun], draft: Path, report: Repor
     catalogues = {kind.name: kind.output for kind, _ in do(catalogue, kinds(runs, findings, work))}
     write_runs(runs, work / "runs.arrow")
     shards = shards_found(findings)
-    return Plan(runs, shards, catalogues, work / "runs.arrow", work, draft, SUFFIXES[wanted.format], wanted.rows)
+    suffix = SUFFIXES[wanted.format]
+    return Plan(report.job, runs, shards, catalogues, work / "runs.arrow", work, draft, suffix, wanted.rows)
 
 
 def _carry_out(plan: Plan, windows: Sequence[Window], workers: int, report: Report, progress: Progress, do: Do) -> None:
@@ -405,6 +408,7 @@ class Plan:
     """The work on the rows.
 
     Attributes:
+        job: Its id.
         shards: By kind, in the columns ``SHARDS``, by run.
         catalogues: Files by kind.
         about_runs: See ``write_runs``.
@@ -413,6 +417,7 @@ class Plan:
         rows: Of a piece, about.
     """
 
+    job: str
     runs: Sequence[RankRun]
     shards: Mapping[str, pa.Table]
     catalogues: Mapping[str, Path]
@@ -426,6 +431,13 @@ class Plan:
     def _ndigits(self) -> int:
         every = (one.manifest.config.get("ndigits") for one in self.runs)
         return min(number if isinstance(number, int) else 6 for number in every)
+
+    def check(self, kinds: Collection[str] | None) -> None:
+        """Raises: MergeError: a kind is asked for that the job has not recorded."""
+        there = {*self.shards, *self.catalogues}
+        unknown = ", ".join(map(repr, sorted(set(kinds or ()) - there)))
+        if unknown and there:
+            raise MergeError(f"--kinds names {unknown}. Job {self.job} has recorded: {', '.join(sorted(there))}.")
 
     def windows(self, kinds: Iterable[str] | None, steps: StepSpan) -> list[Window]:
         """Of the kinds that are asked for; None: of all."""
@@ -470,7 +482,7 @@ class Plan:
         for number, steps in enumerate(window.pieces):
             outputs, columns = self._outputs(window.kind, steps), self._columns(window.kind)
             about, ndigits = self.about_runs, self._ndigits
-            yield Piece(columns, steps, sources, shares, number, catalogue, others, about, outputs, ndigits)
+            yield Piece(columns, steps, sources, shares, number, catalogue, others, about, outputs, ndigits, self.job)
 
     def _catalogues(self, kind: str) -> tuple[Path | None, Path | None]:
         """Of the kind, and of the one whose rows stand in the same files of CSV."""

@@ -1,34 +1,30 @@
-"""Tables of rows: their columns, their order, and their files, those of a merged data set among them."""
+"""Tables of rows: their columns, their order, and the files that they are read from."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 
 import h5py
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow.compute import replace_substring_regex  # type: ignore[attr-defined]
-from pyarrow.csv import ConvertOptions, ParseOptions, read_csv as parse_csv, write_csv  # type: ignore[attr-defined]
 from pyarrow.ipc import new_file, open_file
-from pyarrow.parquet import read_table as read_parquet, write_table as write_parquet
 
 from monitor.merge.discovery import SetAside, leads_out
-from monitor.series import CALL_KIND, DIRECTION_KIND
+from monitor.series import DIRECTION_KIND
 from monitor.sinks import files, hdf5, parquet
 from monitor.sinks.arrow import FILLED, HISTOGRAM, IDENTITY, PARTIAL_TYPES, TEXT, parsed
 from monitor.sinks.csv import read_csv
 from monitor.sinks.csv_files import BEGINNING
 from monitor.sinks.files import StepSpan
 from monitor.sinks.spool import NotAShardError, ShardFormat
-from monitor.stats.features import FEATURES, own_columns
+from monitor.stats.features import own_columns
 from monitor.stats.histograms import LOSSES, MAGNITUDES
-from monitor.stats.ops import CALLS, NUMERIC_OPS, has_op
+from monitor.stats.ops import NUMERIC_OPS, has_op
 
 # --- What there is of the rows of a kind, in shards and in merged tables.
 
@@ -73,159 +69,6 @@ class Columns:
     def _histogram(self) -> list[tuple[str, pa.DataType]]:
         return [(HISTOGRAM, FILLED)] if self.histogram else []
 
-
-Format = Literal["hdf5", "csv", "parquet"]
-
-PER_RANK: Final = pa.schema(
-    [
-        ("kind", TEXT),
-        ("rank", pa.int64()),
-        ("dp", pa.int64()),
-        ("tp", pa.int64()),
-        ("pp", pa.int64()),
-        ("stage", pa.int64()),
-        ("vpp_stage", pa.int64()),
-        ("name", TEXT),
-        ("global_name", TEXT),
-        ("step", pa.int64()),
-        ("micro_step", pa.int64()),
-        ("call_id", pa.int64()),
-        ("shape", TEXT),
-        ("dtype", TEXT),
-        ("count", pa.int64()),
-    ]
-)
-"""What every rank wrote, before its ops."""
-
-GLOBAL: Final = pa.schema(
-    [
-        ("kind", TEXT),
-        ("stage", pa.int64()),
-        ("name", TEXT),
-        ("step", pa.int64()),
-        ("micro_step", pa.int64()),
-        ("ranks", TEXT),
-        ("term", pa.bool_()),
-        ("count", pa.int64()),
-    ]
-)
-"""One row for each tensor and step, before its ops."""
-
-_NUMBERS: Final = (*NUMERIC_OPS, *LOSSES, *FEATURES)
-_OPS: Final = pa.schema([*((op, pa.float64()) for op in _NUMBERS), (MAGNITUDES, TEXT), (CALLS, pa.int64())])
-"""All that there are. ``calls``: how many calls of an operator a row combines, null where it is not of calls."""
-
-SUFFIXES: Final[dict[Format, str]] = {"hdf5": ".h5", "csv": ".csv", "parquet": ".parquet"}
-
-_FORMULA: Final = r"^[=+\-@\t\r]"
-"""What a spreadsheet takes for the beginning of a formula."""
-
-_NULLS: Final = "_missing"
-
-
-CHUNK_ROWS: Final = 65536
-"""Of HDF5: half a megabyte of a column."""
-
-
-def columns_of(kept: Columns, rows: pa.Schema) -> pa.Schema:
-    """``PER_RANK`` or ``GLOBAL`` as files of a kind have it: all of them alike, so that they can be read as one table."""
-    ops = [*kept.ops, CALLS] if kept.kind == CALL_KIND else kept.ops
-    return pa.schema([*rows, *map(_OPS.field, ops)])
-
-
-def write_table(rows: pa.Table, path: Path) -> None:
-    """Write a file of the format that the suffix of ``path`` says. The same rows make the same bytes.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    _WRITERS[path.suffix](rows, path)
-
-
-def read_merged(path: str | PathLike[str]) -> pa.Table:
-    """The rows of one file of a merged data set, in the columns ``columns_of`` its kind; what is missing is null."""
-    path = Path(path)
-    return _READERS[path.suffix](path)
-
-
-def _write_csv(rows: pa.Table, path: Path) -> None:
-    columns = [_neutralised(column) if pa.types.is_dictionary(column.type) else column for column in rows.columns]
-    write_csv(pa.table(columns, names=rows.column_names), str(path))
-
-
-def _neutralised(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """With an apostrophe before text that a spreadsheet would run."""
-    return replace_substring_regex(column.cast(pa.string()), _FORMULA, r"'\0")
-
-
-def _write_parquet(rows: pa.Table, path: Path) -> None:
-    write_parquet(rows, str(path), compression="zstd")  # type: ignore[no-untyped-call]
-
-
-def _read_parquet(path: Path) -> pa.Table:
-    return read_parquet(str(path))  # type: ignore[no-untyped-call]
-
-
-def _write_hdf5(rows: pa.Table, path: Path) -> None:
-    """A dataset a column. A column of text holds indices into ``{column}_values``. Where something is missing,
-    ``{column}_missing`` is 1.
-    """
-    with h5py.File(path, "w", rdcc_nbytes=0) as file:
-        for name in rows.column_names:
-            column = rows[name].combine_chunks()
-            if pa.types.is_dictionary(column.type):
-                texts = np.array(column.dictionary.to_pylist(), dtype=object)
-                file.create_dataset(f"{name}_values", data=texts, dtype=h5py.string_dtype())
-                column = column.indices
-            if column.null_count:
-                _dataset(file, f"{name}{_NULLS}", column.is_null().to_numpy(zero_copy_only=False).astype(np.uint8))
-                column = column.fill_null(0)
-            _dataset(file, name, column.to_numpy(zero_copy_only=False))
-
-
-def _dataset(file: h5py.File, name: str, values: NDArray[Any]) -> None:
-    chunked = {"chunks": (min(len(values), CHUNK_ROWS),), "shuffle": True, "compression": "lzf"} if len(values) else {}
-    file.create_dataset(name, data=values, **chunked)
-
-
-def _read_hdf5(path: Path) -> pa.Table:
-    with h5py.File(path, "r", locking=False) as file:
-        schema = _schema(file)
-        return pa.table([_column(file, field) for field in schema], schema=schema)
-
-
-def _column(file: h5py.File, field: pa.Field) -> pa.Array:
-    mask = file[field.name + _NULLS][...].astype(np.bool_) if field.name + _NULLS in file else None
-    values = pa.array(file[field.name][...], mask=mask)
-    if pa.types.is_dictionary(field.type):
-        texts = pa.array(file[f"{field.name}_values"].asstr()[...].tolist(), type=pa.string())
-        return pa.DictionaryArray.from_arrays(values, texts)
-    return values
-
-
-def _read_csv(path: Path) -> pa.Table:
-    texts = pa.string()
-    types = {one.name: texts if pa.types.is_dictionary(one.type) else one.type for one in (*PER_RANK, *GLOBAL, *_OPS)}
-    cells = ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False)
-    rows = parse_csv(str(path), parse_options=ParseOptions(newlines_in_values=True), convert_options=cells)
-    return rows.cast(_schema(rows.column_names))
-
-
-def _schema(names: Collection[str]) -> pa.Schema:
-    """Of a file with columns of these names."""
-    return pa.schema([*(PER_RANK if "rank" in names else GLOBAL), *(one for one in _OPS if one.name in names)])
-
-
-_WRITERS: Final[dict[str, Callable[[pa.Table, Path], None]]] = {
-    ".h5": _write_hdf5,
-    ".csv": _write_csv,
-    ".parquet": _write_parquet,
-}
-_READERS: Final[dict[str, Callable[[Path], pa.Table]]] = {
-    ".h5": _read_hdf5,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
 
 # --- Putting rows in order by whole numbers.
 #

@@ -15,8 +15,8 @@ from monitor.coordinator.output import JobIdentity, RankDirectory
 from monitor.coordinator.resume import Earlier
 from monitor.failures import Failures
 from monitor.merge.merge import Wanted, merge
+from monitor.merge.outputs import read_merged
 from monitor.merge.report import Report
-from monitor.merge.tables import read_merged
 from monitor.series import Placement, Series, SeriesTable, Shard
 from monitor.sinks import csv, hdf5, parquet, tensorboard
 from monitor.sinks.protocol import SinkContext
@@ -141,10 +141,11 @@ def merged(base: Path, output: str = "merged", **wanted: object) -> Report:
 
 
 def table(base: Path, folder: str, kind: str = "grad_reduced", output: str = "merged") -> pa.Table:
-    """The rows of a kind, file by file in order of steps."""
+    """The rows of a kind, in order of steps, and of one step as the files have them."""
     files = [path for path in (base / output / folder).iterdir() if path.name.rsplit("_", 1)[0] == kind]
     files.sort(key=lambda path: int(path.stem.rsplit("_", 1)[1].split("-")[0]))
-    return pa.concat_tables([read_merged(path) for path in files]).unify_dictionaries()
+    rows = pa.concat_tables([read_merged(path) for path in files]).unify_dictionaries()
+    return rows.take(pa.array(np.argsort(rows["step"].to_numpy(), kind="stable")))
 
 
 def files(directory: Path) -> dict[str, bytes]:

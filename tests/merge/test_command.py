@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from recorded_job import RecordedRank
+from recorded_job import JOB, RecordedRank
 from sink_rows import Measured
 from typer.testing import CliRunner
 
@@ -44,6 +44,7 @@ def test_a_merge_with_a_rank_missing_ends_with_1_and_names_it(tmp_path: Path) ->
         ["--steps", "9:1"],
         ["--time-start", "yesterday"],
         ["--kinds", "actv"],
+        ["--kinds", "grad_reduced,grad_reducd"],
         ["--time-end", "Jan01_00-00-00"],
     ],
 )
@@ -53,6 +54,11 @@ def test_where_nothing_is_merged_it_ends_with_2_and_leaves_nothing(job: Path, ar
     assert result.exit_code == 2
     assert "Nothing was merged" in result.output
     assert {path.name for path in job.iterdir()} - before <= {".merged.lock"}
+
+
+def test_a_kind_that_the_job_has_not_recorded_is_named_beside_those_that_it_has(job: Path) -> None:
+    result = CliRunner().invoke(app, [str(job), "--kinds", "grad_reduced,grad_reducd"], env={"COLUMNS": "400"})
+    assert f"--kinds names 'grad_reducd'. Job {JOB} has recorded: grad_reduced." in result.output
 
 
 def test_only_what_was_asked_for_is_merged(job: Path) -> None:

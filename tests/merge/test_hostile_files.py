@@ -310,7 +310,7 @@ def check_rank_0(base: Path) -> None:
         return
     rows = [row for row in table(base, "per_rank").to_pylist() if row["rank"] == 0]
     assert [(row["name"], row["step"], row["norm"]) for row in rows] == [
-        found for step in range(3) for found in (("w", step, 5.0 * (step + 1)), ("b", step, 1.0))
+        found for step in range(3) for found in (("b", step, 1.0), ("w", step, 5.0 * (step + 1)))
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from recorded_job import EXACT_AND_ROUNDED, FORMATS, RecordedRank, files, merged, table, tensors
 from sink_rows import Measured
 
-from monitor.merge.tables import read_merged
+from monitor.merge.outputs import read_merged
 from monitor.series import Placement, Shard
 
 OUTPUTS = ("hdf5", "csv", "parquet")
@@ -38,12 +38,13 @@ def communicating(
 
 def counts(base: Path, folder: str, output: str = "merged") -> list[tuple[object, ...]]:
     rows = table(base, folder, "other", output).to_pylist()
-    return [(row["step"], row.get("rank", row.get("ranks")), row["name"], row["calls"]) for row in rows]
+    return sorted(((row["step"], row.get("rank", row.get("ranks")), row["name"], row["calls"]) for row in rows), key=str)
 
 
 def expected(ranks: list[object], steps: int = STEPS) -> list[tuple[object, ...]]:
     names = (("all_reduce.post_0", 1), ("loss_scale", None))
-    return [(step, rank, name, one and step + one) for step in range(steps) for rank in ranks for name, one in names]
+    rows = ((step, rank, name, one and step + one) for step in range(steps) for rank in ranks for name, one in names)
+    return sorted(rows, key=str)
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
@@ -53,7 +54,7 @@ def test_calls_of_every_rank_are_there(tmp_path: Path, formats: str, output: str
         communicating(tmp_path, rank, 2, format=formats.split())
     assert merged(tmp_path, format=output).clean
     assert counts(tmp_path, "per_rank") == expected([0, 1])
-    assert sorted(counts(tmp_path, "global"), key=str) == sorted(expected(["0", "1"]), key=str)
+    assert counts(tmp_path, "global") == expected(["0", "1"])
 
 
 def test_ranks_of_one_job_may_have_written_different_formats(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from recorded_job import EXACT_AND_ROUNDED, FORMATS, RecordedRank, files, merged, table, tensors
 from sink_rows import SIX_OPS, Measured, magnitudes_of
 
+from monitor.merge.outputs import PER_RANK
 from monitor.merge.report import Report
-from monitor.merge.tables import PER_RANK
 from monitor.series import Placement, Shard
 from monitor.stats.histograms import LOSSES, histogram_text
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ

@@ -17,7 +17,7 @@ from monitor.anomalies.ranking.cli import app as rank_anomalies
 from monitor.coordinator.manifest_format import read_manifest
 from monitor.coordinator.series_file import read_series
 from monitor.merge.cli import app as monitor_merge
-from monitor.merge.tables import read_merged
+from monitor.merge.outputs import read_merged
 from monitor.series import Placement
 
 STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 1

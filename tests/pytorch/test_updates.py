@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from watching import Output, attached, train, warnings_in
 
 from monitor.merge.merge import Wanted, merge
-from monitor.merge.tables import read_merged
+from monitor.merge.outputs import read_merged
 from monitor.sinks.hdf5 import read_hdf5
 from monitor.stats.histograms import UNIT_UPPER
 

@@ -17,7 +17,7 @@ from rich.measure import Measurement
 from sink_rows import Measured
 
 from monitor.merge.discovery import choose, discover, runs_of
-from monitor.merge.tables import read_merged
+from monitor.merge.outputs import read_merged
 from monitor.sinks.csv import read_csv
 
 

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from monitor.convert import CSV2DBConfig, csv2db
 from monitor.merge.merge import Wanted, merge
-from monitor.merge.tables import read_merged
+from monitor.merge.outputs import read_merged
 from monitor.sinks.hdf5 import read_hdf5
 
 REDUCED = "all_reduce.post_0"
@@ -67,10 +67,10 @@ def test_tensorboard_has_it(job: Job) -> None:
 
 def test_the_merged_data_set_has_it(job: Job, tmp_path: Path) -> None:
     assert merge(Wanted(job.base, tmp_path / "merged")).clean
-    rows = read_merged(tmp_path / "merged" / "per_rank" / "other_0-1.h5").to_pylist()
+    rows = read_merged(tmp_path / "merged" / "per_rank" / "other_0-1.parquet").to_pylist()
     for rank in range(2):
         assert of_calls([row for row in rows if row["rank"] == rank]) == BY_STEP
-    tensors = read_merged(tmp_path / "merged" / "global" / "other_0-1.h5").to_pylist()
+    tensors = read_merged(tmp_path / "merged" / "global" / "other_0-1.parquet").to_pylist()
     assert [(row["ranks"], row["step"], row["calls"]) for row in tensors if row["name"] == REDUCED] == [
         (ranks, *one) for one in BY_STEP for ranks in ("0", "1")
     ]
