@@ -164,7 +164,7 @@ def _combine(piece: Piece, rows: Rows, statistics: Statistics, runs: pa.Table, o
     outcome.steps, outcome.gaps = _steps_and_gaps(written)
     outcome.unplaced = Counter(written.rank[written.series == UNKNOWN].tolist()) if piece.kind != REPLICA_KIND else Counter()
     if outcome.rows:
-        tables.write_table(_per_rank(piece.columns, runs, written, statistics.take(own)), piece.outputs[0])
+        tables.write_table(per_rank_rows(piece.columns, runs, written, statistics.take(own)), piece.outputs[0])
     del written
     if outcome.rows and piece.kind != REPLICA_KIND:
         tensors = _tensors(piece, rows, statistics, outcome)
@@ -185,7 +185,12 @@ def _steps_and_gaps(rows: Rows) -> tuple[list[int], dict[int, list[int]]]:
     return steps.tolist(), {int(writers[which]): steps[~there[which]].tolist() for which in lacking.tolist()}
 
 
-def _per_rank(kept: tables.Columns, runs: pa.Table, rows: Rows, statistics: Statistics) -> pa.Table:
+def per_rank_rows(kept: tables.Columns, runs: pa.Table, rows: Rows, statistics: Statistics) -> pa.Table:
+    """Every row of every rank, with the ops of its kind.
+
+    Args:
+        runs: In the columns ``RUNS``.
+    """
     texts = {
         "kind": tables.same(kept.kind, len(rows)),
         "global_name": rows.catalogue.texts("global_name", rows.series),
