@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from monitor.coordinator.series_file import read_series
     from monitor.dump import load_tensor
     from monitor.merge.outputs import read_merged
+    from monitor.query.merged_sets import QueryError
+    from monitor.query.opened import OpenedRun, open_run
     from monitor.sinks.csv import read_csv
     from monitor.sinks.hdf5 import read_hdf5
 
@@ -23,9 +25,12 @@ __all__ = [
     "ConfigError",
     "ManifestError",
     "MonitorConfig",
+    "OpenedRun",
+    "QueryError",
     "__version__",
     "load_config",
     "load_tensor",
+    "open_run",
     "read_csv",
     "read_hdf5",
     "read_manifest",
@@ -37,8 +42,11 @@ _MODULES: Final = {
     "ConfigError": "monitor.config",
     "ManifestError": "monitor.coordinator.manifest_format",
     "MonitorConfig": "monitor.config",
+    "OpenedRun": "monitor.query.opened",
+    "QueryError": "monitor.query.merged_sets",
     "load_config": "monitor.config",
     "load_tensor": "monitor.dump",
+    "open_run": "monitor.query.opened",
     "read_csv": "monitor.sinks.csv",
     "read_hdf5": "monitor.sinks.hdf5",
     "read_manifest": "monitor.coordinator.manifest_format",

@@ -105,6 +105,7 @@ CASES: dict[str, list[tuple[int, Make]]] = {
     ],
     "trainermon": CONVERSION,
     "monitor-merge": CONVERSION,
+    "monitor-query": CONVERSION,
     "monitor-csv2tensorboard": CONVERSION,
     "monitor-csv2db": CONVERSION,
     "monitor-compare": [

@@ -182,7 +182,7 @@ def _combine(piece: Piece, rows: Rows, statistics: Statistics, runs: pa.Table, o
     outcome.unplaced = Counter(written.rank[written.series == UNKNOWN].tolist()) if piece.kind != REPLICA_KIND else Counter()
     if outcome.rows:
         facts = _facts(written, outcome.steps)
-        piece.write(_per_rank(piece.columns, runs, written, statistics.take(own)), facts, piece.outputs[0])
+        piece.write(per_rank_rows(piece.columns, runs, written, statistics.take(own)), facts, piece.outputs[0])
     del written
     if outcome.rows and piece.kind != REPLICA_KIND:
         tensors = _tensors(piece, rows, statistics, outcome)
@@ -224,7 +224,12 @@ def _recorded(steps: Iterable[int]) -> dict[str, Any]:
     return StepsRecord.of(found).model_dump(mode="json", exclude_none=True)
 
 
-def _per_rank(kept: tables.Columns, runs: pa.Table, rows: Rows, statistics: Statistics) -> pa.Table:
+def per_rank_rows(kept: tables.Columns, runs: pa.Table, rows: Rows, statistics: Statistics) -> pa.Table:
+    """Every row of every rank, with the ops of its kind.
+
+    Args:
+        runs: In the columns ``RUNS``.
+    """
     texts = {
         "kind": tables.same(kept.kind, len(rows)),
         "global_name": rows.catalogue.texts("global_name", rows.series),

@@ -456,11 +456,12 @@ class Plan:
         texts = [*map(repr, asked), *changes]  # whatever stands there
         return any(op in text for text in texts for op in HISTOGRAM_OPS)
 
-    def _columns(self, kind: str) -> Columns:
+    def columns(self, kind: str) -> Columns:
+        """What there is of the rows of a kind."""
         return Columns.of(kind, histograms=self._histograms)
 
     def _rows_of_a_piece(self, kind: str) -> int:
-        return max(1, self.rows // HISTOGRAM_ROWS) if self._columns(kind).histogram else self.rows
+        return max(1, self.rows // HISTOGRAM_ROWS) if self.columns(kind).histogram else self.rows
 
     def _replicas(self, kind: str) -> pa.Table:
         """That are to be compared with rows of the kind."""
@@ -470,7 +471,7 @@ class Plan:
     def shares(self, window: Window) -> Iterator[Share]:
         """What to do before the pieces of a window can be done."""
         for number, places in enumerate(window.shares):
-            sources, columns = self._sources(window, window.steps, places), self._columns(window.kind)
+            sources, columns = self._sources(window, window.steps, places), self.columns(window.kind)
             catalogue, others = self._catalogues(window.kind)
             output = self._shared(window, number)
             yield Share(columns, window.steps, window.pieces, sources, catalogue, others, output)
@@ -480,7 +481,7 @@ class Plan:
         shares = tuple(self._shared(window, number) for number in range(len(window.shares)))
         catalogue, others = self._catalogues(window.kind)
         for number, steps in enumerate(window.pieces):
-            outputs, columns = self._outputs(window.kind, steps), self._columns(window.kind)
+            outputs, columns = self._outputs(window.kind, steps), self.columns(window.kind)
             about, ndigits = self.about_runs, self._ndigits
             yield Piece(columns, steps, sources, shares, number, catalogue, others, about, outputs, ndigits, self.job)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import h5py
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray

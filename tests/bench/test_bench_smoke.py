@@ -248,3 +248,16 @@ def test_training_metrics_prints_what_each_way_costs(tmp_path: Path) -> None:
     assert [row[0] for row in cells_of(done.stdout)] == [cost["way"] for cost in costs]
     assert [cost["way"] for cost in costs] == ["tensor monitor", "training metrics", "in the loop"]
     assert all(len(cost["collected"]) == len(cost["plain"]) == 2 for cost in costs)
+
+
+def test_query_prints_what_each_reader_takes_for_each_question(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = run("query.py", "--quick", "--workers", "1", "--directory", str(tmp_path), "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    readers = list(dict.fromkeys(one["reader"] for one in found["answers"]))
+    assert [row[0] for row in cells_of(done.stdout)] == readers
+    assert {"ours", "ours, again", "ours on ranks", "read_merged", "read_hdf5", "polars-csv"} <= set(readers)
+    for question, rows in (("one tensor, all steps", 32), ("largest of a step", 20), ("spread of a step", 10)):
+        assert {one["rows"] for one in found["answers"] if one["question"] == question} == {rows}
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
