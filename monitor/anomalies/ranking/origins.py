@@ -13,18 +13,11 @@ from typing import Final
 
 import numpy as np
 
+from monitor.anomalies.ranking import step_propagation
 from monitor.anomalies.ranking.graph import DataflowGraph, Role, Subject, modules_around, parent
 from monitor.anomalies.ranking.job import Columns, EventTable, Flags, Member, PipelineGroup, RankedJob
 from monitor.anomalies.ranking.order import Order
-from monitor.anomalies.ranking.step_propagation import (
-    IN_PASSES,
-    PASSES,
-    PipelineEvents,
-    Sighting,
-    StageChunk,
-    StepPropagation,
-    Weights,
-)
+from monitor.anomalies.ranking.step_propagation import StepPropagation
 from monitor.coordinator.manifest_format import ManifestRecord, StepsRecord
 
 # --- The effect of earlier steps on weights and moments.
@@ -132,13 +125,15 @@ class EventHistory:
         for kind, role in (("grad_reduced", Role.GRADIENT), ("grad_unreduced", Role.LOCAL_GRADIENT)):
             if self.recorded.anywhere(recording, kind) and recording not in fired.incomplete:
                 return role in roles
-        return bool(roles & {Role.GRADIENT, Role.ORIGINAL_WEIGHT, *IN_PASSES})
+        return bool(roles & {Role.GRADIENT, Role.ORIGINAL_WEIGHT, *step_propagation.IN_PASSES})
 
-    def weights(self, fired: StepEvents) -> Weights:
+    def weights(self, fired: StepEvents) -> step_propagation.Weights:
         """The known state of the weights that the step of ``fired`` began with."""
         doubtful = frozenset(one for one in self.recordings if self.doubtful(one))
         unknown = {one for one in doubtful if one in fired.incomplete or one in self._last[one].incomplete}
-        weights = Weights(frozenset(where for where in self.recorded.weights if where[0] not in unknown), doubtful)
+        weights = step_propagation.Weights(
+            frozenset(where for where in self.recorded.weights if where[0] not in unknown), doubtful
+        )
         bad = set(fired.parameters[Role.ORIGINAL_WEIGHT])
         bad.update(*(last.parameters[Role.UPDATED_WEIGHT] for last in self._last.values()))
         for recording, stage, chunk, name in bad:
@@ -162,11 +157,11 @@ class _RecordedKinds:
         self._changed = {one.recording for one in job.members if notes_a_change(one.manifest)}
 
     @property
-    def weights(self) -> frozenset[StageChunk]:
+    def weights(self) -> frozenset[step_propagation.StageChunk]:
         """Where weights are recorded."""
         return frozenset((recording, stage, chunk) for recording, stage, chunk, kind in self._kinds if kind in _WEIGHTS)
 
-    def by(self, where: StageChunk, kind: str) -> bool:
+    def by(self, where: step_propagation.StageChunk, kind: str) -> bool:
         """Whether any rank of the stage records the kind."""
         return (*where, kind) in self._kinds
 
@@ -204,7 +199,7 @@ class _Step:
         writers = [table.members[number] for number in np.unique(table.member[events])]
         lacking = (one.recording for one in writers if not one.has_judged_all(step))
         self._fired = StepEvents(step, incomplete=history.recordings_behind(step).union(lacking))
-        self._modules: dict[StageChunk, set[str]] = defaultdict(set)
+        self._modules: dict[step_propagation.StageChunk, set[str]] = defaultdict(set)
         self._parameters: dict[tuple[int, int], Parameter] = {}
 
     def origins(self) -> Iterator[int]:
@@ -212,7 +207,7 @@ class _Step:
         self._note_what_fired()
         yield from self._without_graph()
         yield from self._of_passes()
-        for number in self._numbers(*set(Role) - {*IN_PASSES}):
+        for number in self._numbers(*set(Role) - {*step_propagation.IN_PASSES}):
             member, subject = self._of.members[self._of.member[number]], self._of.subjects[self._of.subject[number]]
             if member.graph is not None and not self._explained(number, member.graph, subject):
                 yield number
@@ -223,7 +218,7 @@ class _Step:
         each = np.unique(np.stack([of.recording[events], of.role[events]]), axis=1)
         for recording, role in each.T.tolist():
             self._fired.roles[recording].add(Role(role))
-        for number in self._numbers(*set(Role) - {*PASSES, Role.OTHER}):
+        for number in self._numbers(*set(Role) - {*step_propagation.PASSES, Role.OTHER}):
             self._fired.parameters[Role(of.role[number])].add(self._parameter(number))
 
     def _numbers(self, *roles: Role) -> list[int]:
@@ -253,17 +248,19 @@ class _Step:
         recording, role = int(self._of.recording[number]), Role(self._of.role[number])
         if role == Role.ORIGINAL_WEIGHT and self._original_weight(self._parameter(number)):
             return True
-        if role not in (Role.ORIGINAL_WEIGHT, *IN_PASSES) and any(one < role for one in self._fired.roles[recording]):
+        if role not in (Role.ORIGINAL_WEIGHT, *step_propagation.IN_PASSES) and any(
+            one < role for one in self._fired.roles[recording]
+        ):
             return True
         return self._history.doubtful(recording) or (role == Role.MOMENT and recording in self._history.spoiled)
 
     def _of_passes(self) -> Iterator[int]:
         of = self._of
-        numbers = np.array(self._numbers(*IN_PASSES), dtype=np.int64)
+        numbers = np.array(self._numbers(*step_propagation.IN_PASSES), dtype=np.int64)
         joined = np.array(self._job.joined, dtype=np.int64)[of.member[numbers]]
         by_call = np.lexsort((of.call_id[numbers], joined))
         seen = list(self._sightings(numbers[by_call]))
-        pipelines: defaultdict[PipelineGroup, PipelineEvents] = defaultdict(PipelineEvents)
+        pipelines: defaultdict[PipelineGroup, step_propagation.PipelineEvents] = defaultdict(step_propagation.PipelineEvents)
         for one in seen:
             pipelines[one.member.group].add(one)
         weights = self._history.weights(self._fired)
@@ -277,17 +274,19 @@ class _Step:
         for chunk, fired in propagation.chunks.items():
             self._modules[member.recording, member.stage, chunk].update(module for _, module in fired.modules)
 
-    def _sightings(self, numbers: Columns) -> Iterator[Sighting]:
+    def _sightings(self, numbers: Columns) -> Iterator[step_propagation.Sighting]:
         of = self._of
         columns = (column[numbers].tolist() for column in (of.call_id, of.member, of.subject, of.micro_step, of.finite))
         for number, call_id, member, subject, micro_step, finite in zip(numbers.tolist(), *columns, strict=True):
-            yield Sighting(call_id, number, of.members[member], of.subjects[subject], micro_step, finite)
+            yield step_propagation.Sighting(call_id, number, of.members[member], of.subjects[subject], micro_step, finite)
 
     def _explained(self, number: int, graph: DataflowGraph, subject: Subject) -> bool:
         parameter = self._parameter(number)
         recording = parameter[0]
         if subject.role == Role.GRADIENT:
-            deviates_upstream = bool(self._of.finite[number]) and bool(self._fired.roles[recording] & {*PASSES})
+            deviates_upstream = bool(self._of.finite[number]) and bool(
+                self._fired.roles[recording] & {*step_propagation.PASSES}
+            )
             return deviates_upstream or self._gradient(graph, subject, parameter)
         if subject.role == Role.MOMENT:
             follows = bool(self._of.finite[number]) and self._history.last_update(recording) is not None
@@ -304,11 +303,11 @@ class _Step:
         recording, stage, chunk, _ = parameter
         roles, local = self._fired.roles[recording], self._fired.parameters[Role.LOCAL_GRADIENT]
         if self._history.recorded.changed_gradients(recording) or recording in self._fired.incomplete:
-            return bool(roles & {*IN_PASSES})
+            return bool(roles & {*step_propagation.IN_PASSES})
         if parameter in local or self._history.recorded.by((recording, stage, chunk), "grad_unreduced"):
             return parameter in local
         module = graph.owner(subject)
-        return bool(roles & {*PASSES}) if module is None else module in self._modules[recording, stage, chunk]
+        return bool(roles & {*step_propagation.PASSES}) if module is None else module in self._modules[recording, stage, chunk]
 
     def _original_weight(self, parameter: Parameter) -> bool:
         """Whether a weight at the beginning of the step is explained by the last update."""

@@ -14,26 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from monitor.stats import partials
 from monitor.stats.host import array_kernel
 from monitor.stats.host.array_kernel import NativeKernel, NumpyKernel, Row, native_kernel
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import (
-    COLUMNS,
-    COUNT,
-    EMPTY,
-    M2,
-    M3,
-    M4,
-    MAX,
-    MIN,
-    SCALED,
-    SMALLS,
-    SUM,
-    SUMSQ,
-    WRITES,
-    Floats,
-    union,
-)
+from monitor.stats.partials import Floats
 from monitor.stats.torch.tensors import (
     BYPASSED_KEYS,
     Readable,
@@ -136,7 +121,7 @@ class TorchHostKernel:
             rows = [_repeated(row, source.repeats) for row in rows]
         if len(rows) == 1:
             return rows[0]
-        return union(np.array(rows)) if rows else (1.0, *EMPTY[1:])
+        return partials.union(np.array(rows)) if rows else (1.0, *partials.EMPTY[1:])
 
     def _rows(self, x: Tensor) -> list[Row | Floats]:
         """Rows whose union is the row of ``x``."""
@@ -152,22 +137,22 @@ class TorchHostKernel:
         form = _FORMATS.get(x.dtype)
         if self._native is None or form is None or not (address := address_of(x)):
             return None
-        page: Floats = np.empty((1, len(COLUMNS)))
+        page: Floats = np.empty((1, len(partials.COLUMNS)))
         return page[0] if self._native.reduce_into(address, x.numel(), form, page, 0) else None
 
 
 def _zeros(count: int, are_small: bool) -> Floats:
     """The row of that many zeros."""
-    row = np.zeros(len(COLUMNS))
-    row[WRITES], row[COUNT], row[SMALLS] = 1.0, count, count * are_small
+    row = np.zeros(len(partials.COLUMNS))
+    row[partials.WRITES], row[partials.COUNT], row[partials.SMALLS] = 1.0, count, count * are_small
     return row
 
 
 def _repeated(row: Row | Floats, times: int) -> Floats:
     """The row of a tensor with every element repeated ``times`` times: counts and sums multiply, extremes and exponent stay."""
     repeated = np.array(row)
-    repeated[COUNT:MIN] *= times
-    repeated[[column for column, _ in SCALED]] *= times
+    repeated[partials.COUNT : partials.MIN] *= times
+    repeated[[column for column, _ in partials.SCALED]] *= times
     return repeated
 
 
@@ -255,27 +240,27 @@ def reduce_segments(
         those whose mean is so large compared with the spread that even float64 loses the spread.
     """
     np.copyto(wide, narrow)
-    rows = np.zeros((len(starts), len(COLUMNS)))
-    rows[:, WRITES] = 1.0
-    rows[:, COUNT] = lengths
+    rows = np.zeros((len(starts), len(partials.COLUMNS)))
+    rows[:, partials.WRITES] = 1.0
+    rows[:, partials.COUNT] = lengths
     with np.errstate(invalid="ignore"):
-        low = rows[:, MIN] = np.minimum.reduceat(narrow, starts)
-        high = rows[:, MAX] = np.maximum.reduceat(narrow, starts)
+        low = rows[:, partials.MIN] = np.minimum.reduceat(narrow, starts)
+        high = rows[:, partials.MAX] = np.maximum.reduceat(narrow, starts)
         below = np.abs(narrow) < np.float32(bound)
         if below.any():
-            rows[:, SMALLS] = np.add.reduceat(below, starts, dtype=np.int64)
-        total = rows[:, SUM] = np.add.reduceat(wide, starts)
+            rows[:, partials.SMALLS] = np.add.reduceat(below, starts, dtype=np.int64)
+        total = rows[:, partials.SUM] = np.add.reduceat(wide, starts)
         np.multiply(wide, wide, out=wide)
-        sumsq = rows[:, SUMSQ] = np.add.reduceat(wide, starts)
-        m2 = rows[:, M2] = sumsq - total * total / lengths
+        sumsq = rows[:, partials.SUMSQ] = np.add.reduceat(wide, starts)
+        m2 = rows[:, partials.M2] = sumsq - total * total / lengths
     # For a constant tensor, such as a new norm's weight, the difference is a rounding error: its spread is zero.
     constant = low == high
-    rows[constant, M2] = 0.0
+    rows[constant, partials.M2] = 0.0
     valid = np.isfinite(sumsq) & (constant | (m2 > 1e-8 * sumsq))
     if higher:
         with np.errstate(invalid="ignore"):
-            rows[:, M3], rows[:, M4] = _higher_of_segments(narrow, starts, lengths, total, wide)
-        rows[constant | ~valid, M3 : M4 + 1] = 0.0
+            rows[:, partials.M3], rows[:, partials.M4] = _higher_of_segments(narrow, starts, lengths, total, wide)
+        rows[constant | ~valid, partials.M3 : partials.M4 + 1] = 0.0
     return rows, valid
 
 
