@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # One worker more than cores: tests often wait for processes that wait for each other.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(len(os.sched_getaffinity(0)) + 1, 8))')
-PYTEST = -m pytest -n $(WORKERS) --dist loadfile
+PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The inner loop: the folders that start few processes and compile nothing.
 UNIT := $(addprefix tests/,anomalies compare convert coordinator dump dynamic pipeline recording sinks stats) \

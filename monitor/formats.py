@@ -18,8 +18,8 @@ class Format:
     Attributes:
         sink: ``module:class`` of its sink, which is imported when the first recording writes it: pyarrow, h5py and protobuf
             are loaded only where they are used.
-        recovery: The module that completes the files of an earlier process, if that can leave unfinished ones. Its functions
-            are those of ``monitor.sinks.Recovery``.
+        recovery: The module that completes the files of an earlier process, if a kill can leave unfinished ones or lose steps
+            that waited in memory. Its functions are those of ``monitor.sinks.files.CrashRecovery``.
         files: A rank's files of a record of steps: one for each kind, one for all kinds, or none that grows with the record.
         bytes_per_row: With six ops and names of fifty characters, measured by ``bench/formats.py``.
         bytes_per_histogram: More bytes of a row with a histogram, measured with normally distributed numbers. What is not
@@ -73,4 +73,4 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
         "api": Format(sink="monitor.sinks.memory:MemorySink"),
     }
 )
-"""By the name that the configuration uses. A format without a recovery writes steps that are complete when they can be seen."""
+"""By the name that the configuration uses. Without a recovery, a written step is in a file, complete."""

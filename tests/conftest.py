@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +44,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return True if of_others else None
     of_mindspore = "mindspore" in str(collection_path.relative_to(TESTS))
     return True if of_mindspore != config.getoption("--mindspore") else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of few tests: those train models in processes, so none of them should be the last one to end."""
+    tests_in = Counter(item.path for item in items)
+    items.sort(key=lambda item: tests_in[item.path])
 
 
 @pytest.fixture(scope="session")

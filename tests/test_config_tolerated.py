@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from monitor.config import ConfigError, MonitorConfig, load_config
+from monitor.config import ConfigError, MonitorConfig, load_config, model
 
 
 class Loader:
@@ -108,6 +108,11 @@ class TestNull:
     def test_a_rule_that_needs_arguments_is_still_refused(self, load: Loader) -> None:
         with pytest.raises(ConfigError, match="AnomalyTurbulence needs"):
             load({"alert": {"rules": [{"rule_name": "AnomalyTurbulence", "args": None}]}})
+
+    def test_an_argument_of_another_rule_is_refused_by_name(self, load: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(cast("dict[str, Any]", model.RULE_ARGUMENTS), "AnomalyNan", ((), ()))
+        with pytest.raises(ConfigError, match="AnomalyNan has no argument threshold"):
+            load({"alert": {"rules": [{"rule_name": "AnomalyNan", "args": {"threshold": 3}}]}})
 
     @pytest.mark.parametrize("field", ["wg_distribution", "step_interval", "collect_times", "squash_name"])
     def test_a_switch_and_a_number_of_steps_cannot_be_null(self, load: Loader, field: str) -> None:

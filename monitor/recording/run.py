@@ -119,6 +119,7 @@ class Run:
         self._listening = dict(listening)
         self._scanner: Scanner | None = None
         self._events: EventFiles | None = None
+        self._trained: tuple[int, int] | None = None
         self._facts = facts = RankFacts(
             self.identity,
             place.rank,
@@ -202,6 +203,7 @@ class Run:
         rules = [RULES[rule.rule_name](**rule.args.model_dump(exclude_none=True)) for rule in config.alert.rules]
         if config.alert.dump and self._events is None:
             self._events = EventFiles(self.base, self.directory.name, self._facts, self._series)
+            self._events.trained = self._trained  # after the assignment above: training may end on its thread meanwhile
         files = self._events if config.alert.dump else None
         listeners: list[FindingListener] = [Alerts(self._facts.rank, self._series, files.folder if files else None)]
         if config.on_alert is not None:
@@ -210,8 +212,9 @@ class Run:
 
     def trained(self, first: int, last: int) -> None:
         """Set the first and last watched step, collected or not, when training has ended. Safe on any thread."""
+        self._trained = first, last
         if self._events is not None:
-            self._events.trained = first, last
+            self._events.trained = self._trained
 
     def _alerted(self) -> None:
         if self._listener is not None and (tell := self._listener()) is not None:

@@ -102,3 +102,29 @@ def test_the_dump_of_a_killed_process_is_to_be_recovered_first(tmp_path: Path) -
     Records(place / FILE).close()
     status, said = compared(tmp_path)
     assert (status, "run trainermon dump-recover" in said) == (2, True)
+
+
+def test_a_directory_without_a_dump_is_named(tmp_path: Path) -> None:
+    dump(tmp_path / "a", {"one": {"output": TENSOR}})
+    (tmp_path / "b").mkdir()
+    status, said = compared(tmp_path)
+    assert status == 2
+    assert "b has no dump.json in it: name a dump_path, or the directory of a rank's step." in said
+
+
+def test_dumps_that_have_no_rank_in_common_are_not_compared(tmp_path: Path) -> None:
+    for side, ranks in (("a", (0, 1)), ("b", (2, 3))):
+        for rank in ranks:
+            dump(tmp_path / side, {"one": {"output": TENSOR}}, rank)
+    status, said = compared(tmp_path)
+    assert status == 2
+    assert "have no step and rank in common." in said
+
+
+def test_a_file_that_is_no_dump_is_named(tmp_path: Path) -> None:
+    for side in ("a", "b"):
+        dump(tmp_path / side, {"one": {"output": TENSOR}})
+    (tmp_path / "b" / "step0" / "rank0" / "dump.json").write_text("[]")
+    status, said = compared(tmp_path)
+    assert status == 2
+    assert "dump.json is no file of a dump" in said

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from monitor.coordinator import resume
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import ManifestRecord, RecordedModel, read_manifest
 from monitor.coordinator.output import JobIdentity, lock_directory, remove_drafts, write_whole
@@ -407,6 +408,16 @@ class TestHome:
         assert caplog.text.count("append_output") == 1
         assert "this rank has no directory from Dec31_23-00-00 to Jan01_01-00-00" in caplog.text
         self.released(begun)
+
+    def test_a_new_directory_that_cannot_be_locked_is_used_without_a_lock_and_that_is_reported(self, tmp_path, monkeypatch):
+        def refuse(_directory):
+            raise OSError(errno.ENOLCK, "no locks available")
+
+        monkeypatch.setattr(resume, "lock_directory", refuse)
+        failures = Failures()
+        begun = self.settle(tmp_path, failures=failures)
+        assert begun.lock is None
+        assert dict(failures.counts) == {"locking the directory: OSError ENOLCK": 1}
 
     def test_of_several_the_newest_is_taken_which_is_said(self, tmp_path, caplog):
         made(tmp_path, *(f"Jan01_00-00-0{second}-rank0-1a2b3c4d" for second in range(3)))

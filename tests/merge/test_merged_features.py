@@ -207,8 +207,11 @@ class TestHistograms:
         assert len(files(tmp_path / "cut")) > len(files(tmp_path / "whole"))
         assert tensors(tmp_path, output="cut") == tensors(tmp_path, output="whole")
 
-    def test_what_is_no_histogram_is_set_aside(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("cell", "reason"), [(" 7:1", "an unknown bin"), (" 1:1:1", "a histogram is not a list of upper:count pairs")]
+    )
+    def test_what_is_no_histogram_is_set_aside(self, tmp_path: Path, cell: str, reason: str) -> None:
         self._recorded(tmp_path, "csv")
         path = next(tmp_path.glob("*-rank0-*")) / "grad_reduced_0-4.csv"
-        path.write_text(path.read_text().replace(" 1:1", " 7:1"))
-        assert "an unknown bin" in merged(tmp_path).told()["set_aside"]["listed"][0]["reason"]
+        path.write_text(path.read_text().replace(" 1:1", cell))
+        assert reason in merged(tmp_path).told()["set_aside"]["listed"][0]["reason"]

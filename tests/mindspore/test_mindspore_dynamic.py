@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from attaching import Output, footprint, step_with, steps_of, warnings_in
+from evidence import examples
 from mindspore import nn
 from training import Net
 
@@ -160,15 +161,15 @@ def switch(one: Training, times: int, **config: Any) -> None:
         one.train(1)
 
 
-def test_300_switches_leave_no_hook_no_row_and_no_memory_behind(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_switches_leave_no_hook_no_row_and_no_memory_behind(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="monitor")  # what pytest keeps of the log is not the monitor's
     many = {"xy_distribution": True, "wg_distribution": True, "format": "api", "ops": ["norm"]}
     with training(output, **many, dynamic_on=True, collect_times=100_000) as one:
         off = footprint(one.net, one.optimizer)
         one.train(1)
-        switch(one, 100, **many)
+        switch(one, examples(50, 100), **many)
         held, objects = held_by(one), living()
-        switch(one, 200, **many)
+        switch(one, examples(120, 200), **many)
         assert held_by(one) == held
         deadline = time.monotonic() + 20
         while (more := (living() - objects).total()) >= 100 and time.monotonic() < deadline:

@@ -9,6 +9,8 @@ import time
 import pytest
 from pipeline_parts import Program, journal_in, pipeline_in, record, steps_in
 
+from monitor.failures import Failures
+from monitor.pipeline import process
 from monitor.pipeline.process import PROCESS
 
 RECORD_20_STEPS = """
@@ -85,3 +87,14 @@ def test_many_pipelines_one_after_the_other_leave_no_thread_no_descriptor_and_no
     assert descriptors() == before
     assert signal.getsignal(signal.SIGTERM) is handler
     assert PROCESS.live() == []
+
+
+def test_where_sigterm_cannot_be_watched_that_is_reported_with_what_it_means(monkeypatch, caplog):
+    def refuse(_self):
+        raise OSError("no descriptor is free")
+
+    monkeypatch.setattr(process.Termination, "arm", refuse)
+    failures = Failures()
+    PROCESS.watch_signals(failures)
+    assert sum(failures.counts.values()) == 1
+    assert "If SIGTERM ends this run, the open record is lost." in caplog.text

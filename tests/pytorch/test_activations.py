@@ -24,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.func import functional_call
 from watching import Output, attached
 
+from monitor.pytorch import modules
 from monitor.stats.host.array_kernel import VARIABLE, NativeKernel, NumpyKernel
 
 
@@ -60,6 +61,12 @@ def test_rows_stand_in_the_order_of_the_calls_under_the_names_of_the_modules(out
         "1.output",
         ".output",
     ]
+
+
+def test_a_torch_whose_graphs_cannot_keep_operators_has_the_same_rows(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules, "TRACEABLE", False)
+    found = activations(output, seeded(lambda: nn.Sequential(nn.Tanh())), values(3, 4))
+    assert found.names("actv") == [".input", "0.input", "0.output", ".output"]
 
 
 class Structured(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from typer.testing import CliRunner
 from watching import Output, attached, train, warnings_in
 
 from monitor.anomalies.events import EVENTS_FOLDER
+from monitor.anomalies.listeners import EventFiles
 from monitor.anomalies.ranking.cli import app
+from monitor.recording import run
 
 RULES: dict[str, Any] = {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}}
 WEIGHTS: dict[str, Any] = {"wg_distribution": True, "param_distribution": True, "ops": ["norm"], **RULES}
@@ -82,3 +85,29 @@ def test_steps_that_were_recorded_before_rules_were_switched_on_are_said(
     status, told = ranked(output)
     assert (status, "steps 1 to 4: they were recorded, but no alert rule was on or could judge them" in told) == (1, True), told
     assert "Not judged: step 0: monitoring was switched off, or had not begun." in told
+
+
+def test_steps_before_the_rules_are_said_also_if_training_ends_before_the_writer_has_switched_them_on(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    def late(*arguments: Any) -> EventFiles:
+        assert ended.wait(20)
+        return EventFiles(*arguments)
+
+    trained = run.Run.trained
+
+    def end(one: run.Run, first: int, last: int) -> None:
+        trained(one, first, last)
+        ended.set()
+
+    monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+    monkeypatch.setattr(run, "EventFiles", late)
+    monkeypatch.setattr(run.Run, "trained", end)
+    with training(output, **GRADIENTS) as one:
+        one.train(4)
+        one.edit(**GRADIENTS, **RULES)
+        one.train(2)
+    status, told = ranked(output)
+    assert (status, "steps 1 to 4: they were recorded, but no alert rule was on or could judge them" in told) == (1, True), told

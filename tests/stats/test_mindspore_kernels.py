@@ -10,6 +10,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 import torch
+from evidence import PROVES
 from mindspore import COOTensor, Parameter, Tensor, mint
 from mindspore.common.initializer import initializer
 from reference import assert_agrees, derived, normal
@@ -65,10 +66,13 @@ def test_every_real_dtype_agrees_with_the_reference(reduce: Reduce, dtype: ms.Ty
 
 @pytest.mark.parametrize("of", [corpus.shapes, corpus.distributions, corpus.magnitudes, corpus.non_finite])
 def test_kurtosis_is_that_of_the_finite_elements(make: Callable[..., Reduce], of: Callable[[], corpus.Corpus]) -> None:
-    for name, case in of().items():
-        subnormal = name.endswith("of 1e-38")  # the device flushes such numbers to zero
-        if case.x.dtype in (torch.float32, torch.float64) and not subnormal:
-            assert_agrees(make(higher=True)(Tensor(case.x.numpy())), case.x, EPS, 1e-5, higher=True)
+    cases = [
+        case.x
+        for name, case in of().items()
+        if case.x.dtype in (torch.float32, torch.float64) and not name.endswith("of 1e-38")  # the device flushes those to zero
+    ]
+    for x in cases if PROVES else cases[::3]:  # the device compiles its operators for every shape
+        assert_agrees(make(higher=True)(Tensor(x.numpy())), x, EPS, 1e-5, higher=True)
 
 
 @pytest.mark.parametrize("dtype", REALS, ids=str)

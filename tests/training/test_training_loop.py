@@ -312,6 +312,14 @@ class TestOneAtATime:
         assert gone() is None
         PROCESS.close_all()  # what the interpreter does at its exit
 
+    def test_a_second_model_is_refused(self, written: Written) -> None:
+        model = network()
+        with (
+            TrainingMetrics(written(EVERYTHING), model, torch.optim.AdamW(model.parameters())) as metrics,
+            pytest.raises(RuntimeError, match=r"have a model already\. Create new ones for another model"),
+        ):
+            metrics.attach(network())
+
     def test_a_configuration_is_refused_before_anything_is_attached(self, written: Written) -> None:
         with pytest.raises(ConfigError, match="expected true or false"):
             TrainingMetrics(written("monitor_config: {{monitor_on: 3}}"), network())

@@ -12,6 +12,10 @@ from jobs import Job
 from torch import nn
 from watching import Output, attached, train
 
+from monitor.config.model import CcDistribution
+from monitor.failures import Failures
+from monitor.pytorch.collectives import recording
+
 
 @pytest.fixture
 def output(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> Output:
@@ -47,3 +51,12 @@ def test_where_a_launcher_has_announced_ranks_the_process_group_may_still_come(
     model = nn.Linear(2, 2)
     with attached(output, model, torch.optim.SGD(model.parameters()), cc_distribution={"enable": True}):
         assert "process group" not in caplog.text
+
+
+def test_a_torch_without_distributed_records_no_communication_and_that_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(recording.dist, "is_available", lambda: False)
+        assert recording.communication(CcDistribution(enable=True), Failures()) is None
+    assert "this build of torch has no torch.distributed, so no communication is recorded" in caplog.text

@@ -146,6 +146,14 @@ def test_a_list_with_an_unknown_prefix_is_refused_before_anything_is_attached(tm
         debugger.start()
 
 
+def test_a_list_with_something_else_than_names_is_refused_before_anything_is_attached(tmp_path: Path) -> None:
+    (tmp_path / "apis.json").write_text(json.dumps({"Torch": ["add", 3]}))
+    (tmp_path / "config.json").write_text(json.dumps({"api_list": str(tmp_path / "apis.json")}))
+    debugger = PrecisionDebugger(tmp_path / "config.json", dump_path=tmp_path)
+    with pytest.raises(ConfigError, match=r"apis.json: 3 is not allowed: expected the name of an API"):
+        debugger.start()
+
+
 def test_an_api_of_the_users_is_recorded_until_it_is_restored(tmp_path: Path) -> None:
     original = module.described
     debugger = PrecisionDebugger(dump_path=tmp_path)

@@ -245,6 +245,12 @@ def test_saving_at_another_level_saves_nothing(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_a_saved_value_needs_a_name(tmp_path: Path, name: Any) -> None:
+    with pytest.raises(TypeError, match=f"name is {name!r}: expected a text that names the value"):
+        PrecisionDebugger(dump_path=tmp_path, level="debug").save(torch.ones(1), name)
+
+
 def test_a_second_debugger_that_would_see_the_same_calls_is_refused_until_the_first_has_stopped(tmp_path: Path) -> None:
     first, second = (PrecisionDebugger(dump_path=tmp_path / name) for name in ("first", "second"))
     first.start()

@@ -15,9 +15,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from monitor.failures import Failures
+from monitor.pytorch.frameworks import megatron
 from monitor.pytorch.frameworks.fsdp1 import Fsdp1
 from monitor.pytorch.frameworks.fsdp2 import Fsdp2
 from monitor.pytorch.frameworks.megatron import MainGradients
+from monitor.pytorch.hooks import TorchCallPatch
 from monitor.recording.attached_model import NamedParameter
 
 
@@ -81,3 +83,11 @@ def test_a_parameter_that_was_frozen_after_megatron_wrapped_it_does_not_stand_in
         caught.remove()
     assert len(kept) == 2
     assert gradients.names == (["weight"] if wanted else [])
+
+
+def test_a_megatron_without_a_method_that_is_patched_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "STEPS", (TorchCallPatch(megatron.MegatronOptimizer, "no_such_step"),))
+    with pytest.raises(
+        ValueError, match=r"cannot observe megatron-core .* \(MegatronOptimizer has no no_such_step\): use a version"
+    ):
+        megatron.check_version()
