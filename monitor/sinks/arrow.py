@@ -337,8 +337,8 @@ class ShardMetadata:
 
     def of(self, rows: StepRows) -> ShardMetadata:
         """The metadata of one step."""
-        marked = {status: (rows.step,) if rows.status == status else () for status in ("skipped", "incomplete")}
-        return replace(self, ops=rows.ops, **marked)
+        skipped, incomplete = ((rows.step,) if rows.status == status else () for status in ("skipped", "incomplete"))
+        return replace(self, ops=rows.ops, skipped=skipped, incomplete=incomplete)
 
     def fits(self, other: ShardMetadata) -> bool:
         """Whether rows of both can be in one file."""

@@ -148,8 +148,10 @@ def read_metadata(file: h5py.File) -> arrow.ShardMetadata:
                 f"its schema version is {version}, and this version of the monitor reads {arrow.SCHEMA_VERSION}"
             )
         ops = tuple(str(op) for op in file.attrs["ops"])
-        marked = (tuple(np.asarray(file.attrs[name], dtype=np.int64).tolist()) for name in ("skipped", "incomplete"))
-        return arrow.ShardMetadata(int(file.attrs["rank"]), float(file.attrs["eps"]), ops, *marked)
+        skipped, incomplete = (
+            tuple(np.asarray(file.attrs[name], dtype=np.int64).tolist()) for name in ("skipped", "incomplete")
+        )
+        return arrow.ShardMetadata(int(file.attrs["rank"]), float(file.attrs["eps"]), ops, skipped, incomplete)
     except _FOREIGN as error:
         raise _not_a_shard(error) from error
 

@@ -23,7 +23,7 @@ def test_histograms_come_on_top_in_the_formats_that_have_them():
     assert each == {
         "csv": 4 * 220,
         "hdf5": 10 * 95 + 4 * 45,
-        "parquet": 10 * 95 + 4 * 45,
+        "parquet": 10 * 65 + 4 * 25,
         "tensorboard": 10 * 2200 + 4 * 630,
         "api": 0,
     }

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import pyarrow as pa
 import pytest
 from evidence import examples
 from hypothesis import HealthCheck, given, settings, strategies as st
+from pyarrow.parquet import read_table, write_table
 from recorded_job import RecordedRank, alone, merged, sharded, table, tensors
 from sink_rows import Measured
 from typer.testing import CliRunner
@@ -52,6 +54,8 @@ def set_aside(base: Path, output: str = "merged") -> list[tuple[str, str]]:
         ("grad_reduced_5-9.csv", b"vpp_stage,name,step,norm,norm\n0,w,5,1,1\n"),
         ("metrics_5-9.h5", b"x"),
         ("metrics_9-5.h5", b"x"),
+        ("metrics_5-9.parquet", b"x"),
+        ("metrics_9-5.parquet", b"x"),
         (f"grad_reduced_0-{10**30}.csv", b"vpp_stage,name,step,norm\n"),
     ],
 )
@@ -166,6 +170,24 @@ def test_a_shard_that_holds_what_no_shard_holds_is_set_aside(
     with h5py.File(of_rank_1(job) / SHARD, "r+") as file:
         made(file, tmp_path_factory.mktemp("elsewhere") / "other.h5")
     assert [name for name, _ in set_aside(job)] == [SHARD]
+
+
+def test_parquet_of_another_rank_or_another_program_is_set_aside(tmp_path: Path) -> None:
+    sharded(tmp_path, "parquet")
+    (theirs,) = next(tmp_path.glob("*-rank0-*")).glob("metrics_*.parquet")
+    shutil.copy(theirs, of_rank_1(tmp_path) / "metrics_5-9.parquet")
+    write_table(pa.table({"temperature": [1.0, 2.0]}), of_rank_1(tmp_path) / "metrics_10-14.parquet")
+    rows = read_table(theirs)
+    other = rows.set_column(0, "kind", pa.array(["../etc"] * len(rows)).dictionary_encode())
+    write_table(other, of_rank_1(tmp_path) / "metrics_15-19.parquet")
+    own = rows.schema.metadata[b"monitor"].replace(b'"rank": 0', b'"rank": 1')
+    write_table(other.replace_schema_metadata({"monitor": own}), of_rank_1(tmp_path) / "metrics_20-24.parquet")
+    assert dict(set_aside(tmp_path)) == {
+        "metrics_5-9.parquet": "it is of rank 0",
+        "metrics_10-14.parquet": 'Field "kind" does not exist in schema',
+        "metrics_15-19.parquet": "it is of rank 0",
+        "metrics_20-24.parquet": "'../etc' is not a kind",
+    }
 
 
 # What has the name of a file of ours and is none.

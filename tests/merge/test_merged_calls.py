@@ -208,7 +208,7 @@ def test_fewer_calls_than_one_are_none(tmp_path: Path, format: str, calls: int) 
     elif format == "parquet":
         path = one.directory / "metrics_0-4.parquet"
         rows = pyarrow.parquet.read_table(path)
-        column = pyarrow.array([calls, None])
+        column = pyarrow.array([calls if one == 1 else one for one in rows["calls"].to_pylist()])
         pyarrow.parquet.write_table(rows.set_column(rows.column_names.index("calls"), "calls", column), path)
     else:
         with h5py.File(one.directory / "metrics_0-4.h5", "r+") as file:

@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pyarrow.parquet import read_table
 from torch import nn
 from watching import EVERYTHING, Output, attached, train
 
 from monitor.series import NO_MICRO_STEP, Series
 from monitor.sinks.arrow import ShardMetadata
 from monitor.sinks.csv import read_csv
+from monitor.sinks.files import ALL_STEPS
 from monitor.sinks.hdf5 import read_hdf5
+from monitor.sinks.parquet import rows_of
+from monitor.stats.partials import PARTIALS
 
 OPS = EVERYTHING["ops"]
 Values = Mapping[tuple[str, int, str], float | None]
@@ -36,7 +40,7 @@ def record(output: Output) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    config = {**EVERYTHING, "format": ["csv", "hdf5", "tensorboard", "api"], "step_count_per_record": 2}
+    config = {**EVERYTHING, "format": ["csv", "hdf5", "parquet", "tensorboard", "api"], "step_count_per_record": 2}
     x = torch.randn(6, 5)
     with attached(output, model, optimizer, **config):
         train(model, optimizer, 3, x)
@@ -78,6 +82,22 @@ def test_hdf5_and_csv_have_the_same_rows_with_the_same_values(trained: Output) -
     for place, value in csv.items():
         assert value == pytest.approx(hdf5[place], rel=1e-15, abs=1e-16, nan_ok=True), place
     assert any(value is not None and math.isnan(value) for value in csv.values())
+
+
+def test_parquet_has_the_partials_of_hdf5_in_its_order_and_its_ops_as_columns(trained: Output) -> None:
+    directory = trained.directory()
+    names = sorted(path.stem for path in directory.glob("*.h5"))
+    assert names == sorted(path.stem for path in directory.glob("*.parquet"))
+    assert len(names) > 1
+    for name in names:
+        shard, path = directory / f"{name}.h5", directory / f"{name}.parquet"
+        assert repr(rows_of(path, ALL_STEPS).to_pylist()) == repr(read_hdf5(shard).to_pylist())
+        shown = read_table(path)
+        ops = [op for op in OPS if op in shown.column_names and op not in PARTIALS]
+        assert {"norm", "mean"} <= set(ops)
+        key = ["kind", "name", "step", "call_id"]
+        theirs = read_hdf5(shard, ops=ops).select([*key, *ops]).to_pylist()
+        assert repr(shown.select([*key, *ops]).to_pylist()) == repr(sorted(theirs, key=lambda row: [row[one] for one in key]))
 
 
 def test_tensorboard_has_them_in_single_precision(trained: Output) -> None:
