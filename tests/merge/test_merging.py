@@ -294,7 +294,7 @@ def test_only_the_kinds_and_steps_asked_for_are_merged(tmp_path: Path) -> None:
     sharded(tmp_path)
     merged(tmp_path, steps=StepSpan(1, 1), kinds=["grad_reduced"])
     assert {row["step"] for row in tensors(tmp_path)} == {1}
-    with pytest.raises(MergeError, match="'actv'.* has recorded: grad_reduced"):
+    with pytest.raises(MergeError, match=r"'actv'.* has recorded: grad_reduced"):
         merged(tmp_path, "none", kinds=["actv"])
     assert not (tmp_path / "none").exists()
 
