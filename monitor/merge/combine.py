@@ -204,15 +204,18 @@ def _steps_and_gaps(rows: Rows) -> tuple[list[int], dict[int, list[int]]]:
 
 
 def _facts(rows: Rows, steps: Sequence[int]) -> dict[str, Any]:
-    """Which steps there are rows of, and of which tensors: a list for each fact of these, null where it is not known."""
+    """Which steps there are rows of, and of which tensors, in model order: a list for each fact of these, null where it is not
+    known.
+    """
     there = np.flatnonzero(np.bincount(rows.series[rows.series != UNKNOWN]))
     names = rows.catalogue.texts("global_name", there)
-    columns = [names.codes.astype(np.int64), rows.catalogue.of("stage", there), rows.catalogue.of("whole", there)]
+    columns = [names.codes.astype(np.int64), *(rows.catalogue.of(column, there) for column in ("stage", "whole", "tensor"))]
     order = tables.order_by(columns)
     columns = columns if order is None else [column[order] for column in columns]
-    first = tables.starts_of_runs(columns)
+    first = tables.starts_of_runs(columns[:3])
+    first = first[np.argsort(columns[3][first], kind="stable")]
     texts = names.values.take(pa.array(columns[0][first])).to_pylist()
-    stages, sizes = (_unless(column[first], UNKNOWN).to_pylist() for column in columns[1:])
+    stages, sizes = (_unless(column[first], UNKNOWN).to_pylist() for column in columns[1:3])
     return {"steps": _recorded(steps), "series": {"name": texts, "stage": stages, "elements": sizes}}
 
 
