@@ -318,14 +318,16 @@ class MergedSet:
             every = _bounds_of_groups(parquet.metadata, choice.constrained)
             groups = [number for number, bounds in enumerate(every) if choice.may_be_in(bounds)]
             if groups:
-                yield choice.filtered(parquet.read_row_groups(groups, columns=columns, use_threads=False))
+                rows = parquet.read_row_groups(groups, columns=columns, use_threads=False)  # type: ignore[no-untyped-call]
+                yield choice.filtered(rows)
 
     @contextmanager
     def _parquet(self, file: MergedFile) -> Iterator[ParquetFile]:
         """Its footer is read once for all queries."""
+        known = self._footers.get(file.path)
         with (
             self._folder.opened(file.path) as source,
-            ParquetFile(source, metadata=self._footers.get(file.path), memory_map=isinstance(source, str)) as parquet,
+            ParquetFile(source, metadata=known, memory_map=isinstance(source, str)) as parquet,  # type: ignore[no-untyped-call]
         ):
             self._footers[file.path] = parquet.metadata
             yield parquet
