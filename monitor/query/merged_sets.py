@@ -138,6 +138,12 @@ class RowChoice:
         return keep
 
 
+def with_dictionaries(rows: pa.Table) -> pa.Table:
+    """The rows with each column of text as a dictionary, whatever the file has."""
+    columns = [column.dictionary_encode() if pa.types.is_string(column.type) else column for column in rows.columns]
+    return pa.table(columns, names=rows.column_names)
+
+
 def in_order(tables: Sequence[pa.Table]) -> pa.Table:
     """Rows of several files as one table in order of steps, with one dictionary for each column of text."""
     rows = pa.concat_tables(tables).unify_dictionaries()
@@ -293,7 +299,8 @@ class MergedSet:
         if found:
             return in_order(found)
         schema = self._schema(files[0])
-        return pa.schema([schema.field(name) for name in choice.read_columns(schema.names)]).empty_table()
+        empty = pa.schema([schema.field(name) for name in choice.read_columns(schema.names)]).empty_table()
+        return with_dictionaries(empty)
 
     def merged(self, kind: str, steps: StepSpan) -> MergedSet:  # noqa: ARG002 - it has all that there is
         """A merged set that has the kind in these steps."""
@@ -319,14 +326,16 @@ class MergedSet:
             every = _bounds_of_groups(parquet.metadata, choice.constrained)
             groups = [number for number, bounds in enumerate(every) if choice.may_be_in(bounds)]
             if groups:
-                yield choice.filtered(parquet.read_row_groups(groups, columns=columns, use_threads=False))
+                rows = parquet.read_row_groups(groups, columns=columns, use_threads=False)  # type: ignore[no-untyped-call]
+                yield with_dictionaries(choice.filtered(rows))
 
     @contextmanager
     def _parquet(self, file: MergedFile) -> Iterator[ParquetFile]:
         """Its footer is read once for all queries."""
+        known = self._footers.get(file.path)
         with (
             self._folder.opened(file.path) as source,
-            ParquetFile(source, metadata=self._footers.get(file.path), memory_map=isinstance(source, str)) as parquet,
+            ParquetFile(source, metadata=known, memory_map=isinstance(source, str)) as parquet,  # type: ignore[no-untyped-call]
         ):
             self._footers[file.path] = parquet.metadata
             yield parquet
