@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from monitor.coordinator.series_file import read_series
     from monitor.dump import load_tensor
     from monitor.merge.outputs import read_merged
-    from monitor.query.merged_sets import QueryError
     from monitor.query.opened import OpenedRun, open_run
+    from monitor.query.sources import QueryError
     from monitor.sinks.csv import read_csv
     from monitor.sinks.hdf5 import read_hdf5
 
@@ -43,7 +43,7 @@ _MODULES: Final = {
     "ManifestError": "monitor.coordinator.manifest_format",
     "MonitorConfig": "monitor.config",
     "OpenedRun": "monitor.query.opened",
-    "QueryError": "monitor.query.merged_sets",
+    "QueryError": "monitor.query.sources",
     "load_config": "monitor.config",
     "load_tensor": "monitor.dump",
     "open_run": "monitor.query.opened",

@@ -19,8 +19,7 @@ from monitor.merge.execution import MergeError
 from monitor.merge.merge import REPORT_FILE
 from monitor.merge.report import summary
 from monitor.merge.tables import order_by, starts_of_runs
-from monitor.query.merged_sets import ALL, Flags, Folder, MergedSet, NameFilter, QueryError, RowChoice, ranges_of
-from monitor.query.rank_directories import RankDirectories
+from monitor.query.sources import ALL, Flags, Folder, MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, ranges_of
 
 MISSING: Final = (
     "missing ranks",

@@ -17,8 +17,8 @@ from recorded_job import RecordedRank, alone, sharded
 from sink_rows import Measured
 
 from monitor import QueryError, open_run, read_hdf5
-from monitor.query.merged_sets import NameFilter
 from monitor.query.opened import OpenedRun, steps_of
+from monitor.query.sources import NameFilter
 
 SOURCES = ("hdf5", "csv", "parquet")
 
