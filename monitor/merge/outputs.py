@@ -213,7 +213,8 @@ def _in_numbers(column: pa.ChunkedArray) -> Index:
         numbers: Index = values.to_numpy()
         return numbers
     known = values.fill_null(0).to_numpy()
-    return np.where(values.is_valid().to_numpy(zero_copy_only=False), known, known.max() + 1)
+    with_nulls: Index = np.where(values.is_valid().to_numpy(zero_copy_only=False), known, known.max() + 1)
+    return with_nulls
 
 
 def _read_parquet(path: Path) -> pa.Table:
