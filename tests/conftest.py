@@ -47,7 +47,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files of few tests: those train models in processes, so none of them should be the last one to end."""
+    """Run files with few tests first. They train models in processes and take long, so they must not begin last."""
     tests_in = Counter(item.path for item in items)
     items.sort(key=lambda item: tests_in[item.path])
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from monitor.coordinator.manifest_format import StepsRecord
 from monitor.coordinator.resume import Span
 from monitor.merge.combine import ROLES, RUNS, Outcome, Piece, reduce
-from monitor.merge.discovery import Found, RankRun, choose, discover, runs_of, unmerged_formats
+from monitor.merge.discovery import Found, RankRun, SetAside, choose, discover, runs_of, unmerged_formats
 from monitor.merge.execution import MergeError, NothingRecordedError, draft_of, engine, run
 from monitor.merge.outputs import SUFFIXES, Format
 from monitor.merge.report import Report
@@ -99,7 +99,8 @@ def _merged(wanted: Wanted, job: str, runs: Sequence[RankRun], found: Found, dra
     report = Report(job, runs[0].manifest.world_size, runs, missing, [*found.set_aside, *unmerged_formats(runs)])
     with engine(wanted.workers, wanted.dask) as (executor, workers):
         do = partial(run, executor, workers)
-        plan = _planned(wanted, runs, draft, report, do)
+        plan, set_aside = planned(job, runs, work, draft, do, suffix=SUFFIXES[wanted.format], rows=wanted.rows)
+        report.set_aside += set_aside
         plan.check(wanted.kinds)
         _carry_out(plan, plan.windows(wanted.kinds, wanted.steps), workers, report, progress, do)
     if not report.steps:
@@ -110,17 +111,19 @@ def _merged(wanted: Wanted, job: str, runs: Sequence[RankRun], found: Found, dra
     return report
 
 
-def _planned(wanted: Wanted, runs: Sequence[RankRun], draft: Path, report: Report, do: Do) -> Plan:
-    """Look at what is there, and find out what belongs together."""
-    work = draft / "work"
+def planned(
+    job: str, runs: Sequence[RankRun], work: Path, output: Path, do: Do, *, suffix: str, rows: int
+) -> tuple[Plan, list[SetAside]]:
+    """Look at what is there, and find out what belongs together. Returns the plan, and what it leaves out.
+
+    Args:
+        work, output, suffix, rows: See ``Plan``.
+    """
     findings = {visit.first: found for visit, found in do(look, visits(runs, work))}
-    for found in findings.values():
-        report.set_aside += found.set_aside
     catalogues = {kind.name: kind.output for kind, _ in do(catalogue, kinds(runs, findings, work))}
     write_runs(runs, work / "runs.arrow")
-    shards = shards_found(findings)
-    suffix = SUFFIXES[wanted.format]
-    return Plan(report.job, runs, shards, catalogues, work / "runs.arrow", work, draft, suffix, wanted.rows)
+    plan = Plan(job, runs, shards_found(findings), catalogues, work / "runs.arrow", work, output, suffix, rows)
+    return plan, [one for first in sorted(findings) for one in findings[first].set_aside]
 
 
 def _carry_out(plan: Plan, windows: Sequence[Window], workers: int, report: Report, progress: Progress, do: Do) -> None:

@@ -11,13 +11,13 @@ import h5py
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow.compute import array_sort_indices, replace_substring_regex  # type: ignore[attr-defined]
+from pyarrow.compute import replace_substring_regex  # type: ignore[attr-defined]
 from pyarrow.csv import ConvertOptions, ParseOptions, read_csv as parse_csv, write_csv  # type: ignore[attr-defined]
 from pyarrow.parquet import ParquetWriter, SortingColumn, read_table as read_parquet
 
 from monitor.merge.tables import Columns, Index, Texts, order_by
 from monitor.series import CALL_KIND
-from monitor.sinks.arrow import TEXT
+from monitor.sinks.arrow import TEXT, places_in_order
 from monitor.stats.features import FEATURES
 from monitor.stats.histograms import LOSSES, MAGNITUDES
 from monitor.stats.ops import CALLS, NUMERIC_OPS
@@ -206,9 +206,7 @@ def _in_numbers(column: pa.ChunkedArray) -> Index:
     """Numbers that are in the same order as the values of a column. Null is the largest."""
     values = column.combine_chunks()
     if pa.types.is_dictionary(values.type):
-        place = np.empty(len(values.dictionary), dtype=np.int64)
-        place[array_sort_indices(values.dictionary).to_numpy()] = np.arange(len(place))
-        values = pa.array(place).take(values.indices)
+        values = pa.array(places_in_order(values.dictionary)).take(values.indices)
     if not values.null_count:
         numbers: Index = values.to_numpy()
         return numbers

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import translate
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Final, NamedTuple
@@ -22,7 +22,7 @@ from pyarrow.parquet import ParquetFile
 
 from monitor.coordinator.manifest_format import StepRanges
 from monitor.failures import LOGGER
-from monitor.merge import merge
+from monitor.merge import execution, merge
 from monitor.merge.combine import per_rank_rows
 from monitor.merge.discovery import SetAside, choose, discover, runs_of, unmerged_formats
 from monitor.merge.execution import MergeError
@@ -30,7 +30,7 @@ from monitor.merge.outputs import GLOBAL, PER_RANK, columns_of, read_merged
 from monitor.merge.report import Report
 from monitor.merge.rows import Told, gathered, read
 from monitor.merge.tables import Texts, order_by, read_file, starts_of_runs
-from monitor.merge.tensors import Catalogue, catalogue, look
+from monitor.merge.tensors import Catalogue
 from monitor.series import REPLICA_KIND
 from monitor.sinks.arrow import TEXT
 from monitor.sinks.files import StepSpan
@@ -525,17 +525,12 @@ class RankDirectories:
     @cached_property
     def _plan(self) -> merge.Plan:
         """What a merge of everything would do."""
-        findings = {visit.first: look(visit) for visit in merge.visits(self._runs, self._work)}
-        for one in findings.values():
-            self._set_aside(one.set_aside)
-        catalogues = {}
-        for kind in merge.kinds(self._runs, findings, self._work):
-            catalogue(kind)
-            catalogues[kind.name] = kind.output
-        about = self._work / "runs.arrow"
-        merge.write_runs(self._runs, about)
-        shards = merge.shards_found(findings)
-        return merge.Plan(self._job, self._runs, shards, catalogues, about, self._work, self._work, "", _ONE_PIECE)
+        work = self._work
+        with execution.engine() as (executor, workers):
+            do = partial(execution.run, executor, workers)
+            plan, set_aside = merge.planned(self._job, self._runs, work, work, do, suffix="", rows=_ONE_PIECE)
+        self._set_aside(set_aside)
+        return plan
 
     def _set_aside(self, found: Iterable[SetAside]) -> None:
         for one in found:

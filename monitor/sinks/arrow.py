@@ -253,6 +253,14 @@ def by_kind(rows: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
         yield names[kind[start]], rows.slice(start, end - start)
 
 
+def places_in_order(texts: pa.StringArray) -> NDArray[np.int64]:
+    """For each of these texts, its place among them in order of their UTF-8."""
+    in_order = call_function("array_sort_indices", [texts]).to_numpy()
+    places = np.empty(len(in_order), dtype=np.int64)
+    places[in_order] = np.arange(len(in_order))
+    return places
+
+
 def _texts(index: NDArray[np.int32], texts: Iterable[str]) -> pa.DictionaryArray:
     # Without an explicit type, pyarrow searches for modules to infer it, each time.
     return pa.DictionaryArray.from_arrays(pa.array(index), pa.array(list(texts), type=pa.string()))

@@ -15,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow.compute import call_function  # type: ignore[attr-defined]
 from pyarrow.parquet import ParquetFile, ParquetWriter
 
 from monitor.sinks import arrow, spool
@@ -81,10 +80,7 @@ def _order(columns: Mapping[str, pa.ChunkedArray], by: Sequence[str]) -> pa.Arra
 def _places(column: pa.ChunkedArray) -> NDArray[np.int64]:
     """For each row, the place of its text among all texts in order."""
     codes = column.combine_chunks()
-    in_order = call_function("array_sort_indices", [codes.dictionary]).to_numpy()
-    place = np.empty(len(in_order), dtype=np.int64)
-    place[in_order] = np.arange(len(in_order))
-    places: NDArray[np.int64] = place[codes.indices.to_numpy()]
+    places: NDArray[np.int64] = arrow.places_in_order(codes.dictionary)[codes.indices.to_numpy()]
     return places
 
 

@@ -74,16 +74,22 @@ def test_a_step_in_which_the_rules_fail_is_said(output: Output, monkeypatch: pyt
     assert (status, "Not judged: steps 0 to 1: the rules failed: ZeroDivisionError" in told) == (1, True), told
 
 
-def test_steps_that_were_recorded_before_rules_were_switched_on_are_said(
-    output: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+def ranked_with_rules_from_step_5_on(output: Output) -> str:
+    """What the ranking says of a run that recorded four steps before its rules were switched on."""
     with training(output, **GRADIENTS) as one:
         one.train(4)
         one.edit(**GRADIENTS, **RULES)
         one.train(4)
     status, told = ranked(output)
     assert (status, "steps 1 to 4: they were recorded, but no alert rule was on or could judge them" in told) == (1, True), told
+    return told
+
+
+def test_steps_that_were_recorded_before_rules_were_switched_on_are_said(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+    told = ranked_with_rules_from_step_5_on(output)
     assert "Not judged: step 0: monitoring was switched off, or had not begun." in told
 
 
@@ -105,9 +111,4 @@ def test_steps_before_the_rules_are_said_also_if_training_ends_before_the_writer
     monkeypatch.setenv("DYNAMIC_MONITOR", "True")
     monkeypatch.setattr(run, "EventFiles", late)
     monkeypatch.setattr(run.Run, "trained", end)
-    with training(output, **GRADIENTS) as one:
-        one.train(4)
-        one.edit(**GRADIENTS, **RULES)
-        one.train(2)
-    status, told = ranked(output)
-    assert (status, "steps 1 to 4: they were recorded, but no alert rule was on or could judge them" in told) == (1, True), told
+    ranked_with_rules_from_step_5_on(output)

@@ -6,6 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sink_rows import Rank
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    return Rank(tmp_path / "run")
+
+
+@pytest.fixture
+def out(rank: Rank) -> Path:
+    return rank.context.directory
 
 
 @pytest.fixture

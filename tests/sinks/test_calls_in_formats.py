@@ -25,16 +25,6 @@ OF_THE_ROWS = [4, None, 1]
 SHARD = "metrics_0-4.h5"
 
 
-@pytest.fixture
-def rank(tmp_path: Path) -> Rank:
-    return Rank(tmp_path / "run")
-
-
-@pytest.fixture
-def out(rank: Rank) -> Path:
-    return rank.context.directory
-
-
 def counted(rank: Rank, step: int = 0) -> StepRows:
     return rank.step(step, BOTH, ("norm", "nans"), counted_kinds=COUNTED)
 

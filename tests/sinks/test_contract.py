@@ -69,16 +69,6 @@ def records(request: pytest.FixtureRequest) -> Format:
     return request.param
 
 
-@pytest.fixture
-def rank(tmp_path: Path) -> Rank:
-    return Rank(tmp_path / "run")
-
-
-@pytest.fixture
-def out(rank: Rank) -> Path:
-    return rank.context.directory
-
-
 def write(sink: Sink, rank: Rank, *steps: int) -> None:
     for step in steps:
         sink.write(rank.step(step, W, ("norm",)))

@@ -37,16 +37,6 @@ def steps_and_norms(path: Path) -> tuple[list[int], list[float]]:
     return table["step"].to_pylist(), table["norm"].to_pylist()
 
 
-@pytest.fixture
-def rank(tmp_path: Path) -> Rank:
-    return Rank(tmp_path / "run")
-
-
-@pytest.fixture
-def out(rank: Rank) -> Path:
-    return rank.context.directory
-
-
 class TestPreparedSteps:
     """Files are the same whether steps were prepared or not."""
 

@@ -12,34 +12,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from sink_rows import SIX_OPS, Measured, Rank, partials_of
+from spool_forms import BOTH, W, write
 
 import monitor.sinks
 from monitor.sinks.arrow import SCHEMA, Measurements, ShardMetadata, partials_of as partials_in
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
 from monitor.stats.partials import COLUMNS, PARTIALS, combine
 
-W = {"grad_reduced": [Measured("w")]}
-BOTH = {"actv": [Measured("l.output", micro_step=0)], "grad_reduced": [Measured("w")]}
 ROOT = Path(monitor.sinks.__file__).parents[2]
-
-
-def write(sink: Hdf5Sink, rank: Rank, *steps: int, kinds: dict = W) -> None:
-    for step in steps:
-        sink.write(rank.step(step, kinds))
 
 
 def steps_in(path: Path) -> list[int]:
     return read_hdf5(path)["step"].to_pylist()
-
-
-@pytest.fixture
-def rank(tmp_path: Path) -> Rank:
-    return Rank(tmp_path / "run")
-
-
-@pytest.fixture
-def out(rank: Rank) -> Path:
-    return rank.context.directory
 
 
 class TestFiles:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 from sink_rows import Measured, Rank, magnitudes_of
+from spool_forms import AGREEING, ATTENTION, COUNTED, MATRIX, SIGNED, SMALL
 
 from monitor.sinks import hdf5_write
 from monitor.sinks.arrow import partials_of
@@ -16,13 +16,7 @@ from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5, recover
 from monitor.stats.histograms import BINS, UNIT_UPPER, UPPER, histogram_text
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ, combine_groups
 
-ATTENTION = Measured("h.0.attn", micro_step=0, numbers={COUNT: 4, SUM: 6.0, SUMSQ: 3.0})
-MATRIX = Measured("h.0.mlp.weight", numbers={COUNT: 20, SMALLS: 1, SUMSQ: 25.0, MAX: 2.0})
 CUT = Measured("h.1.mlp.weight", numbers={COUNT: 20, SMALLS: 2, SUMSQ: 36.0, MAX: 2.0})
-AGREEING = Measured("w", numbers={COUNT: 8, SUM: 6.0})
-SMALL = [0.0, 2.0**-30, -0.75, 3.0, math.inf]
-COUNTED = Measured("w", SMALL, magnitudes=True)
-SIGNED = Measured("w", histogram=[0, 3] + [0] * 63 + [2])
 
 
 @pytest.fixture

@@ -36,16 +36,6 @@ ZERO_BIN = 32
 """Of elements that are 0; the bin above it begins there."""
 
 
-@pytest.fixture
-def rank(tmp_path: Path) -> Rank:
-    return Rank(tmp_path / "run")
-
-
-@pytest.fixture
-def out(rank: Rank) -> Path:
-    return rank.context.directory
-
-
 def write(sink: TensorBoardSink, rank: Rank, *steps: int, values: Sequence[float] = (0.0,)) -> None:
     for step in steps:
         sink.write(counted_step(rank, step, {"adam_update": [Measured("w", values)]}))

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from pyarrow.parquet import ParquetFile, read_table, write_table
 from sink_rows import SIX_OPS, Measured, Rank, magnitudes_of, partials_of
+from spool_forms import AGREEING, ATTENTION, COUNTED, MATRIX, SIGNED, SMALL
 
 from monitor.sinks import hdf5, parquet
 from monitor.sinks.arrow import HISTOGRAM, SCHEMA, ShardMetadata, partials_of as partials_in
@@ -21,17 +22,11 @@ from monitor.sinks.files import ALL_STEPS, StepSpan
 from monitor.sinks.parquet import ParquetSink, look, rows_of
 from monitor.sinks.spool import NotAShardError
 from monitor.stats.histograms import UPPER
-from monitor.stats.partials import COLUMNS, COUNT, MAX, PARTIALS, SMALLS, SUM, SUMSQ, combine
+from monitor.stats.partials import COLUMNS, PARTIALS, combine
 
 FILE = "metrics_0-9.parquet"
 W = {"grad_reduced": [Measured("w")]}
 BOTH = {"actv": [Measured("l.output", micro_step=0)], "grad_reduced": [Measured("w"), Measured("b")]}
-ATTENTION = Measured("h.0.attn", micro_step=0, numbers={COUNT: 4, SUM: 6.0, SUMSQ: 3.0})
-MATRIX = Measured("h.0.mlp.weight", numbers={COUNT: 20, SMALLS: 1, SUMSQ: 25.0, MAX: 2.0})
-AGREEING = Measured("w", numbers={COUNT: 8, SUM: 6.0})
-SMALL = [0.0, 2.0**-30, -0.75, 3.0, math.inf]
-COUNTED = Measured("w", SMALL, magnitudes=True)
-SIGNED = Measured("w", histogram=[0, 3] + [0] * 63 + [2])
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 from evidence import examples
 from hypothesis import given, settings, strategies as st
 from sink_rows import Measured, Rank, visible
-from spool_forms import FORMS, Form, read
+from spool_forms import BOTH, FORMS, Form, read, write
 
 import monitor.sinks
 from monitor.series import Series
@@ -24,14 +24,7 @@ from monitor.sinks.arrow import ShardMetadata
 from monitor.sinks.files import RecoveredFiles, StepSpan
 from monitor.sinks.spool import SpooledSink
 
-W = {"grad_reduced": [Measured("w")]}
-BOTH = {"actv": [Measured("l.output", micro_step=0)], "grad_reduced": [Measured("w")]}
 ROOT = Path(monitor.sinks.__file__).parents[2]
-
-
-def write(sink: SpooledSink, rank: Rank, *steps: int, kinds: dict = W) -> None:
-    for step in steps:
-        sink.write(rank.step(step, kinds))
 
 
 def steps_in(path: Path) -> list[int]:
@@ -41,16 +34,6 @@ def steps_in(path: Path) -> list[int]:
 @pytest.fixture(params=FORMS.values(), ids=FORMS)
 def form(request: pytest.FixtureRequest) -> Form:
     return request.param
-
-
-@pytest.fixture
-def rank(tmp_path: Path) -> Rank:
-    return Rank(tmp_path / "run")
-
-
-@pytest.fixture
-def out(rank: Rank) -> Path:
-    return rank.context.directory
 
 
 class TestFiles:

@@ -53,16 +53,6 @@ def only_file(directory: Path) -> Path:
     return directory / name
 
 
-@pytest.fixture
-def rank(tmp_path: Path) -> Rank:
-    return Rank(tmp_path / "run")
-
-
-@pytest.fixture
-def out(rank: Rank) -> Path:
-    return rank.context.directory
-
-
 class TestContent:
     def test_tensorboard_shows_each_op_of_each_tensor_over_steps(self, rank: Rank, out: Path) -> None:
         write(TensorBoardSink(rank.context), rank, 0, 1, 5, ops=("norm", "max"))

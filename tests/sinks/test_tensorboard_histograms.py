@@ -21,16 +21,6 @@ from monitor.stats.table import StepRows
 FLOATS = st.floats(-1e150, 1e150)
 
 
-@pytest.fixture
-def rank(tmp_path: Path) -> Rank:
-    return Rank(tmp_path / "run")
-
-
-@pytest.fixture
-def out(rank: Rank) -> Path:
-    return rank.context.directory
-
-
 def write(rank: Rank, *steps: StepRows) -> None:
     sink = TensorBoardSink(rank.context)
     for rows in steps:
