@@ -6,8 +6,10 @@ import itertools
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from hashlib import file_digest, sha256
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -18,13 +20,13 @@ from numpy.typing import NDArray
 
 from monitor.coordinator.manifest_format import StepsRecord
 from monitor.coordinator.resume import Span
-from monitor.merge.combine import ROLES, RUNS, Outcome, Piece, reduce
+from monitor.merge.combine import ROLES, RUNS, SCHEMA_VERSION, Outcome, Piece, reduce
 from monitor.merge.discovery import Found, RankRun, SetAside, choose, discover, runs_of, unmerged_formats
 from monitor.merge.execution import MergeError, NothingRecordedError, draft_of, engine, run
 from monitor.merge.outputs import SUFFIXES, Format
 from monitor.merge.report import Report
 from monitor.merge.rows import Share, Source, files_of, put_in_order
-from monitor.merge.tables import Columns, Index, Shard, write_file
+from monitor.merge.tables import Columns, Index, Shard, read_file, write_file
 from monitor.merge.tensors import SHARDS, Findings, Kind, LayerNames, Visit, catalogue, look
 from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Ranks
 from monitor.sinks.files import ALL_STEPS, StepSpan
@@ -88,27 +90,88 @@ def merge(wanted: Wanted, progress: Progress = lambda _done, _all: None) -> Repo
     job = choose(found, wanted.job)
     with draft_of(wanted.output, "merge", "another directory with -o") as draft:
         draft.mkdir()
-        return _merged(wanted, job, runs_of(found, job), found, draft, progress)
+        with planned_merge(wanted, found, job, draft) as work:
+            for window, outcomes in work.done(work.windows, progress):
+                work.add(window, outcomes)
+        report = work.finished_report()
+        shutil.rmtree(work.plan.work)
+        (draft / REPORT_FILE).write_text(report.spelled())
+    return report
 
 
-def _merged(wanted: Wanted, job: str, runs: Sequence[RankRun], found: Found, draft: Path, progress: Progress) -> Report:
-    work = draft / "work"
-    for directory in (work, draft / "per_rank", draft / "global"):
+@dataclass(frozen=True)
+class PlannedMerge:
+    """The work of a merge, cut into windows that can be done one by one.
+
+    Attributes:
+        windows: Of what is asked for.
+        workers: How many tasks ``do`` works on at a time.
+    """
+
+    wanted: Wanted
+    plan: Plan
+    windows: Sequence[Window]
+    report: Report
+    workers: int
+    do: Do
+
+    def done(self, windows: Sequence[Window], progress: Progress) -> Iterator[tuple[Window, list[Outcome]]]:
+        """Do some of the windows. Gives each when its files are written, with what there is to report of it."""
+        done, total = 0, sum(len(one.shares) + len(one.pieces) for one in windows)
+        for group in in_groups(windows, PIECES_AT_A_TIME * self.workers * self.plan.rows):
+            of_window: dict[tuple[str, int], Window] = {(one.kind, steps.first): one for one in group for steps in one.pieces}
+            outcomes: dict[Window, list[Outcome]] = {one: [] for one in group}
+            for share, told in self.do(put_in_order, chain.from_iterable(map(self.plan.shares, group))):
+                outcomes[of_window[share.kind, share.steps.first]].append(Outcome.of_reading(told))
+                progress(done := done + 1, total)
+            for piece, outcome in self.do(reduce, chain.from_iterable(map(self.plan.pieces, group))):
+                outcomes[of_window[piece.kind, piece.steps.first]].append(outcome)
+                progress(done := done + 1, total)
+            for window in group:
+                self.plan.clear_up(window)
+            yield from outcomes.items()
+
+    def add(self, window: Window, outcomes: Iterable[Outcome]) -> None:
+        """Take what came of a window into the report."""
+        for outcome in outcomes:
+            self.report.add(window.kind, outcome)
+
+    def finished_report(self) -> Report:
+        """The report, when all windows are in it.
+
+        Raises:
+            MergeError: nothing of what is asked for was recorded.
+        """
+        if not self.report.steps:
+            whole = self.wanted.kinds is None and self.wanted.steps == ALL_STEPS and not self.report.set_aside
+            job = self.plan.job
+            raise NothingRecordedError(_no_rows(job)) if whole else MergeError(_why_nothing(job, self.report))
+        return self.report
+
+
+@contextmanager
+def planned_merge(wanted: Wanted, found: Found, job: str, output: Path) -> Iterator[PlannedMerge]:
+    """Find out what is to be done to merge a job.
+
+    Args:
+        found: In ``wanted.base``.
+        output: A directory for the files of the windows, which has nothing in it; its directory ``work`` is not part of the result.
+
+    Raises:
+        MergeError: there is nothing to merge.
+        OSError: a file cannot be written.
+    """
+    runs, work = runs_of(found, job), output / "work"
+    for directory in (work, output / "per_rank", output / "global"):
         directory.mkdir()
     missing = missing_ranks(runs, found.others_of_the_launch(job))
     report = Report(job, runs[0].manifest.world_size, runs, missing, [*found.set_aside, *unmerged_formats(runs)])
     with engine(wanted.workers, wanted.dask) as (executor, workers):
         do = partial(run, executor, workers)
-        plan, set_aside = planned(job, runs, work, draft, do, suffix=SUFFIXES[wanted.format], rows=wanted.rows)
+        plan, set_aside = planned(job, runs, work, output, do, suffix=SUFFIXES[wanted.format], rows=wanted.rows)
         report.set_aside += set_aside
         plan.check(wanted.kinds)
-        _carry_out(plan, plan.windows(wanted.kinds, wanted.steps), workers, report, progress, do)
-    if not report.steps:
-        whole = wanted.kinds is None and wanted.steps == ALL_STEPS and not report.set_aside
-        raise NothingRecordedError(_no_rows(job)) if whole else MergeError(_why_nothing(job, report))
-    shutil.rmtree(work)
-    (draft / REPORT_FILE).write_text(report.spelled())
-    return report
+        yield PlannedMerge(wanted, plan, plan.windows(wanted.kinds, wanted.steps), report, workers, do)
 
 
 def planned(
@@ -124,19 +187,6 @@ def planned(
     write_runs(runs, work / "runs.arrow")
     plan = Plan(job, runs, shards_found(findings), catalogues, work / "runs.arrow", work, output, suffix, rows)
     return plan, [one for first in sorted(findings) for one in findings[first].set_aside]
-
-
-def _carry_out(plan: Plan, windows: Sequence[Window], workers: int, report: Report, progress: Progress, do: Do) -> None:
-    done, total = 0, sum(len(one.shares) + len(one.pieces) for one in windows)
-    for group in in_groups(windows, PIECES_AT_A_TIME * workers * plan.rows):
-        for share, told in do(put_in_order, chain.from_iterable(map(plan.shares, group))):
-            report.add(share.kind, Outcome.of_reading(told))
-            progress(done := done + 1, total)
-        for piece, outcome in do(reduce, chain.from_iterable(map(plan.pieces, group))):
-            report.add(piece.kind, outcome)
-            progress(done := done + 1, total)
-        for window in group:
-            plan.clear_up(window)
 
 
 def _no_rows(job: str) -> str:
@@ -402,6 +452,21 @@ def write_runs(runs: Sequence[RankRun], path: Path) -> None:
     write_file(path, pa.table(columns, schema=RUNS), RUNS)
 
 
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def _identity(path: Path) -> tuple[str, int, int]:
+    """What is different if a file was written again."""
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        status = path.stat()
+    except OSError:  # it will be set aside when it is read
+        return name, -1, -1
+    return name, status.st_size, status.st_mtime_ns
+
+
 def _place(rank: int, group: Ranks) -> int | None:
     return group.index(rank) if rank in group else None
 
@@ -487,6 +552,29 @@ class Plan:
             outputs, columns = self._outputs(window.kind, steps), self.columns(window.kind)
             about, ndigits = self.about_runs, self._ndigits
             yield Piece(columns, steps, sources, shares, number, catalogue, others, about, outputs, ndigits, self.job)
+
+    def fingerprint(self, window: Window) -> str:
+        """A number of all that decides what the files of a window hold, and what there is to report of it. While it is the same,
+        the window need not be done again.
+        """
+        steps, columns = window.steps, self.columns(window.kind)
+        about = [SCHEMA_VERSION, self.suffix, self.job, self._ndigits, columns, steps, window.pieces, len(window.shares)]
+        about += [self._digests.get(path) for path in self._catalogues(window.kind) if path is not None]
+        for one in self._sources(window, steps, range(len(self.runs))):
+            written, abandoned = (record.between(steps.first, steps.last) for record in (one.written, one.abandoned))
+            about += [one.rank, min(one.end, steps.last + 1), written, abandoned, self._places[one.run]]
+            about += [(shard.kind, _identity(shard.path)) for shard in (*one.shards, *one.replicas)]
+        return sha256("\n".join(map(repr, about)).encode()).hexdigest()
+
+    @cached_property
+    def _digests(self) -> dict[Path, str]:
+        """Of the catalogues."""
+        return {path: _digest(path) for path in self.catalogues.values()}
+
+    @cached_property
+    def _places(self) -> list[dict[str, Any]]:
+        """Of the rank of each directory in its groups."""
+        return read_file(self.about_runs).to_pylist()
 
     def _catalogues(self, kind: str) -> tuple[Path | None, Path | None]:
         """Of the kind, and of the one whose rows stand in the same files of CSV."""

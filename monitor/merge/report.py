@@ -41,7 +41,7 @@ class Report:
     tensors: Counter[str] = field(default_factory=Counter)
     steps: set[int] = field(default_factory=set)
     disagreements: list[Disagreement] = field(default_factory=list)
-    _newest: dict[int, int] = field(default_factory=dict)  # by directory, the last step of which rows were found
+    _newest: dict[str, int] = field(default_factory=dict)  # by directory, the last step of which rows were found
     _gaps: _Steps = field(default_factory=dict)
     _duplicates: _Steps = field(default_factory=dict)
     _incomplete: _Steps = field(default_factory=dict)
@@ -55,8 +55,8 @@ class Report:
         self.rows[kind] += outcome.rows
         self.tensors[kind] += outcome.tensors
         self.steps.update(outcome.steps)
-        for run, step in outcome.newest.items():
-            self._newest[run] = max(step, self._newest.get(run, -1))
+        for directory, step in outcome.newest.items():
+            self._newest[directory] = max(step, self._newest.get(directory, -1))
         for known, found in (
             (self._gaps, outcome.gaps),
             (self._duplicates, outcome.duplicates),
@@ -143,8 +143,8 @@ class Report:
 
     def _not_closed(self) -> Iterator[dict[str, Any]]:
         """Runs that were killed or still write, and their unknown steps: up to where a later directory continues."""
-        for number, run in enumerate(self.runs):
-            after = max(newest_step(run.manifest), self._newest.get(number, -1))
+        for run in self.runs:
+            after = max(newest_step(run.manifest), self._newest.get(run.directory.name, -1))
             if not run.manifest.closed and steps_between(after, run.end, collected_every(run.manifest)) is not None:
                 yield {"rank": run.rank, "directory": run.directory.name, "after": after}
 

@@ -82,7 +82,7 @@ class Told:
     """
 
     duplicates: dict[int, list[int]] = field(default_factory=dict)
-    newest: dict[int, int] = field(default_factory=dict)
+    newest: dict[str, int] = field(default_factory=dict)
     set_aside: list[SetAside] = field(default_factory=list)
 
 
@@ -116,7 +116,8 @@ def _rows_that_count(
         told.duplicates.setdefault(source.rank, []).extend(step for step in there if seen.get(step) == form)
         fresh = [step for step in there if step not in seen and step < source.end and not source.abandoned.holds(step)]
         seen |= dict.fromkeys(fresh, form)
-        told.newest[source.run] = max(told.newest.get(source.run, -1), *fresh, -1)
+        directory = shard.path.parent.name
+        told.newest[directory] = max(told.newest.get(directory, -1), *fresh, -1)
         yield (table if fresh == there else table.filter(np.isin(column, fresh))), shard.exact
 
 

@@ -16,10 +16,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from monitor.merge.execution import MergeError
+from monitor.merge.finished import Folder
 from monitor.merge.merge import REPORT_FILE
 from monitor.merge.report import summary
 from monitor.merge.tables import order_by, starts_of_runs
-from monitor.query.sources import ALL, Flags, Folder, MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, ranges_of
+from monitor.query.sources import ALL, Flags, MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, ranges_of
 
 MISSING: Final = (
     "missing ranks",
@@ -54,7 +55,10 @@ def open_run(path: str | PathLike[str], *, job: str | None = None) -> OpenedRun:
         QueryError: There is nothing to open, or there are several jobs.
         OSError: The directory cannot be read.
     """
-    folder = Folder(fspath(path))
+    try:
+        folder = Folder(fspath(path))
+    except MergeError as error:
+        raise QueryError(str(error)) from error
     names = folder.names()
     if REPORT_FILE in names and {"per_rank", "global"} & set(names):
         return OpenedRun(MergedSet(folder))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import mkdtemp
 from typing import Any, Final, NamedTuple
 from weakref import finalize
 
@@ -26,6 +26,7 @@ from monitor.merge import execution, merge
 from monitor.merge.combine import per_rank_rows
 from monitor.merge.discovery import SetAside, choose, discover, runs_of, unmerged_formats
 from monitor.merge.execution import MergeError
+from monitor.merge.finished import Folder
 from monitor.merge.outputs import GLOBAL, PER_RANK, columns_of, read_merged
 from monitor.merge.report import Report
 from monitor.merge.rows import Told, gathered, read
@@ -169,63 +170,6 @@ SERIES: Final = pa.schema(
 
 
 # --- Merged sets.
-
-
-class Folder:
-    """A directory, local or behind a URL that fsspec opens.
-
-    Raises:
-        QueryError: It is behind a URL, and fsspec or the package for it is missing.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._files, self._root = None, path
-        if "://" in path:
-            try:
-                from fsspec.core import url_to_fs  # installed where there are URLs
-
-                self._files, self._root = url_to_fs(path)
-            except ImportError as error:
-                raise QueryError(f"{path} cannot be opened: {error}. Install fsspec and the package for this URL.") from error
-
-    @property
-    def local(self) -> Path | None:
-        """Where it is on this machine, if it is."""
-        return Path(self._root) if self._files is None else None
-
-    def names(self, below: str = "") -> list[str]:
-        """The names of what is in a directory below, sorted; empty if there is no such directory.
-
-        Raises:
-            OSError: It cannot be listed.
-        """
-        path = f"{self._root}/{below}"
-        try:
-            if self._files is None:
-                return sorted(one.name for one in Path(path).iterdir())
-            return sorted(str(one).rstrip("/").rpartition("/")[2] for one in self._files.ls(path, detail=False))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    @contextmanager
-    def opened(self, name: str) -> Iterator[Any]:
-        """A file to read: its path, or a file object if it is behind a URL."""
-        if self._files is None:
-            yield f"{self._root}/{name}"
-        else:
-            with self._files.open(f"{self._root}/{name}", "rb") as file:
-                yield file
-
-    @contextmanager
-    def copied(self, name: str) -> Iterator[Path]:
-        """A file on this machine: itself, or a copy for the time being."""
-        if self._files is None:
-            yield Path(self._root, name)
-            return
-        with TemporaryDirectory() as directory:
-            path = Path(directory, name.rpartition("/")[2])
-            self._files.get_file(f"{self._root}/{name}", str(path))
-            yield path
 
 
 class MergedFile(NamedTuple):
