@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from secrets import token_hex
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from typing import Any, Final, TypeVar
@@ -132,7 +133,7 @@ class Folder:
         if self._files is None:
             target = Path(self._root, name)
             target.parent.mkdir(parents=True, exist_ok=True)
-            hidden = target.with_name(f".{target.name}.{os.getpid()}.part")
+            hidden = target.with_name(f".{target.name}.{token_hex(4)}.part")  # processes of two machines may have one number
             shutil.move(path, hidden)  # the same file system, if all is well
             os.replace(hidden, target)
         else:

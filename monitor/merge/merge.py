@@ -576,7 +576,8 @@ class Plan:
     @cached_property
     def _places(self) -> list[dict[str, Any]]:
         """Of the rank of each directory in its groups."""
-        return read_file(self.about_runs).to_pylist()
+        places: list[dict[str, Any]] = read_file(self.about_runs).to_pylist()
+        return places
 
     def _catalogues(self, kind: str) -> tuple[Path | None, Path | None]:
         """Of the kind, and of the one whose rows stand in the same files of CSV."""

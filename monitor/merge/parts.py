@@ -42,14 +42,14 @@ class Part(NamedTuple):
     """One of the parts of a merge, counted from 1."""
 
     number: int
-    count: int
+    of: int
 
     @classmethod
     def parse(cls, given: str) -> Part:
         """Raises: MergeError: It is not ``I/N`` with I from 1 to N."""
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", given)
         part = cls(int(match[1]), int(match[2])) if match else cls(0, 0)
-        if not 1 <= part.number <= part.count:
+        if not 1 <= part.number <= part.of:
             raise MergeError(
                 f"--part is {given!r}. Write I/N: parts count from 1, so of 8 they are 1/8 to 8/8. "
                 'In an array that counts from 0, add one: --part "$((JOB_COMPLETION_INDEX + 1))/8".'
@@ -57,7 +57,7 @@ class Part(NamedTuple):
         return part
 
     def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
+        return f"{self.number}/{self.of}"
 
 
 def parts_of(windows: Sequence[Window], count: int) -> list[int]:
@@ -238,7 +238,7 @@ def merge_part(wanted: Wanted, part: Part, progress: Progress) -> DoneWindows:
     Raises:
         MergeError: It is not complete. What is done stays.
     """
-    with _to_be_run_again(wanted, "--part", str(part)), _shared(wanted, part.count) as shared:
+    with _to_be_run_again(wanted, "--part", str(part)), _shared(wanted, part.of) as shared:
         return shared.do(part, progress)
 
 
@@ -335,7 +335,7 @@ class SharedMerge:
             OSError: A file cannot be written.
         """
         every = self.planned.windows
-        own = [window for window, number in zip(every, parts_of(every, part.count), strict=True) if number == part.number]
+        own = [window for window, number in zip(every, parts_of(every, part.of), strict=True) if number == part.number]
         prints = {window: self.planned.plan.fingerprint(window) for window in own}  # before any shard is read: it may grow
         records, files = self._records(own), self.place.files()
         left = [one for one in own if not _holds(records.get(one), prints[one], files)]
@@ -400,6 +400,6 @@ class SharedMerge:
 _MOST_NAMED: Final = 5
 
 
-def _holds(record: FinishedWindow | None, fingerprint: str, files: Collection[str]) -> bool:
+def _holds(record: FinishedWindow | None, fingerprint: str, files: set[str]) -> bool:
     """Whether a window is done: its files are there, and were made from the data that is there now."""
     return record is not None and record.fingerprint == fingerprint and files >= set(record.files)

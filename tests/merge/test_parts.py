@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from recorded_job import FORMATS, RecordedRank, files, merged, sharded
 from sink_rows import Measured
@@ -143,8 +144,7 @@ def test_parts_of_another_split_are_used(job: Path) -> None:
     done = do(wanted(job), "1/2")
     assert do(wanted(job), "1/1").before == done.all
     finish(wanted(job))
-    merged(job, "whole", rows=ROWS)
-    assert files(job / "merged") == files(job / "whole")
+    assert files(job / "merged") == files_of_one_merge(job)
 
 
 def test_until_it_is_finished_nothing_has_the_name_and_what_is_missing_is_named_with_the_commands(job: Path) -> None:
@@ -201,8 +201,7 @@ def test_a_file_that_is_gone_is_written_again(job: Path) -> None:
     with pytest.raises(MergeError, match=r"1 of .* windows are not done"):
         finish(wanted(job))
     in_parts(wanted(job), 2)
-    merged(job, "whole", rows=ROWS)
-    assert files(job / "merged") == files(job / "whole")
+    assert files(job / "merged") == files_of_one_merge(job)
 
 
 def test_records_that_are_damaged_or_foreign_count_as_not_done(job: Path) -> None:
@@ -218,8 +217,7 @@ def test_records_that_are_damaged_or_foreign_count_as_not_done(job: Path) -> Non
     with pytest.raises(MergeError, match=r"3 of .* windows are not done"):
         finish(wanted(job))
     in_parts(wanted(job), 2)
-    merged(job, "whole", rows=ROWS)
-    assert files(job / "merged") == files(job / "whole")
+    assert files(job / "merged") == files_of_one_merge(job)
 
 
 def test_parts_with_other_options_are_refused_and_the_difference_is_named(job: Path) -> None:
@@ -254,8 +252,7 @@ def test_what_killed_parts_have_left_is_not_in_the_data_set(job: Path) -> None:
     (job / ".merged.parts" / ".work-abc").mkdir()
     (job / ".merged.parts" / "per_rank" / ".grad_reduced_0-9.parquet.77.part").write_text("half")
     finish(wanted(job))
-    merged(job, "whole", rows=ROWS)
-    assert files(job / "merged") == files(job / "whole")
+    assert files(job / "merged") == files_of_one_merge(job)
 
 
 def test_a_part_without_windows_is_done(tmp_path: Path) -> None:
@@ -322,9 +319,19 @@ def test_one_command_merges_to_a_url(job: Path, url: str) -> None:
     assert stored(url) == files(job / "merged")
 
 
-def test_what_is_not_ours_is_not_touched(job: Path, url: str) -> None:
-    import fsspec
+def test_behind_a_url_finish_may_be_repeated_also_after_it_was_interrupted(job: Path, url: str) -> None:
+    do(wanted(job, f"{url}/"), "1/1")
+    records = {name: content for name, content in stored(url).items() if name.startswith(".done/")}
+    told = finish(wanted(job, url))
+    whole = stored(url)
+    for name in ("request", "grad_reduced_0-0.json"):
+        fsspec.filesystem("memory").pipe(f"{url.removeprefix('memory:/')}/.done/{name}", b"left by a kill just before the end")
+    assert records
+    assert finish(wanted(job, url)) == told
+    assert stored(url) == whole == files_of_one_merge(job)
 
+
+def test_what_is_not_ours_is_not_touched(job: Path, url: str) -> None:
     files_there = fsspec.filesystem("memory")
     place = url.removeprefix("memory:/")
     files_there.pipe(f"{place}/per_rank/grad_reduced_0-9.parquet", b"not ours")
@@ -350,9 +357,12 @@ def test_passwords_in_urls_are_not_shown(job: Path) -> None:
     assert "secret" not in str(error.value)
 
 
-def stored(url: str) -> dict[str, bytes]:
-    import fsspec
+def files_of_one_merge(job: Path) -> dict[str, bytes]:
+    merged(job, "whole", rows=ROWS)
+    return files(job / "whole")
 
+
+def stored(url: str) -> dict[str, bytes]:
     files_there, root = fsspec.core.url_to_fs(url)
     return {path.removeprefix(f"{root}/"): files_there.cat_file(path) for path in files_there.find(root)}
 
