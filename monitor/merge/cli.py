@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +18,7 @@ from monitor.coordinator.resume import Span, span_between
 from monitor.merge import parts
 from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.merge.finished import is_url, without_password
+from monitor.merge.follow import FollowOptions, UnfinishedError, follow, how_to_go_on
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import summary
 from monitor.sinks.files import ALL_STEPS, StepSpan
@@ -60,7 +62,22 @@ def monitor_merge(
     part: Annotated[
         str | None, typer.Option(metavar="I/N", help="Do only part I of N, as in a task of an array. Parts count from 1.")
     ] = None,
-    finish: Annotated[bool, typer.Option("--finish", help="Make the data set, when all parts are done.")] = False,
+    finish: Annotated[
+        bool,
+        typer.Option(
+            "--finish", help="Make the data set, when all parts are done. With --follow: take what is there, and end."
+        ),
+    ] = False,
+    following: Annotated[
+        bool,
+        typer.Option(
+            "--follow", help="Merge while the job runs. The data set can be read at any time; the same command continues."
+        ),
+    ] = False,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="With --follow: how often to look.")] = 30.0,
+    patience: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="With --follow: end if no rank has news for so long.")
+    ] = 14_400.0,
     _version: Version = False,
 ) -> None:
     """Merge what the ranks of a job recorded into one data set.
@@ -83,8 +100,11 @@ def monitor_merge(
             workers,
             dask,
         )
-        told = _merged(wanted, part, finish, console)
-    except NothingRecordedError as error:
+        if following:
+            told = _followed(wanted, FollowOptions(interval, patience, finish), part, console)
+        else:
+            told = _merged(wanted, part, finish, console)
+    except (NothingRecordedError, UnfinishedError) as error:
         say(console, str(error), style="yellow")
         raise typer.Exit(FLAWED) from error
     except (MergeError, OSError) as error:
@@ -120,6 +140,28 @@ def _merged(wanted: Wanted, part: str | None, finish: bool, console: Console) ->
         done = parts.merge_part(wanted, parts.Part.parse(part), progress)
     say(console, f"Part {part} is done. It has {done.all} windows, of which {done.before} were done before.")
     return None
+
+
+def _followed(wanted: Wanted, options: FollowOptions, part: str | None, console: Console) -> Mapping[str, Any]:
+    """The report, when the job has ended."""
+    if part is not None:
+        raise MergeError("--part and --follow are given together. One process follows a job; it may have several --workers.")
+    signal.signal(signal.SIGTERM, _interrupt)
+    with Bar("merging", BarColumn(), MofNCompleteColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        try:
+            return follow(wanted, options, lambda line: say(console, line), progress).told()
+        except KeyboardInterrupt:
+            say(console, f"Interrupted. The data set so far can be read.\n{how_to_go_on(wanted)}", style="yellow")
+            raise
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _print(told: Mapping[str, Any], output: str, console: Console) -> None:

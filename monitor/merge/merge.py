@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import file_digest, sha256
 from itertools import chain, groupby
@@ -151,13 +151,15 @@ class PlannedMerge:
 
 
 @contextmanager
-def planned_merge(wanted: Wanted, found: Found, job: str, output: Path) -> Iterator[PlannedMerge]:
+def planned_merge(wanted: Wanted, found: Found, job: str, output: Path, horizon: int | None = None) -> Iterator[PlannedMerge]:
     """Find out what is to be done to merge a job.
 
     Args:
         found: In ``wanted.base``.
         output: A directory for the files of the windows, which has nothing in it; its directory ``work`` is not part of the
             result.
+        horizon: The last step up to which the ranks' files are complete, while the job runs; see ``Plan.up_to``. None: all
+            there is.
 
     Raises:
         MergeError: there is nothing to merge.
@@ -172,7 +174,10 @@ def planned_merge(wanted: Wanted, found: Found, job: str, output: Path) -> Itera
         do = partial(run, executor, workers)
         plan, set_aside = planned(job, runs, work, output, do, suffix=SUFFIXES[wanted.format], rows=wanted.rows)
         report.set_aside += set_aside
-        plan.check(wanted.kinds)
+        if horizon is None:
+            plan.check(wanted.kinds)
+        else:
+            plan = plan.up_to(horizon)
         yield PlannedMerge(wanted, plan, plan.windows(wanted.kinds, wanted.steps), report, workers, do)
 
 
@@ -508,6 +513,17 @@ class Plan:
         unknown = ", ".join(map(repr, sorted(set(kinds or ()) - there)))
         if unknown and there:
             raise MergeError(f"--kinds names {unknown}. Job {self.job} has recorded: {', '.join(sorted(there))}.")
+
+    def up_to(self, horizon: int) -> Plan:
+        """Without the shards that have later steps, and without those that have steps beside one of them. So the windows before
+        the horizon stay as they are when it moves, but for the last one of each kind, which may grow.
+        """
+        every = pa.concat_tables([SHARDS.empty_table(), *self.shards.values()])
+        first, last = (every[column].to_numpy() for column in ("first", "last"))
+        while (cut := (first <= horizon) & (last > horizon)).any():
+            horizon = int(first[cut].min()) - 1
+        kept = {kind: shards.filter(shards["last"].to_numpy() <= horizon) for kind, shards in self.shards.items()}
+        return replace(self, shards={kind: shards for kind, shards in kept.items() if len(shards)})
 
     def windows(self, kinds: Iterable[str] | None, steps: StepSpan) -> list[Window]:
         """Of the kinds that are asked for; None: of all."""

@@ -185,12 +185,15 @@ class MergedFile(NamedTuple):
 
 _NAME: Final = re.compile(r"(?P<kind>[a-z][a-z_]*)_(?P<first>\d{1,19})-(?P<last>\d{1,19})\.(?:h5|csv|parquet)")
 
+MOST_LISTINGS: Final = 10
+"""Attempts to read files that are replaced meanwhile."""
+
 _FOLDERS: Final = {True: "global", False: "per_rank"}
 """By whether they have rows of whole tensors."""
 
 
 class MergedSet:
-    """What ``trainermon merge`` has written.
+    """What ``trainermon merge`` has written, or writes while a job runs. Files that are replaced meanwhile are listed again.
 
     Raises:
         QueryError: The report is damaged.
@@ -199,14 +202,18 @@ class MergedSet:
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        with folder.copied(merge.REPORT_FILE) as path:
+        self._list()
+
+    def _list(self) -> None:
+        """Find the files, and then read what is missing of their rows: the report is written before them."""
+        self._files = {whole: self._listed(below) for whole, below in _FOLDERS.items()}
+        self._footers: dict[tuple[str, object], Any] = {}
+        with self._folder.copied(merge.REPORT_FILE) as path:
             try:
                 self.manifest: Mapping[str, Any] = json.loads(path.read_bytes())
                 self.ranks: list[int] = list(map(int, self.manifest["ranks"]))
             except (ValueError, KeyError, TypeError) as error:
                 raise QueryError(f"{merge.REPORT_FILE} is damaged: {error}") from error
-        self._files = {whole: self._listed(below) for whole, below in _FOLDERS.items()}
-        self._footers: dict[str, Any] = {}
 
     def _listed(self, below: str) -> dict[str, list[MergedFile]]:
         """By kind, in order of steps."""
@@ -247,8 +254,18 @@ class MergedSet:
         """The rows of a kind that has some, in order of steps, with at least the columns asked for.
 
         Raises:
-            QueryError: A column does not exist.
+            QueryError: A column does not exist, or files were replaced again and again.
         """
+        for _ in range(MOST_LISTINGS):
+            try:
+                return self._rows(choice)
+            except FileNotFoundError:
+                self._list()
+            if choice.kind not in self._files[choice.whole]:
+                break
+        raise QueryError(f"the files of {choice.kind} were replaced while they were read. Try again.")
+
+    def _rows(self, choice: RowChoice) -> pa.Table:
         files = self._files[choice.whole][choice.kind]
         found = [rows for file in files if file.steps.meets(choice.span) for rows in self._of_file(file, choice)]
         if found:
@@ -263,7 +280,10 @@ class MergedSet:
 
     def files(self, kind: str, *, whole: bool) -> list[Path]:
         """The Parquet files on this machine that have all rows of a kind, and nothing else; empty if there are none."""
-        files, root = self._files[whole].get(kind, []), self._folder.local
+        root = self._folder.local
+        if root is not None and not all((root / file.path).exists() for file in self._files[whole].get(kind, [])):
+            self._list()
+        files = self._files[whole].get(kind, [])
         return [root / file.path for file in files] if root is not None and all(file.is_parquet for file in files) else []
 
     def _of_file(self, file: MergedFile, choice: RowChoice) -> Iterator[pa.Table]:
@@ -286,14 +306,24 @@ class MergedSet:
 
     @contextmanager
     def _parquet(self, file: MergedFile) -> Iterator[ParquetFile]:
-        """Its footer is read once for all queries."""
-        known = self._footers.get(file.path)
+        """Its footer is read once for all queries, if it is not replaced meanwhile."""
+        before = self._identity(file)
+        known = self._footers.get((file.path, before))
         with (
             self._folder.opened(file.path) as source,
             ParquetFile(source, metadata=known, memory_map=isinstance(source, str)) as parquet,  # type: ignore[no-untyped-call]
         ):
-            self._footers[file.path] = parquet.metadata
+            if self._identity(file) != before:
+                raise FileNotFoundError(file.path)
+            self._footers[file.path, before] = parquet.metadata
             yield parquet
+
+    def _identity(self, file: MergedFile) -> object:
+        """What changes if a file of this machine is replaced."""
+        if self._folder.local is None:
+            return None
+        status = (self._folder.local / file.path).stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def _schema(self, file: MergedFile) -> pa.Schema:
         if file.is_parquet:
