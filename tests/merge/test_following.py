@@ -29,7 +29,9 @@ VALUES = (3.0, 4.0, -12.0, 0.0, 0.5)
 class Job:
     """Two ranks with a part each of ``w`` and activations of their own, which have not ended."""
 
-    def __init__(self, base: Path, records: Sequence[int] = (5, 5), formats: Sequence[str] = ("hdf5", "hdf5"), **more: Any) -> None:
+    def __init__(
+        self, base: Path, records: Sequence[int] = (5, 5), formats: Sequence[str] = ("hdf5", "hdf5"), **more: Any
+    ) -> None:
         self.base = base
         each = zip(records, formats, strict=True)
         self.ranks = [
@@ -43,7 +45,10 @@ class Job:
         for rank in ranks:
             for step in steps:
                 held = VALUES[:2] if rank == 0 else VALUES[2:]
-                rows = [Measured("w", [value * (step + 1) for value in held]), *(Measured(name, [1.0 * rank]) for name in names)]
+                rows = [
+                    Measured("w", [value * (step + 1) for value in held]),
+                    *(Measured(name, [1.0 * rank]) for name in names),
+                ]
                 self.ranks[rank].write(step, {"grad_reduced": rows, "actv": [Measured("a", [step, rank], micro_step=0)]})
             self.ranks[rank].manifest.save()
         return self
@@ -87,7 +92,9 @@ def assert_as_merged_at_once(base: Path, output: str = "followed", **wanted: Any
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("recorded", FORMATS)
 def test_the_set_has_all_complete_records_and_at_the_end_the_bytes_of_one_merge(
-    tmp_path: Path, recorded: str, format: str  # noqa: A002
+    tmp_path: Path,
+    recorded: str,
+    format: str,  # noqa: A002
 ) -> None:
     job, following = Job(tmp_path, formats=(recorded, recorded)), Following(tmp_path, format=format)
     for begin in range(0, 18, 3):
@@ -101,7 +108,9 @@ def test_the_set_has_all_complete_records_and_at_the_end_the_bytes_of_one_merge(
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 20, 1000])
-@pytest.mark.parametrize(("records", "formats"), [((2, 3), ("hdf5", "csv")), ((5, 5), ("csv", "parquet")), ((1, 4), ("csv", "csv"))])
+@pytest.mark.parametrize(
+    ("records", "formats"), [((2, 3), ("hdf5", "csv")), ((5, 5), ("csv", "parquet")), ((1, 4), ("csv", "csv"))]
+)
 def test_pieces_of_any_size_and_ranks_of_any_borders_give_the_bytes_of_one_merge(
     tmp_path: Path, rows: int, records: Sequence[int], formats: Sequence[str]
 ) -> None:
@@ -169,7 +178,9 @@ def test_while_ranks_write_the_report_says_so_and_does_not_take_their_files_for_
 
 @pytest.mark.parametrize("format", ["parquet", "csv"])
 def test_killed_between_any_two_changes_it_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str  # noqa: A002
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    format: str,  # noqa: A002
 ) -> None:
     job, known = Job(tmp_path, (2, 3)), {}
     for moment in range(100):
@@ -249,7 +260,9 @@ def test_steps_that_a_resumed_run_does_again_are_those_of_the_later_run(tmp_path
     assert job.ranks[0].directory < again.ranks[0].directory
     again.write(range(7, 18))
     Following(tmp_path, rows=20).look()
-    assert steps_of(tmp_path / "followed") == list(range(5))  # its first record holds 0 to 99, and shares 5 and 6 with the first run
+    assert steps_of(tmp_path / "followed") == list(
+        range(5)
+    )  # its first record holds 0 to 99, and shares 5 and 6 with the first run
     again.close()
     Following(tmp_path, rows=20).look()
     assert steps_of(tmp_path / "followed") == list(range(18))
