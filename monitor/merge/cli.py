@@ -100,10 +100,8 @@ def monitor_merge(
             workers,
             dask,
         )
-        if following:
-            told = _followed(wanted, FollowOptions(interval, patience, finish), part, console)
-        else:
-            told = _merged(wanted, part, finish, console)
+        follows = FollowOptions(interval, patience, finish) if following else None
+        told = _merged(wanted, part, finish, console) if follows is None else _followed(wanted, follows, part, console)
     except (NothingRecordedError, UnfinishedError) as error:
         say(console, str(error), style="yellow")
         raise typer.Exit(FLAWED) from error

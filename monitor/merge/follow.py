@@ -282,7 +282,7 @@ class FollowedSet:
 
     def _publish(self, folder: str, finished: FinishedWindow, made: Path) -> None:
         place = self._output / folder
-        there = (steps_and_name for kind, *steps_and_name in self._files(folder) if kind == finished.kind)
+        there = [(steps, name) for kind, steps, name in self._files(folder) if kind == finished.kind]
         old = [(steps.first, name) for steps, name in there if steps.meets(finished.steps)]
         new = {_steps_of(name)[1].first: Path(name).name for name in finished.files if name.startswith(f"{folder}/")}
         firsts = [first for first, _ in old]
@@ -392,6 +392,7 @@ class Rounds:
         self.waiting = ""
         self._wanted, self._target, self._say, self._progress = wanted, target, say, progress
         self._directories: set[str] = set()
+        self._unknown: set[str] = set()
         self._done: object = None
 
     def next(self, *, finish: bool) -> Report | None:
@@ -405,19 +406,22 @@ class Rounds:
         """
         found = discover(self._wanted.base, self._wanted.span)
         if not found.jobs and not finish:
-            return self._wait("waiting for the first rank, no directory has a manifest yet")
+            self._wait("waiting for the first rank, no directory has a manifest yet")
+            return None
         job = choose(found, self._wanted.job)
         runs = runs_of(found, job)
         directories = {run.directory.name for run in runs}
         if (lost := sorted(self._directories - directories)) and not finish:
-            return self._wait(f"waiting for {lost[0]}, whose manifest cannot be read now")
+            self._wait(f"waiting for {lost[0]}, whose manifest cannot be read now")
+            return None
         self._directories = directories
         self._target.of_job(job, {run.manifest.job_id for run in runs})
         horizon = Horizon(NO_END) if finish else Horizon.of(runs, missing_ranks(runs, found.others_of_the_launch(job)))
         state = (horizon.step, [(run.directory.name, run.end) for run in runs])
         waiting = f"waiting for {horizon.behind}"
         if horizon.step < 0 or state == self._done:
-            return self._wait(waiting)
+            self._wait(waiting)
+            return None
         report = self._round(found, job, None if horizon.step == NO_END else horizon.step)
         self._done, self.waiting = state, waiting
         if horizon.step == NO_END:
@@ -432,11 +436,18 @@ class Rounds:
             self._say(reason)
         self.waiting = reason
 
+    def _name_unknown(self, kinds: set[str]) -> None:
+        """A kind may be switched on later, or be misspelt."""
+        if kinds - self._unknown:
+            self._say(f"the job has not recorded {', '.join(sorted(kinds))} so far, which --kinds names")
+        self._unknown |= kinds
+
     def _round(self, found: Found, job: str, horizon: int | None) -> Report:
         draft = self._target.draft()
         with planned_merge(self._wanted, found, job, draft, horizon) as work:
             if horizon is not None:  # the files that ranks are writing are not there to be recovered
                 work.report.set_aside[:] = [one for one in work.report.set_aside if one.reason != UNFINISHED]
+                self._name_unknown(set(self._wanted.kinds or ()) - {*work.plan.shards, *work.plan.catalogues})
             prints = {window: work.plan.fingerprint(window) for window in work.windows}
             batch: list[FinishedWindow] = []
             since = monotonic()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
@@ -47,7 +48,8 @@ class Reader(Thread):
     def __init__(self, output: Path) -> None:
         super().__init__(daemon=True)
         self.stop, self.wrong, self.reads = Event(), "", {"open_run": 0, "glob": 0}
-        self._output, self._known = output, {}
+        self._output = output
+        self._known: dict[tuple[str, str], list[int]] = {}
 
     def run(self) -> None:
         try:
@@ -93,7 +95,7 @@ def test_killed_three_times_beside_a_running_job_the_set_is_always_whole_and_at_
     for _ in range(3):
         before = written(output)
         process = following(launcher.base, output, tmp_path / "said")
-        assert until(lambda before=before: written(output) != before or process.poll() is not None, SOON)
+        assert until(partial(has_news, process, output, before), SOON)
         time.sleep(chance.uniform(0, 0.5))
         assert process.poll() is None, (tmp_path / "said").read_text()
         process.send_signal(signal.SIGKILL)
@@ -118,6 +120,11 @@ def following(base: Path, output: Path, said: Path) -> subprocess.Popen[bytes]:
     with open(said, "wb") as file:
         command = [*COMMAND, str(base), "--follow", "-o", str(output), "--interval", "0.1"]
         return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+
+
+def has_news(process: subprocess.Popen[bytes], output: Path, before: list[str]) -> bool:
+    """Whether it has written, or ended."""
+    return written(output) != before or process.poll() is not None
 
 
 def written(output: Path) -> list[str]:
