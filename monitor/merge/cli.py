@@ -144,7 +144,7 @@ def _followed(wanted: Wanted, options: FollowOptions, part: str | None, console:
     """The report, when the job has ended."""
     if part is not None:
         raise MergeError("--part and --follow are given together. One process follows a job; it may have several --workers.")
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     with Bar("merging", BarColumn(), MofNCompleteColumn(), console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
 
@@ -156,6 +156,8 @@ def _followed(wanted: Wanted, options: FollowOptions, part: str | None, console:
         except KeyboardInterrupt:
             say(console, f"Interrupted. The data set so far can be read.\n{how_to_go_on(wanted)}", style="yellow")
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt(*_: object) -> None:

@@ -169,7 +169,9 @@ def test_a_kind_that_is_not_there_yet_is_named_once_and_refused_at_the_end(tmp_p
     following.look()
     job.write(range(5, 10))
     following.look()
-    assert [line for line in following.said if "actvv" in line] == ["the job has not recorded actvv so far, which --kinds names"]
+    assert [line for line in following.said if "actvv" in line] == [
+        "the job has not recorded actvv so far, which --kinds names"
+    ]
     job.close()
     with pytest.raises(MergeError, match="--kinds names 'actvv'"):
         following.look()
@@ -328,12 +330,13 @@ def test_a_look_without_news_does_nothing(tmp_path: Path) -> None:
 def test_a_set_that_was_opened_before_can_be_read_after_files_were_replaced(tmp_path: Path) -> None:
     job, following = Job(tmp_path).write(range(5)), Following(tmp_path)
     following.look()
-    run = open_run(tmp_path / "followed")
+    run, asked = open_run(tmp_path / "followed"), open_run(tmp_path / "followed")
     assert len(run.rows("actv")) == 10
     job.write(range(5, 10))
     following.look()
     assert len(run.rows("actv")) == 20
     assert run.steps["actv"] == [range(10)]
+    assert asked.sql("select count(*) as n from actv")["n"].to_pylist() == [20]
 
 
 def test_a_file_that_was_replaced_under_its_name_is_read_anew(tmp_path: Path) -> None:
