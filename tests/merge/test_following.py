@@ -240,7 +240,7 @@ def dies_before_change(patch: pytest.MonkeyPatch, moment: int, work: Callable[[]
     def counted(change: Callable[..., None]) -> Callable[..., None]:
         def changing(path: Any, *more: Any, **how: Any) -> None:
             nonlocal count
-            if "followed" in str(path) and "/work/" not in str(path):
+            if "followed" in str(path) and "work" not in Path(path).parts:
                 if count == moment:
                     raise KilledError
                 count += 1
