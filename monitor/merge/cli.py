@@ -17,10 +17,7 @@ from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import Report, summary
 from monitor.sinks.files import ALL_STEPS, StepSpan
-from monitor.terminal import say
-
-CLEAN, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: all is there and agrees; something is missing or disagrees, or there was no row; nothing was merged."""
+from monitor.terminal import CLEAN, FLAWED, NOTHING, say
 
 
 class FormatName(StrEnum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from pyarrow.ipc import new_file, open_file
 
 from monitor.merge.discovery import SetAside, leads_out
-from monitor.series import DIRECTION_KIND
+from monitor.series import DIRECTION_KIND, KINDS, shown_kind
 from monitor.sinks import files, hdf5, parquet
 from monitor.sinks.arrow import FILLED, HISTOGRAM, IDENTITY, PARTIAL_TYPES, TEXT, parsed
-from monitor.sinks.csv import read_csv
+from monitor.sinks.csv import COLUMN_TYPES, read_csv
 from monitor.sinks.csv_files import BEGINNING
 from monitor.sinks.files import StepSpan
 from monitor.sinks.spool import NotAShardError, ShardFormat
@@ -242,6 +242,7 @@ NO_STEPS: Final = "its name is not that of steps"
 UNFINISHED: Final = "unfinished: the run was killed. A run with append_output into its directory recovers it"
 
 _KIND: Final = re.compile(r"[a-z][a-z_]{0,63}")
+_CSV_KINDS: Final = frozenset(map(shown_kind, KINDS))
 
 EXACT: Final = {form.suffix: form for form in (hdf5.FORMAT, parquet.FORMAT)}
 """The formats whose shards hold partials, by the suffix of their files."""
@@ -281,7 +282,14 @@ class Shard:
 
 def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
     """The visible shards of a rank, and the files that look like ones and are not."""
-    found, aside = csv_shards_in(directory)
+    found: list[Shard] = []
+    aside = [SetAside(str(named.path), UNFINISHED) for named in files.parts_in(directory)]
+    for named in files.shards_in(directory):
+        if _KIND.fullmatch(named.kind):
+            try:
+                found.append(_csv_shard(named))
+            except ForeignError as error:
+                aside.append(SetAside(str(named.path), str(error)))
     for form in EXACT.values():
         aside += [SetAside(str(path), UNFINISHED) for path, _ in form.parts_in(directory)]
         for path, steps in form.shards_in(directory):
@@ -292,26 +300,14 @@ def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
     return found, aside
 
 
-def csv_shards_in(directory: Path, kinds: Collection[str] | None = None) -> tuple[list[Shard], list[SetAside]]:
-    """Those of CSV alone.
-
-    Args:
-        kinds: Those to look for; None: all.
-    """
-    found: list[Shard] = []
-    aside = [
-        SetAside(str(named.path), UNFINISHED) for named in files.parts_in(directory) if kinds is None or named.kind in kinds
-    ]
-    for named in files.shards_in(directory):
-        if not _KIND.fullmatch(named.kind) or (kinds is not None and named.kind not in kinds):
-            continue
-        if (reason := _refused(named.path)) is not None:
-            aside.append(SetAside(str(named.path), reason))
-        elif not _possible(named.steps):
-            aside.append(SetAside(str(named.path), NO_STEPS))
-        else:
-            found.append(Shard(named.path, named.kind, named.steps, named.path.stat().st_size // BYTES_A_ROW + 1))
-    return found, aside
+def _csv_shard(named: files.NamedShard) -> Shard:
+    if (reason := _refused(named.path)) is not None:
+        raise ForeignError(reason)
+    if not _possible(named.steps):
+        raise ForeignError(NO_STEPS)
+    if named.kind not in _CSV_KINDS:
+        raise ForeignError(f"{named.kind!r} is no kind of rows")
+    return Shard(named.path, named.kind, named.steps, named.path.stat().st_size // BYTES_A_ROW + 1)
 
 
 def _possible(steps: StepSpan) -> bool:
@@ -351,12 +347,8 @@ def _read_exact_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Tab
     return rows.select(schema.names).cast(schema)
 
 
-def csv_rows(shard: Shard) -> pa.Table:
-    """All rows of a file of CSV, with all of its columns, as ``read_csv`` types them.
-
-    Raises:
-        ForeignError: it is torn, or not one of ours.
-    """
+def _csv_rows(shard: Shard) -> pa.Table:
+    """All rows of a file, with all of its columns, as ``read_csv`` types them."""
     try:
         _check_ends(shard.path)
         rows = read_csv(shard.path)
@@ -367,12 +359,14 @@ def csv_rows(shard: Shard) -> pa.Table:
         raise ForeignError("two of its columns have the same name")
     if not {"vpp_stage", "name", "step"} <= set(names) or any(rows[name].null_count for name in ("vpp_stage", "step")):
         raise ForeignError("a row lacks its chunk, its name or its step")
+    if foreign := [name for name in names if name not in COLUMN_TYPES]:
+        raise ForeignError(f"its columns are not those of a shard: {', '.join(foreign)[:200]!r}")
     _check_steps(rows, shard)
     return rows
 
 
 def _read_csv_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Table:
-    rows = csv_rows(shard)
+    rows = _csv_rows(shard)
     step = rows["step"].to_numpy()
     inside = (step >= steps.first) & (step <= steps.last)
     rows = rows if inside.all() else rows.filter(inside)

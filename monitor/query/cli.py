@@ -15,10 +15,7 @@ from rich.console import Console
 
 from monitor.cli import Job, Version, command_app
 from monitor.query.opened import OpenedRun, open_run
-from monitor.terminal import plain, say
-
-CLEAN, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: answered; answered, but something is missing, or there are no rows; not answered."""
+from monitor.terminal import CLEAN, FLAWED, NOTHING, plain, say
 
 MOST_SHOWN: Final = 100
 """Rows of a table for a terminal."""

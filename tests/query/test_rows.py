@@ -232,7 +232,7 @@ def test_a_merged_set_of_any_format_opens_behind_a_url(base: Path) -> None:
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(QueryError, match="there is no directory here of a rank"):
+    with pytest.raises(QueryError, match="there is no directory of a rank in"):
         open_run(tmp_path)
     with pytest.raises(QueryError, match="cannot be read"):
         open_run(tmp_path / "nowhere")
