@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow as pa
-
-from monitor.compare.values import Compared, ComparisonError, Finding, of_numbers
+from monitor.compare.values import Compared, ComparisonError, Difference, Finding, of_numbers
 from monitor.query.batches import IDENTITY, Batch, batch_of, batches, files_of, kinds_in, ops_in, place_of
 from monitor.query.opened import open_source
 from monitor.query.sources import MergedSet, QueryError, RunSource
@@ -86,9 +84,10 @@ def _differences(pair: tuple[Batch, Batch], ndigits: list[int]) -> tuple[int, li
     tables = [table.select([*IDENTITY, *shared]) for table in tables]
     if tables[0].equals(tables[1]):
         return len(tables[0]), []
-    left, right = (_rows(table, pair[0].kind) for table in tables)
+    left, right = (_rows(table.to_pylist(), pair[0].kind) for table in tables)
     both = {key[:2] for key in left} & {key[:2] for key in right}
-    findings, compared, first = [], 0, place_of(pair[0].kind) * MOST_ROWS
+    findings: list[Finding] = []
+    compared, first = 0, place_of(pair[0].kind) * MOST_ROWS
     places: dict[tuple[int, int], int] = {}
     for key, row in left.items():
         order = first + places.get(key[:2], 0)
@@ -102,10 +101,10 @@ def _differences(pair: tuple[Batch, Batch], ndigits: list[int]) -> tuple[int, li
     return compared, [*findings, *(_finding(key, first + places[key[:2]], "added", "", "there") for key in added)]
 
 
-def _rows(table: pa.Table, kind: str) -> dict[Key, Row]:
+def _rows(rows: list[Row], kind: str) -> dict[Key, Row]:
     """In the order in which they were measured."""
     found: dict[Key, Row] = {}
-    for row in table.to_pylist():
+    for row in rows:
         micro_step = "" if row["micro_step"] is None else f", micro-step {row['micro_step']}"
         found[row["rank"], row["step"], f"{kind}/{row['vpp_stage']}:{row['name']}{micro_step}"] = row
     return found
@@ -131,12 +130,11 @@ def _differing(key: Key, order: int, left: Row, right: Row, ops: list[str]) -> I
     numbers = [op for op in ops if op not in TEXT_OPS]
     difference = of_numbers([(left[op], right[op]) for op in numbers]) if numbers else None
     if difference is not None and not difference.same:
-        shown = (_shown(row, numbers) for row in (left, right))
-        yield Finding(key[1], f"rank{key[0]}", order, key[2], "values", *shown, difference)
+        yield _finding(key, order, "values", _shown(left, numbers), _shown(right, numbers), difference)
 
 
-def _finding(key: Key, order: int, what: str, left: str, right: str) -> Finding:
-    return Finding(key[1], f"rank{key[0]}", order, key[2], what, left, right)
+def _finding(key: Key, order: int, what: str, left: str, right: str, difference: Difference | None = None) -> Finding:
+    return Finding(key[1], f"rank{key[0]}", order, key[2], what, left, right, difference)
 
 
 def _shown(row: Mapping[str, Any], ops: list[str]) -> str:

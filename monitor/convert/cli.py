@@ -12,7 +12,7 @@ from rich.console import Console
 
 from monitor import cli
 from monitor.convert import sqlite, tensorboard
-from monitor.convert.conversion import MOST_SAID, ConversionError, Converted, NothingRecordedError, Request
+from monitor.convert.conversion import Conversion, ConversionError, NothingRecordedError
 from monitor.query.batches import SHOWN_KINDS
 from monitor.terminal import CLEAN, FLAWED, NOTHING, say
 
@@ -80,27 +80,19 @@ def monitor_convert(
     ending = tensorboard.ENDING if to == Target.tensorboard else sqlite.ENDING
     errors = Console(stderr=True)
     try:
-        request = Request.of(base, time_start, time_end, workers, asked, output, job, ending)
-        made = tensorboard.to_events(request) if to == Target.tensorboard else sqlite.to_database(request, step_partition)
+        made = Conversion.of(base, time_start, time_end, workers, asked, output, job, ending)
+        done = tensorboard.to_events(made) if to == Target.tensorboard else sqlite.to_database(made, step_partition)
     except NothingRecordedError as error:
         say(errors, f"Nothing was converted and not looked at: {error}", style="yellow")
         raise typer.Exit(FLAWED) from error
     except (ConversionError, OSError) as error:
         say(errors, f"Nothing was converted: {error}", style="red")
         raise typer.Exit(NOTHING) from error
-    _say(made, errors)
-    raise typer.Exit(FLAWED if made.set_aside or made.absent else CLEAN)
-
-
-def _say(made: Converted, errors: Console) -> None:
-    aside = [f"set aside: {one.path}: {one.reason}" for one in made.set_aside]
-    for lines, what in ((aside, "set aside: "), (made.absent, "")):
-        for line in lines[:MOST_SAID]:
-            say(errors, line)
-        if len(lines) > MOST_SAID:
-            say(errors, f"{what}{len(lines) - MOST_SAID} more")
-    ranks = "1 rank" if len(made.ranks) == 1 else f"{len(made.ranks)} ranks"
-    say(Console(), f"{made.rows:,} rows of {ranks} written to {made.output}")
+    for line in done.said():
+        say(errors, line)
+    ranks = "1 rank" if len(done.ranks) == 1 else f"{len(done.ranks)} ranks"
+    say(Console(), f"{done.rows:,} rows of {ranks} written to {done.output}")
+    raise typer.Exit(FLAWED if done.set_aside or done.absent else CLEAN)
 
 
 def _fix(command: typer.Typer, to: Target, summary: str, without: tuple[str, ...] = ("to",)) -> None:

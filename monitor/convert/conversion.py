@@ -38,51 +38,7 @@ class NothingRecordedError(ConversionError):
     """The run can be read, and has no rows of ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What to convert, by how many processes.
-
-    Attributes:
-        base: The directory that the ranks' directories lie in, or a merged set.
-        span: Timestamps of directories, the first and the last; None: all.
-        job: Beginning of a job's id; None where there is only one.
-        kinds: In the order of ``SHOWN_KINDS``; None: all.
-        output: A directory, which need not be there.
-    """
-
-    base: Path
-    span: Span | None
-    job: str | None
-    kinds: tuple[str, ...] | None
-    workers: int
-    output: Path
-
-    @classmethod
-    def of(
-        cls,
-        monitor_path: AnyPath,
-        time_start: str | None,
-        time_end: str | None,
-        process_num: int,
-        data_type_list: Sequence[str] | None,
-        output_dirpath: AnyPath | None,
-        job: str | None,
-        ending: str,
-    ) -> Request:
-        """The arguments as users give them.
-
-        Args:
-            ending: Of the name of the directory to write where ``output_dirpath`` is not given; the time stands before it.
-
-        Raises:
-            ConversionError: one of them cannot be what was meant.
-        """
-        base = Path(monitor_path).expanduser()
-        output = (
-            base / f"{timestamp_of(datetime.now())}_{ending}" if output_dirpath is None else Path(output_dirpath).expanduser()
-        )
-        span, kinds = _span(time_start, time_end), _kinds(data_type_list)
-        return cls(base, span, job, kinds, natural("process_num", process_num), output)
+# --- Arguments as users give them.
 
 
 def natural(name: str, value: int) -> int:
@@ -147,36 +103,62 @@ class Converted:
 
     def log(self) -> Converted:
         """Name what was set aside, and what is missing."""
-        for one in self.set_aside[:MOST_SAID]:
-            LOGGER.warning("%s was not converted: %s", one.path, one.reason)
-        if len(self.set_aside) > MOST_SAID:
-            LOGGER.warning("%d more were not converted.", len(self.set_aside) - MOST_SAID)
-        for absent in self.absent[:MOST_SAID]:
-            LOGGER.warning("%s", absent)
+        for line in self.said():
+            LOGGER.warning("%s", line)
         return self
+
+    def said(self) -> Iterator[str]:
+        """What was set aside, and what is missing, a line each."""
+        for what, lines in (("set aside: ", [f"{one.path}: {one.reason}" for one in self.set_aside]), ("", self.absent)):
+            yield from (f"{what}{line}" for line in lines[:MOST_SAID])
+            if len(lines) > MOST_SAID:
+                yield f"{what}{len(lines) - MOST_SAID} more"
 
 
 @dataclass
 class Conversion:
-    """An opened run, and what became of it so far.
+    """A run, what to convert of it, and what became of that so far.
 
     Attributes:
+        kinds: As files show them; None: all.
+        workers: Processes.
+        output: A directory, which need not be there.
         rows: Written so far, by rank.
     """
 
-    request: Request
+    base: Path
     source: RunSource
+    kinds: tuple[str, ...] | None
+    workers: int
+    output: Path
     rows: Counter[int] = field(default_factory=Counter)
     set_aside: list[SetAside] = field(default_factory=list)
 
     @classmethod
-    def of(cls, request: Request) -> Conversion:
-        """Open the run.
+    def of(
+        cls,
+        monitor_path: AnyPath,
+        time_start: str | None,
+        time_end: str | None,
+        process_num: int,
+        data_type_list: Sequence[str] | None,
+        output_dirpath: AnyPath | None,
+        job: str | None,
+        ending: str,
+    ) -> Conversion:
+        """Open a run.
+
+        Args:
+            ending: Of the name of the directory to write where ``output_dirpath`` is not given; the time stands before it.
 
         Raises:
-            QueryError: there is nothing to open, or it is not clear which job is meant.
+            ConversionError: an argument cannot be what was meant, or there is nothing to open.
         """
-        return cls(request, open_source(request.base, request.job, request.span))
+        base, workers = Path(monitor_path).expanduser(), natural("process_num", process_num)
+        output = base / f"{timestamp_of(datetime.now())}_{ending}" if output_dirpath is None else Path(output_dirpath)
+        span, kinds = _span(time_start, time_end), _kinds(data_type_list)
+        with plainly():
+            return cls(base, open_source(base, job, span), kinds, workers, output.expanduser())
 
     def batches(self, rows: int) -> list[Batch]:
         """All that is asked for, by kind.
@@ -184,7 +166,7 @@ class Conversion:
         Args:
             rows: Of a batch, about.
         """
-        asked = [kind for kind in kinds_in(self.source) if self.request.kinds is None or kind in self.request.kinds]
+        asked = [kind for kind in kinds_in(self.source) if self.kinds is None or kind in self.kinds]
         return [batch for kind in asked for batch in batches(self.source, kind, rows)]
 
     def add(self, rows: Mapping[int, int], set_aside: Iterable[SetAside]) -> None:
@@ -200,16 +182,13 @@ class Conversion:
         """
         aside = sorted({*self.source.set_aside, *self.set_aside}, key=lambda one: (one.path, one.reason))
         if not self.rows.total():
-            nothing = ConversionError if aside or self.request.kinds else NothingRecordedError
-            raise nothing(self._nothing(aside))
+            kinds = f" of {' or '.join(self.kinds)}" if self.kinds else ""
+            more = f". Set aside: {aside[0].path}: {aside[0].reason} ({len(aside)} in all)" if aside else ""
+            nothing = ConversionError if aside or kinds else NothingRecordedError
+            raise nothing(f"{self.base} has no rows{kinds}{more}")
         told = self.source.told()
         absent = missing_in({**told, "set_aside": _NONE} if aside else told)
         return Converted(output, self.rows.total(), tuple(sorted(+self.rows)), tuple(aside), tuple(absent))
-
-    def _nothing(self, aside: Sequence[SetAside]) -> str:
-        kinds = f" of {' or '.join(self.request.kinds)}" if self.request.kinds else ""
-        more = f". Set aside: {aside[0].path}: {aside[0].reason} ({len(aside)} in all)" if aside else ""
-        return f"{self.request.base} has no rows{kinds}{more}"
 
 
 _NONE: Final = {"count": 0, "listed": []}

@@ -320,42 +320,24 @@ def csv2db(config: CSV2DBConfig) -> conversion.Converted:
         ConversionError: nothing was converted, because of what the message says.
         OSError: the disk does not allow it.
     """
-    return to_database(*checked(config)).log()
+    steps = conversion.natural("step_partition", config.step_partition)
+    asked = (config.time_start, config.time_end, config.process_num, config.data_type_list, config.output_dirpath, config.job)
+    return to_database(conversion.Conversion.of(config.monitor_path, *asked, ENDING), steps).log()
 
 
-def checked(config: CSV2DBConfig) -> tuple[conversion.Request, int]:
-    """What to convert, and how many steps share a table.
-
-    Raises:
-        ConversionError: a field cannot be what was meant.
-    """
-    request = conversion.Request.of(
-        config.monitor_path,
-        config.time_start,
-        config.time_end,
-        config.process_num,
-        config.data_type_list,
-        config.output_dirpath,
-        config.job,
-        ENDING,
-    )
-    return request, conversion.natural("step_partition", config.step_partition)
-
-
-def to_database(request: conversion.Request, step_partition: int) -> conversion.Converted:
+def to_database(made: conversion.Conversion, step_partition: int) -> conversion.Converted:
     """As ``csv2db``, and logs nothing."""
     with conversion.plainly():
-        made = conversion.Conversion.of(request)
         batches = made.batches(BATCH_ROWS)
-        with _draft(request.output) as draft, conversion.bar() as shown:
-            processes = min(request.workers, len(batches) or 1)
+        with _draft(made.output) as draft, conversion.bar() as shown:
+            processes = min(made.workers, len(batches) or 1)
             with MetricTables(draft, step_partition) as tables, engine(processes) as (executor, workers):
                 results = run_in_order(executor, workers, prepare, batches)
                 for cells in shown.track(results, len(batches), description="converting"):
                     made.add(tables.insert(cells), cells.set_aside)
                 for index in shown.track(tables.indices(), description="indexing"):
                     tables.make(index)
-            return made.converted(request.output / DATABASE)
+            return made.converted(made.output / DATABASE)
 
 
 @contextmanager

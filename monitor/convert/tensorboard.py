@@ -66,25 +66,22 @@ def csv2tensorboard_by_step(
         ConversionError: nothing was converted, because of what the message says.
         OSError: the disk does not allow it.
     """
-    request = conversion.Request.of(
-        monitor_path, time_start, time_end, process_num, data_type_list, output_dirpath, job, ENDING
-    )
-    return to_events(request).log()
+    asked = (time_start, time_end, process_num, data_type_list, output_dirpath, job)
+    return to_events(conversion.Conversion.of(monitor_path, *asked, ENDING)).log()
 
 
-def to_events(request: conversion.Request) -> conversion.Converted:
+def to_events(made: conversion.Conversion) -> conversion.Converted:
     """As ``csv2tensorboard_by_step``, and logs nothing."""
     with conversion.plainly():
-        made = conversion.Conversion.of(request)
         courses = groupby(made.batches(BATCH_ROWS), key=lambda one: (one.kind, one.ranks))
-        with draft_of(request.output, "conversion", "another output directory") as draft:
+        with draft_of(made.output, "conversion", "another output directory") as draft:
             draft.mkdir()
             tasks = [EventTask(tuple(some), draft) for _, some in courses]
-            with engine(min(request.workers, len(tasks) or 1)) as (executor, workers), conversion.bar() as shown:
+            with engine(min(made.workers, len(tasks) or 1)) as (executor, workers), conversion.bar() as shown:
                 results = run_in_order(executor, workers, write_course, tasks)
                 for rows, torn in shown.track(results, len(tasks), description="converting"):
                     made.add(rows, torn)
-            return made.converted(request.output)
+            return made.converted(made.output)
 
 
 def write_course(task: EventTask) -> tuple[dict[int, int], list[SetAside]]:

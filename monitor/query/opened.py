@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from monitor.coordinator.resume import Span
 from monitor.failures import LOGGER
 from monitor.merge.execution import MergeError
 from monitor.merge.finished import Folder
@@ -61,7 +60,7 @@ def open_run(path: str | PathLike[str], *, job: str | None = None) -> OpenedRun:
     return OpenedRun(open_source(path, job))
 
 
-def open_source(path: str | PathLike[str], job: str | None = None, span: Span | None = None) -> RunSource:
+def open_source(path: str | PathLike[str], job: str | None = None, span: tuple[str, str] | None = None) -> RunSource:
     """``open_run`` for other rooms of the package, which read rows of a run in batches (``monitor.query.batches``).
 
     Args:

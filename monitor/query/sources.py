@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from pyarrow.parquet import ParquetFile
 
 from monitor.coordinator.manifest_format import StepRanges
-from monitor.coordinator.resume import Span
 from monitor.merge import execution, merge
 from monitor.merge.combine import per_rank_rows
 from monitor.merge.discovery import SetAside, choose, discover, runs_of, unmerged_formats, without_manifests
@@ -400,7 +399,7 @@ class RankDirectories:
         MergeError: There is no directory of a rank, or more than one job.
     """
 
-    def __init__(self, base: Path, job: str | None = None, span: Span | None = None) -> None:
+    def __init__(self, base: Path, job: str | None = None, span: tuple[str, str] | None = None) -> None:
         self._base, self._span = base, span
         found = discover(base, span)
         self._is_merged = bool(found.jobs)
