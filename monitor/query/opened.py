@@ -70,7 +70,12 @@ def open_source(path: str | PathLike[str], job: str | None = None, span: tuple[s
         folder = Folder(fspath(path))
         names = folder.names()
         if REPORT_FILE in names and {"per_rank", "global"} & set(names):
-            return MergedSet(folder)
+            merged = MergedSet(folder)
+            if span is not None or not str(merged.manifest.get("job_id")).startswith(job or ""):
+                raise QueryError(
+                    f"{path} is a merged set of job {merged.manifest.get('job_id')}: it has no other job, and no times."
+                )
+            return merged
         if folder.local is not None:
             return RankDirectories(folder.local, job, span)
     except MergeError as error:
