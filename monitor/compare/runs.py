@@ -114,9 +114,7 @@ def _alike(left: Row, right: Row, ndigits: list[int]) -> tuple[Row, Row]:
     """Both rows, with the numbers of one rounded if the other is from CSV."""
     if (left["call_id"] is None) == (right["call_id"] is None):
         return left, right
-    if left["call_id"] is None:
-        return left, _rounded(right, ndigits[0])
-    return _rounded(left, ndigits[1]), right
+    return (left, _rounded(right, ndigits[0])) if left["call_id"] is None else (_rounded(left, ndigits[1]), right)
 
 
 def _rounded(row: Row, ndigits: int) -> Row:

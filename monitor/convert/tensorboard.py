@@ -116,15 +116,12 @@ def _event_file(directory: Path, rank: int, kind: str, begun: float) -> EventFil
 
 def _values(rows: pa.Table, place: str) -> Iterator[memoryview]:
     """The scalars of one step, an op at a time. What was not measured leaves none."""
-    for block in _blocks(rows):
+    for start in range(0, len(rows), BLOCK_ROWS):
+        block = rows.slice(start, BLOCK_ROWS)
         tags = _tags(block, place)
         for op in ops_in(block):
             if op not in TEXT_OPS:
                 yield scalar_values(tags, op, *numbers_in(block[op]))
-
-
-def _blocks(rows: pa.Table) -> Iterator[pa.Table]:
-    return (rows.slice(start, BLOCK_ROWS) for start in range(0, len(rows), BLOCK_ROWS))
 
 
 def _tags(rows: pa.Table, place: str) -> pa.BinaryArray:

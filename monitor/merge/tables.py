@@ -237,8 +237,6 @@ BYTES_A_ROW: Final = 100
 FAR: Final = 2**62
 """Beyond any step."""
 
-NO_STEPS: Final = "its name is not that of steps"
-
 UNFINISHED: Final = "unfinished: the run was killed. A run with append_output into its directory recovers it"
 
 _KIND: Final = re.compile(r"[a-z][a-z_]{0,63}")
@@ -301,31 +299,22 @@ def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
 
 
 def _csv_shard(named: files.NamedShard) -> Shard:
-    if (reason := _refused(named.path)) is not None:
-        raise ForeignError(reason)
-    if not _possible(named.steps):
-        raise ForeignError(NO_STEPS)
+    _check(named.path, named.steps)
     if named.kind not in _CSV_KINDS:
         raise ForeignError(f"{named.kind!r} is no kind of rows")
     return Shard(named.path, named.kind, named.steps, named.path.stat().st_size // BYTES_A_ROW + 1)
 
 
-def _possible(steps: StepSpan) -> bool:
-    return steps.first <= steps.last < FAR
-
-
-def _refused(path: Path) -> str | None:
-    """Why a file is not to be opened, if it is not. To open a pipe would wait for somebody to write to it."""
-    if leads_out(path):
-        return "it leads to another directory"
-    return None if path.is_file() else "it is not a file"
+def _check(path: Path, steps: StepSpan) -> None:
+    """Refuse a file that is not to be opened. To open a pipe would wait for somebody to write to it."""
+    if leads_out(path) or not path.is_file():
+        raise ForeignError("it leads to another directory" if leads_out(path) else "it is not a file")
+    if not steps.first <= steps.last < FAR:
+        raise ForeignError("its name is not that of steps")
 
 
 def _kinds_of(path: Path, form: ShardFormat, steps: StepSpan, rank: int) -> Iterator[Shard]:
-    if (reason := _refused(path)) is not None:
-        raise ForeignError(reason)
-    if not _possible(steps):
-        raise ForeignError(NO_STEPS)
+    _check(path, steps)
     facts, rows = form.look(path)
     if facts.rank != rank:
         raise ForeignError(f"it is of rank {facts.rank}")
