@@ -99,7 +99,7 @@ def test_the_curves_are_those_that_the_format_tensorboard_writes(tmp_path: Path,
 
 
 @pytest.mark.parametrize("source", ["hdf5", "parquet", "merged"])
-def test_the_number_of_processes_changes_no_byte_and_of_ranks_neither_does_the_size_of_batches(
+def test_neither_processes_nor_batches_of_ranks_change_a_byte(
     tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = recorded(tmp_path, "hdf5" if source == "merged" else source)
