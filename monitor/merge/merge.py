@@ -46,6 +46,7 @@ class Wanted:
     """What to merge, and into what.
 
     Attributes:
+        output: A directory; for ``monitor.merge.parts`` also a URL.
         job: Beginning of the job's id; None where there is only one.
         span: Timestamps of directories, the first and the last; None: all.
         kinds: None: all.
@@ -53,7 +54,7 @@ class Wanted:
     """
 
     base: Path
-    output: Path
+    output: Path | str
     job: str | None = None
     span: Span | None = None
     kinds: Collection[str] | None = None
@@ -88,7 +89,7 @@ def merge(wanted: Wanted, progress: Progress = lambda _done, _all: None) -> Repo
     """
     found = discover(wanted.base, wanted.span)
     job = choose(found, wanted.job)
-    with draft_of(wanted.output, "merge", "another directory with -o") as draft:
+    with draft_of(Path(wanted.output), "merge", "another directory with -o") as draft:
         draft.mkdir()
         with planned_merge(wanted, found, job, draft) as work:
             for window, outcomes in work.done(work.windows, progress):
@@ -155,7 +156,8 @@ def planned_merge(wanted: Wanted, found: Found, job: str, output: Path) -> Itera
 
     Args:
         found: In ``wanted.base``.
-        output: A directory for the files of the windows, which has nothing in it; its directory ``work`` is not part of the result.
+        output: A directory for the files of the windows, which has nothing in it; its directory ``work`` is not part of the
+            result.
 
     Raises:
         MergeError: there is nothing to merge.
@@ -554,8 +556,8 @@ class Plan:
             yield Piece(columns, steps, sources, shares, number, catalogue, others, about, outputs, ndigits, self.job)
 
     def fingerprint(self, window: Window) -> str:
-        """A number of all that decides what the files of a window hold, and what there is to report of it. While it is the same,
-        the window need not be done again.
+        """A number of all that decides what the files of a window hold, and what there is to report of it. While it is the
+        same, the window need not be done again.
         """
         steps, columns = window.steps, self.columns(window.kind)
         about = [SCHEMA_VERSION, self.suffix, self.job, self._ndigits, columns, steps, window.pieces, len(window.shares)]
@@ -574,11 +576,18 @@ class Plan:
     @cached_property
     def _places(self) -> list[dict[str, Any]]:
         """Of the rank of each directory in its groups."""
-        return read_file(self.about_runs).to_pylist()
+        places: list[dict[str, Any]] = read_file(self.about_runs).to_pylist()
+        return places
 
     def catalogues_of(self, kind: str) -> tuple[Path | None, Path | None]:
         """Of the kind, and of the one whose rows stand in the same files of CSV."""
         return self.catalogues.get(kind), self.catalogues.get(DIRECTION_KIND) if kind == CALL_KIND else None
+
+    def files(self, window: Window) -> Iterator[str]:
+        """The files that were made of a window, as paths in ``output``: a piece without rows has none."""
+        for path in chain.from_iterable(self._outputs(window.kind, steps) for steps in window.pieces):
+            if path.exists():
+                yield f"{path.parent.name}/{path.name}"
 
     def clear_up(self, window: Window) -> None:
         """Remove what only the pieces of this window needed."""
