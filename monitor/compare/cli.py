@@ -99,7 +99,7 @@ def monitor_compare(
 ) -> None:
     """Compare two precision dumps, or two monitored runs.
 
-    Of runs it compares what they recorded as CSV. It shows the first tensor in execution order that differs, and the largest
+    Runs may have any format. It shows the first tensor in execution order that differs, and the largest
     differences.
 
     Exit status: 0 they are the same, 1 they differ, or there is no tensor to compare, 2 nothing was compared.
