@@ -237,7 +237,9 @@ BYTES_A_ROW: Final = 100
 FAR: Final = 2**62
 """Beyond any step."""
 
-UNFINISHED: Final = "unfinished: the run was killed. A run with append_output into its directory recovers it"
+UNFINISHED: Final = (
+    "unfinished: the run still writes it, or was killed. A run with append_output into its directory recovers it"
+)
 
 _KIND: Final = re.compile(r"[a-z][a-z_]{0,63}")
 _CSV_KINDS: Final = frozenset(map(shown_kind, KINDS))

@@ -74,7 +74,7 @@ def monitor_query(
 EXAMPLES: Final = (
     ("the curve of one tensor", "select step, rank, norm from {kind} where name = '…' order by step, rank"),
     ("the largest of a step", "select name, norm from global_{kind} where step = {step} order by norm desc limit 20"),
-    ("what differs between ranks", "select name, min(norm), max(norm) from {kind} where step = {step} group by name"),
+    ("what differs between ranks", "select name, min(norm), max(norm) from {spread} where step = {step} group by name"),
 )
 
 
@@ -91,10 +91,13 @@ def _list(opened: OpenedRun, console: Console) -> None:
     say(console, "tables")
     say(console, "  KIND and per_rank_KIND: rows of ranks. global_KIND: rows of whole tensors.")
     say(console, "examples")
-    kind = next((one for one in ("grad_reduced", "actv") if one in kinds), kinds[0])
+    kind, spread = (
+        next((one for one in known if one in kinds), kinds[0])
+        for known in (("grad_reduced", "actv"), ("grad_unreduced", "actv", "grad_reduced"))  # every rank writes the first two
+    )
     step = max((one[-1] for one in steps.get(kind, [])), default=0)
     for what, text in EXAMPLES:
-        say(console, f"  {what}:\n    {text.format(kind=kind, step=step)}")
+        say(console, f"  {what}:\n    {text.format(kind=kind, spread=spread, step=step)}")
 
 
 def _steps(ranges: Sequence[range]) -> str:

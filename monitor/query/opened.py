@@ -262,8 +262,9 @@ class OpenedRun:
         every = self._read(RowChoice(choice.kind, choice.whole, columns=("name",)))["name"].unique().to_pylist()
         for one in absent:
             if not any(map(NameFilter([one]).matches, every)):
-                close = get_close_matches(one, every, MOST_NAMED) or sorted(every)
-                raise QueryError(f"{choice.kind} has no tensor {one!r}. It has {len(every)}: {_listed(close)}.")
+                close = get_close_matches(one, every, MOST_NAMED)
+                hint = f"Close to it: {_listed(close)}" if close else f"It has {_listed(sorted(every))}"
+                raise QueryError(f"{choice.kind} has no tensor {one!r} among its {len(every)}. {hint}.")
 
 
 def missing_in(told: Mapping[str, Any]) -> list[str]:
@@ -338,8 +339,8 @@ class Lacking:
             reasons += [(said.format(**one), ranges_of(one["steps"]) if "steps" in one else [ALL]) for one in own]
             if (more := told[what]["count"] - len(told[what]["listed"])) > 0:
                 reasons.append((f"the report does not list {more} more of {what.replace('_', ' ')}", [ALL]))
-        dropped = [one for one in told["dropped"]["listed"] if "format" not in one]
-        return cls(reasons, [("rank {rank}: {reason}".format(**one), ranges_of(one["steps"])) for one in dropped])
+        dropped = [(_dropped(one), ranges_of(one["steps"])) for one in told["dropped"]["listed"]]
+        return cls(reasons, dropped)
 
     def at(self, steps: NDArray[np.int64]) -> list[str | None]:
         """What is missing at each step; None if nothing is."""
@@ -356,6 +357,12 @@ class Lacking:
             for step in sorted({one for each in ranges for one in each[:MOST_STEPS]} - set(steps.tolist())):
                 found.setdefault(step, []).append(reason)
         yield from ((step, str(_joined(reasons))) for step, reasons in sorted(found.items()))
+
+
+def _dropped(one: Mapping[str, Any]) -> str:
+    """An entry of the report's list, of all formats or of one."""
+    of_format = f", {one['format']}" if "format" in one else ""
+    return f"rank {one['rank']}{of_format}: {one['reason']}"
 
 
 def _joined(reasons: Sequence[str]) -> str | None:

@@ -112,8 +112,8 @@ def test_rows_of_whole_tensors_have_shards_combined(run: OpenedRun) -> None:
     ("asked", "said"),
     [
         ({"kind": "grad"}, "there are no rows of ranks of kind 'grad'. There are rows of ranks of actv, grad_reduced."),
-        ({"name": "c.output"}, "actv has no tensor 'c.output'. It has 2: "),
-        ({"name": ["a.output", "x*"]}, "actv has no tensor 'x\\*'. It has 2: a.output, b.output."),
+        ({"name": "c.output"}, "actv has no tensor 'c.output' among its 2. Close to it: "),
+        ({"name": ["a.output", "x*"]}, "actv has no tensor 'x\\*' among its 2. It has a.output, b.output."),
         ({"columns": ["norm", "nrm"]}, "actv has no column 'nrm'. It has kind, rank, dp,"),
         ({"ranks": [0, 7]}, "there is no rank 7. There are 0, 1."),
         ({"ranks": 0, "per_rank": False}, "rows of whole tensors are not of single ranks"),
