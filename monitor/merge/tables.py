@@ -20,7 +20,7 @@ from monitor.sinks.arrow import FILLED, HISTOGRAM, IDENTITY, PARTIAL_TYPES, TEXT
 from monitor.sinks.csv import COLUMN_TYPES, read_csv
 from monitor.sinks.csv_files import BEGINNING
 from monitor.sinks.files import StepSpan
-from monitor.sinks.spool import NotAShardError, ShardFormat
+from monitor.sinks.spool import PART, NotAShardError, ShardFormat
 from monitor.stats.features import own_columns
 from monitor.stats.histograms import LOSSES, MAGNITUDES
 from monitor.stats.ops import NUMERIC_OPS, has_op
@@ -267,9 +267,19 @@ class Shard:
     rows: int
 
     @property
+    def suffix(self) -> str:
+        """Of its format; that of an unfinished file has ``.part`` behind it."""
+        return self.path.with_suffix("").suffix + PART if self.is_part else self.path.suffix
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is unfinished."""
+        return self.path.suffix == PART
+
+    @property
     def exact(self) -> bool:
         """Whether it holds partials."""
-        return self.path.suffix in EXACT
+        return self.suffix.removesuffix(PART) in EXACT
 
     def read(self, steps: StepSpan, columns: Columns) -> pa.Table:
         """Its rows of these steps, with the columns of rows that are exact if it is, otherwise with those of rounded ones.
@@ -281,7 +291,11 @@ class Shard:
 
 
 def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
-    """The visible shards of a rank, and the files that look like ones and are not."""
+    """The shards of a rank, and the files that look like ones and are not.
+
+    Of a run that was killed, or still writes, the whole steps of an unfinished file count, too: they are the last that it
+    recorded. Files of CSV are set aside while they are unfinished.
+    """
     found: list[Shard] = []
     aside = [SetAside(str(named.path), UNFINISHED) for named in files.parts_in(directory)]
     for named in files.shards_in(directory):
@@ -291,8 +305,7 @@ def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
             except ForeignError as error:
                 aside.append(SetAside(str(named.path), str(error)))
     for form in EXACT.values():
-        aside += [SetAside(str(path), UNFINISHED) for path, _ in form.parts_in(directory)]
-        for path, steps in form.shards_in(directory):
+        for path, steps in (*form.shards_in(directory), *form.parts_in(directory)):
             try:
                 found.extend(_kinds_of(path, form, steps, rank))
             except (ForeignError, NotAShardError, OSError) as error:
@@ -317,7 +330,10 @@ def _check(path: Path, steps: StepSpan) -> None:
 
 def _kinds_of(path: Path, form: ShardFormat, steps: StepSpan, rank: int) -> Iterator[Shard]:
     _check(path, steps)
-    facts, rows = form.look(path)
+    found = form.look_at_part(path) if path.suffix == PART else form.look(path)
+    if found is None:
+        return
+    facts, rows = found
     if facts.rank != rank:
         raise ForeignError(f"it is of rank {facts.rank}")
     for kind, length in rows.items():
@@ -328,7 +344,9 @@ def _kinds_of(path: Path, form: ShardFormat, steps: StepSpan, rank: int) -> Iter
 
 def _read_exact_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Table:
     try:
-        rows = EXACT[shard.path.suffix].rows(shard.path, steps, shard.kind)
+        form = EXACT[shard.suffix.removesuffix(PART)]
+        read = form.rows_of_part if shard.is_part else form.rows
+        rows = read(shard.path, steps, shard.kind)
     except (NotAShardError, OSError) as error:
         raise ForeignError(_reason(error)) from error
     _check_steps(rows, shard)
