@@ -23,6 +23,8 @@ MOST_SHOWN: Final = 100
 MOST_SAID: Final = 20
 """Lines about what is missing."""
 
+MOST_NOTES: Final = 5
+
 app: Final = command_app()
 
 
@@ -90,6 +92,8 @@ def _list(opened: OpenedRun, console: Console) -> None:
         say(console, f"  {kind:<{width}}  {_steps(steps.get(kind, []))}")
     say(console, "tables")
     say(console, "  KIND and per_rank_KIND: rows of ranks. global_KIND: rows of whole tensors.")
+    for note in opened.notes[:MOST_NOTES]:
+        say(console, f"note  {note}")
     say(console, "examples")
     kind, spread = (
         next((one for one in known if one in kinds), kinds[0])

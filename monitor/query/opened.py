@@ -129,6 +129,11 @@ class OpenedRun:
         return missing_in(self._source.told())
 
     @property
+    def notes(self) -> list[str]:
+        """What the ranks say about the numbers, for example that gradients were measured after clipping."""
+        return [f"{one['about']}: {one['note']}" for one in self._source.told()["notes"]]
+
+    @property
     def tables(self) -> list[str]:
         """The tables of ``sql``."""
         return list(self._tables)
