@@ -22,10 +22,7 @@ from monitor.merge.follow import FollowOptions, UnfinishedError, follow, how_to_
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import summary
 from monitor.sinks.files import ALL_STEPS, StepSpan
-from monitor.terminal import say
-
-CLEAN, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: all is there and agrees; something is missing or disagrees, or there was no row; nothing was merged."""
+from monitor.terminal import CLEAN, FLAWED, NOTHING, say
 
 
 class FormatName(StrEnum):

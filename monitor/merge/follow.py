@@ -29,7 +29,6 @@ from monitor.merge.finished import DONE, FinishedWindow, FinishedWindows, Folder
 from monitor.merge.merge import REPORT_FILE, Progress, Wanted, Window, missing_ranks, planned_merge
 from monitor.merge.parts import command_of, difference_of, options_of
 from monitor.merge.report import Report
-from monitor.merge.tables import UNFINISHED
 from monitor.sinks.files import StepSpan
 
 BATCH_SECONDS: Final = 5.0
@@ -446,7 +445,7 @@ class Rounds:
         draft = self._target.draft()
         with planned_merge(self._wanted, found, job, draft, horizon) as work:
             if horizon is not None:  # the files that ranks are writing are not there to be recovered
-                work.report.set_aside[:] = [one for one in work.report.set_aside if one.reason != UNFINISHED]
+                work.report.set_aside[:] = [one for one in work.report.set_aside if not Path(one.path).name.startswith(".")]
                 self._name_unknown(set(self._wanted.kinds or ()) - {*work.plan.shards, *work.plan.catalogues})
             prints = {window: work.plan.fingerprint(window) for window in work.windows}
             batch: list[FinishedWindow] = []

@@ -557,15 +557,15 @@ class Plan:
     def shares(self, window: Window) -> Iterator[Share]:
         """What to do before the pieces of a window can be done."""
         for number, places in enumerate(window.shares):
-            sources, columns = self._sources(window, window.steps, places), self.columns(window.kind)
-            catalogue, others = self._catalogues(window.kind)
+            sources, columns = self.sources(window.kind, window.steps, places), self.columns(window.kind)
+            catalogue, others = self.catalogues_of(window.kind)
             output = self._shared(window, number)
             yield Share(columns, window.steps, window.pieces, sources, catalogue, others, output)
 
     def pieces(self, window: Window) -> Iterator[Piece]:
-        sources = () if window.shares else self._sources(window, window.steps, range(len(self.runs)))
+        sources = () if window.shares else self.sources(window.kind, window.steps, range(len(self.runs)))
         shares = tuple(self._shared(window, number) for number in range(len(window.shares)))
-        catalogue, others = self._catalogues(window.kind)
+        catalogue, others = self.catalogues_of(window.kind)
         for number, steps in enumerate(window.pieces):
             outputs, columns = self._outputs(window.kind, steps), self.columns(window.kind)
             about, ndigits = self.about_runs, self._ndigits
@@ -577,8 +577,8 @@ class Plan:
         """
         steps, columns = window.steps, self.columns(window.kind)
         about = [SCHEMA_VERSION, self.suffix, self.job, self._ndigits, columns, steps, window.pieces, len(window.shares)]
-        about += [self._digests.get(path) for path in self._catalogues(window.kind) if path is not None]
-        for one in self._sources(window, steps, range(len(self.runs))):
+        about += [self._digests.get(path) for path in self.catalogues_of(window.kind) if path is not None]
+        for one in self.sources(window.kind, steps, range(len(self.runs))):
             written, abandoned = (record.between(steps.first, steps.last) for record in (one.written, one.abandoned))
             about += [one.rank, min(one.end, steps.last + 1), written, abandoned, self._places[one.run]]
             about += [(shard.kind, _identity(shard.path)) for shard in (*one.shards, *one.replicas)]
@@ -595,7 +595,7 @@ class Plan:
         places: list[dict[str, Any]] = read_file(self.about_runs).to_pylist()
         return places
 
-    def _catalogues(self, kind: str) -> tuple[Path | None, Path | None]:
+    def catalogues_of(self, kind: str) -> tuple[Path | None, Path | None]:
         """Of the kind, and of the one whose rows stand in the same files of CSV."""
         return self.catalogues.get(kind), self.catalogues.get(DIRECTION_KIND) if kind == CALL_KIND else None
 
@@ -618,10 +618,9 @@ class Plan:
         name = f"{kind}_{steps.first}-{steps.last}{self.suffix}"
         return self.output / "per_rank" / name, self.output / "global" / name
 
-    def _sources(self, window: Window, steps: StepSpan, places: range) -> tuple[Source, ...]:
-        own, replicas = (
-            self._shards_by_run(shards, steps, places) for shards in (self.shards[window.kind], self._replicas(window.kind))
-        )
+    def sources(self, kind: str, steps: StepSpan, places: range) -> tuple[Source, ...]:
+        """What the directories at these places have of a kind."""
+        own, replicas = (self._shards_by_run(shards, steps, places) for shards in (self.shards[kind], self._replicas(kind)))
         return tuple(self._source(run, own.get(run, ()), replicas.get(run, ())) for run in sorted({*own, *replicas}))
 
     def _shards_by_run(self, shards: pa.Table, steps: StepSpan, places: range) -> dict[int, tuple[Shard, ...]]:

@@ -18,19 +18,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NamedTuple
 
+from monitor.merge import finished
 from monitor.merge.combine import Outcome
 from monitor.merge.discovery import choose, discover
 from monitor.merge.execution import MergeError, NothingRecordedError, alone, is_empty, run
-from monitor.merge.finished import (
-    CONNECTIONS,
-    DONE,
-    PATIENCE,
-    FinishedWindow,
-    FinishedWindows,
-    Folder,
-    record_of,
-    without_password,
-)
+from monitor.merge.finished import FinishedWindow, FinishedWindows, Folder
 from monitor.merge.merge import REPORT_FILE, PlannedMerge, Progress, Wanted, Window, planned_merge
 from monitor.merge.outputs import SUFFIXES
 from monitor.sinks.files import ALL_STEPS
@@ -94,7 +86,7 @@ class PartsFolder:
     @classmethod
     def of(cls, output: Path | str) -> PartsFolder:
         """Raises: MergeError: The package for the URL is missing, or the directory cannot be used."""
-        folder = Folder(str(output), PATIENCE)
+        folder = Folder(str(output), finished.PATIENCE)
         if folder.local is None:
             return cls(folder, None)
         final = folder.local.absolute()
@@ -119,14 +111,14 @@ class PartsFolder:
         names = set(self.folder.names())
         if REPORT_FILE in names:
             raise MergeError(f"{self} is a finished data set. Remove it, or name another output with -o.")
-        if names and (names - {*_FOLDERS, DONE} or DONE not in names):
+        if names and (names - {*_FOLDERS, finished.DONE} or finished.DONE not in names):
             there = ", ".join(sorted(names)[:3])
             raise MergeError(f"{self} contains {there}, which is not of a merge in parts. Name another output with -o.")
 
     def request(self) -> dict[str, str]:
         """The options of the parts that are there, and ``--part``, how many they are; empty if there is none."""
         with suppress(ValueError):
-            known = json.loads(self.folder.read(f"{DONE}/{_REQUEST}") or b"null")
+            known = json.loads(self.folder.read(f"{finished.DONE}/{_REQUEST}") or b"null")
             if isinstance(known, dict):
                 return {str(option): str(value) for option, value in known.items()}
         return {}
@@ -144,7 +136,7 @@ class PartsFolder:
                 f"{self} has parts with {one}, and this one has {other}. Give every part the same options, or remove {self}."
             )
         if known != (asked := {**options, "--part": str(count)}):
-            self.folder.write(json.dumps(asked), f"{DONE}/{_REQUEST}")
+            self.folder.write(json.dumps(asked), f"{finished.DONE}/{_REQUEST}")
 
     def files(self) -> set[str]:
         """The files of windows that are there."""
@@ -158,7 +150,7 @@ class PartsFolder:
         with suppress(ValueError):
             known = json.loads(whole.read(REPORT_FILE) or b"null")
             if isinstance(known, dict) and "clean" in known and "job_id" in known:
-                whole.remove(DONE)
+                whole.remove(finished.DONE)
                 return known
         return None
 
@@ -174,17 +166,17 @@ class PartsFolder:
         self.folder.write(report, REPORT_FILE)
         whole = self.folder
         if self.final is not None and self.local is not None:
-            for name in set(self.folder.names()) - {*_FOLDERS, DONE, REPORT_FILE}:
+            for name in set(self.folder.names()) - {*_FOLDERS, finished.DONE, REPORT_FILE}:
                 self.folder.remove(name)
             for below in _FOLDERS:
                 (self.local / below).mkdir(exist_ok=True)
             os.rename(self.local, self.final)
             whole = Folder(str(self.final))
-        whole.remove(DONE)
+        whole.remove(finished.DONE)
 
     def discard(self) -> None:
         """Remove what has no row."""
-        for name in (*_FOLDERS, DONE):
+        for name in (*_FOLDERS, finished.DONE):
             self.folder.remove(name)
         if self.local is not None:
             self.folder.remove("")
@@ -209,7 +201,7 @@ def options_of(wanted: Wanted) -> dict[str, str]:
 
 def command_of(wanted: Wanted, *more: str) -> str:
     """The command that does this merge, or a part of it."""
-    output = without_password(str(wanted.output))
+    output = finished.without_password(str(wanted.output))
     return shlex.join(["trainermon", "merge", str(wanted.base), "-o", output, *chain(*options_of(wanted).items()), *more])
 
 
@@ -343,11 +335,11 @@ class SharedMerge:
         def keep(done: tuple[Window, list[Outcome]]) -> None:
             window, outcomes = done
             made = tuple(self.planned.plan.files(window))
-            finished = FinishedWindow(window.kind, window.steps, prints[window], made, tuple(outcomes))
-            FinishedWindows(self.place.folder).add(finished, self.draft)
+            record = FinishedWindow(window.kind, window.steps, prints[window], made, tuple(outcomes))
+            FinishedWindows(self.place.folder).add(record, self.draft)
 
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            for _ in run(pool, CONNECTIONS, keep, self.planned.done(left, progress)):
+        with ThreadPoolExecutor(finished.CONNECTIONS) as pool:
+            for _ in run(pool, finished.CONNECTIONS, keep, self.planned.done(left, progress)):
                 pass
         return DoneWindows(len(own), len(own) - len(left))
 
@@ -375,9 +367,9 @@ class SharedMerge:
 
     def _records(self, windows: Sequence[Window]) -> dict[Window, FinishedWindow]:
         """What is known to be done of these windows, perhaps from other data."""
-        named = {record_of(one.kind, one.steps): one for one in windows}
+        named = {finished.record_of(one.kind, one.steps): one for one in windows}
         listed = FinishedWindows(self.place.folder).listed(named)
-        return {named[name]: one for one in listed if (name := record_of(one.kind, one.steps)) in named}
+        return {named[name]: one for one in listed if (name := finished.record_of(one.kind, one.steps)) in named}
 
     def _to_do(self, lacking: Sequence[Window], changed: Sequence[Window]) -> str:
         """What to say of windows that are not done."""

@@ -174,6 +174,8 @@ def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if len(listed) + more > 5:
             yield "", f"and {len(listed) + more - 5} more"
     yield from _ops_without_a_value(told["not_combined"]["listed"])
+    for one in told["notes"][:5]:
+        yield "notes", f"{one['about']}: {one['note']}"
 
 
 def _by_reason(listed: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -102,8 +102,8 @@ def _rows_that_count(
 ) -> Iterator[tuple[pa.Table, bool]]:
     """Each step once: from a format that has partials, and of several files of the format the last."""
     seen: dict[int, str] = {}
-    for shard in sorted(shards, key=lambda one: (one.exact, one.path.suffix, one.steps, one.path.name), reverse=True):
-        form = shard.path.suffix
+    for shard in sorted(shards, key=lambda one: (one.exact, one.suffix, one.steps, one.path.name), reverse=True):
+        form = shard.suffix
         if _has_all(source.written, shard, steps, {step for step, other in seen.items() if other != form}):
             continue  # the same rows, or less of them
         try:

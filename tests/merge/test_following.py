@@ -303,7 +303,7 @@ def test_a_job_that_was_killed_is_finished_on_demand(tmp_path: Path) -> None:
     following.look()
     told = following.look(finish=True)
     assert told is not None
-    assert told["set_aside"]["count"] == 2
+    assert (told["not_closed"]["count"], told["steps"]["ranges"]) == (2, [[0, 7, 1]])
     assert_as_merged_at_once(tmp_path)
 
 

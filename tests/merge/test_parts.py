@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from hanging import until
 from recorded_job import FORMATS, RecordedRank, files, merged, sharded
 from sink_rows import Measured
 from typer.testing import CliRunner
@@ -24,6 +27,8 @@ from monitor.merge.parts import DoneWindows, Part, finish, merge_part, parts_of
 from monitor.series import Placement, Shard
 from monitor.sinks.files import StepSpan
 
+SPAWN = multiprocessing.get_context("spawn")
+SOON = 60.0
 ROWS = 3
 """Of a piece, so that there are many windows."""
 
@@ -138,6 +143,38 @@ def test_a_part_that_is_done_is_not_done_again(job: Path) -> None:
     written = {path: path.stat().st_mtime_ns for path in (job / ".merged.parts").rglob("*.parquet")}
     assert do(wanted(job), "1/3") == DoneWindows(first.all, first.all)
     assert {path: path.stat().st_mtime_ns for path in (job / ".merged.parts").rglob("*.parquet")} == written
+
+
+def killed_before_its_end(base: Path) -> None:
+    """When the first of its windows have their records, and the others are not in their place."""
+
+    def die(done: int, every: int) -> None:
+        if done == every and until(lambda: any((base / ".merged.parts" / ".done").glob("*.json")), SOON):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    merge_part(wanted(base), Part(1, 1), die)
+
+
+def test_a_part_that_is_killed_continues_when_it_is_run_again(job: Path) -> None:
+    process = SPAWN.Process(target=killed_before_its_end, args=(job,))
+    process.start()
+    process.join(SOON)
+    assert process.exitcode == -signal.SIGKILL
+    done = do(wanted(job), "1/1")
+    assert 0 < done.before < done.all
+    finish(wanted(job))
+    assert files(job / "merged") == files_of_one_merge(job)
+
+
+def test_a_part_that_runs_twice_at_the_same_time_does_no_harm(job: Path) -> None:
+    processes = [SPAWN.Process(target=do, args=(wanted(job), "1/1")) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(SOON)
+    assert [process.exitcode for process in processes] == [0, 0]
+    finish(wanted(job))
+    assert files(job / "merged") == files_of_one_merge(job)
 
 
 def test_parts_of_another_split_are_used(job: Path) -> None:
