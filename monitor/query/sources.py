@@ -290,7 +290,9 @@ class MergedSet:
         known = self._footers.get(file.path)
         with (
             self._folder.opened(file.path) as source,
-            ParquetFile(source, metadata=known, memory_map=isinstance(source, str)) as parquet,  # type: ignore[no-untyped-call]
+            ParquetFile(  # type: ignore[no-untyped-call]
+                source, metadata=known, memory_map=isinstance(source, str), page_checksum_verification=True
+            ) as parquet,
         ):
             self._footers[file.path] = parquet.metadata
             yield parquet

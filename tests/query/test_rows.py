@@ -285,3 +285,17 @@ def test_manifests_are_those_of_the_ranks(tmp_path: Path) -> None:
     assert {rank: manifest.rank for rank, manifest in manifests.items()} == {0: 0, 1: 1}
     (shard,) = tmp_path.glob("*-rank0-*/*.h5")
     assert read_hdf5(shard).num_rows == open_run(tmp_path).rows("grad_reduced", ranks=0).num_rows
+
+
+def test_a_changed_bit_of_a_merged_file_is_never_another_number(tmp_path: Path) -> None:
+    merged_set = merged_into(record(tmp_path, steps=2), "parquet")
+    (path,) = (merged_set / "per_rank").glob("grad_reduced_*.parquet")
+    content, expected = path.read_bytes(), str(open_run(merged_set).rows("grad_reduced").to_pylist())
+    data = content[: -8 - int.from_bytes(content[-8:-4], "little")]  # without the footer, which has no checksum
+    for place in range(4, len(data), max(1, len(data) // 40)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+        try:
+            found = open_run(merged_set).rows("grad_reduced")
+        except (pa.ArrowException, OSError, QueryError):
+            continue
+        assert str(found.to_pylist()) == expected
