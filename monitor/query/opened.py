@@ -171,9 +171,9 @@ class OpenedRun:
             raise QueryError(_SQL_MISSING) from error
         named = {word.lower() for word in re.findall(r"\w+", query)}
         with duckdb.connect() as connection:
-            for table in named & set(self._tables):
-                self._add_table(connection, table)
             try:
+                for table in named & set(self._tables):
+                    self._add_table(connection, table)
                 found = connection.sql(query)
                 answer = None if found is None else found.to_arrow_table()
             except duckdb.Error as error:
@@ -219,7 +219,7 @@ class OpenedRun:
     def _read(self, choice: RowChoice) -> pa.Table:
         try:
             return self._source.rows(choice)
-        except MergeError as error:
+        except (MergeError, pa.ArrowException) as error:
             raise QueryError(str(error)) from error
 
     def _merged(self, kind: str) -> MergedSet:
