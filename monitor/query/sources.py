@@ -206,7 +206,7 @@ class MergedSet:
             except (ValueError, KeyError, TypeError) as error:
                 raise QueryError(f"{merge.REPORT_FILE} is damaged: {error}") from error
         self._files = {whole: self._listed(below) for whole, below in _FOLDERS.items()}
-        self._footers: dict[str, Any] = {}
+        self._footers: dict[tuple[Any, ...], Any] = {}
 
     def _listed(self, below: str) -> dict[str, list[MergedFile]]:
         """By kind, in order of steps."""
@@ -287,15 +287,14 @@ class MergedSet:
     @contextmanager
     def _parquet(self, file: MergedFile) -> Iterator[ParquetFile]:
         """Its footer is read once for all queries."""
-        known = self._footers.get(file.path)
-        with (
-            self._folder.opened(file.path) as source,
-            ParquetFile(  # type: ignore[no-untyped-call]
-                source, metadata=known, memory_map=isinstance(source, str), page_checksum_verification=True
-            ) as parquet,
-        ):
-            self._footers[file.path] = parquet.metadata
-            yield parquet
+        with self._folder.opened(file.path) as source:
+            key, mapped = _version(file.path, source), isinstance(source, str)
+            known = self._footers.get(key)
+            with ParquetFile(  # type: ignore[no-untyped-call]
+                source, metadata=known, memory_map=mapped, page_checksum_verification=True
+            ) as parquet:
+                self._footers[key] = parquet.metadata
+                yield parquet
 
     def _schema(self, file: MergedFile) -> pa.Schema:
         if file.is_parquet:
@@ -303,6 +302,14 @@ class MergedSet:
                 return parquet.schema_arrow
         with self._folder.copied(file.path) as path:
             return read_merged(path).schema
+
+
+def _version(path: str, source: Any) -> tuple[Any, ...]:
+    """Differs for a file on this machine that has been replaced, for example by another merge."""
+    if not isinstance(source, str):
+        return (path,)
+    found = Path(source).stat()
+    return (path, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def _bounds_of_groups(metadata: Any, columns: Collection[str]) -> Iterator[dict[str, tuple[Any, Any]]]:

@@ -299,3 +299,14 @@ def test_a_changed_bit_of_a_merged_file_is_never_another_number(tmp_path: Path) 
         except (pa.ArrowException, OSError, QueryError):
             continue
         assert str(found.to_pylist()) == expected
+
+
+def test_a_merged_file_that_was_replaced_is_read_by_its_own_footer(tmp_path: Path) -> None:
+    alone(tmp_path / "a", "old")
+    alone(tmp_path / "b", "new")
+    first, second = (merged_into(tmp_path / one, "parquet") for one in "ab")
+    run = open_run(first)
+    assert run.rows("grad_reduced", name="old").num_rows
+    for path in (second / "per_rank").iterdir():
+        path.replace(first / "per_rank" / path.name)
+    assert run.rows("grad_reduced", name="new").num_rows
