@@ -186,6 +186,7 @@ def _write_parquet(rows: pa.Table, path: Path) -> None:
         use_dictionary=others,
         use_byte_stream_split=floats,
         write_page_index=True,
+        write_page_checksum=True,
         store_schema=False,
         sorting_columns=[SortingColumn(rows.column_names.index(name)) for name in keys],
     ) as file:
@@ -217,7 +218,7 @@ def _in_numbers(column: pa.ChunkedArray) -> Index:
 
 def _read_parquet(path: Path) -> pa.Table:
     texts = [one.name for one in (*PER_RANK, *GLOBAL, *_OPS) if pa.types.is_dictionary(one.type)]
-    rows = read_parquet(str(path), read_dictionary=texts)  # type: ignore[no-untyped-call]
+    rows = read_parquet(str(path), read_dictionary=texts, page_checksum_verification=True)  # type: ignore[no-untyped-call]
     return rows.unify_dictionaries().combine_chunks()
 
 

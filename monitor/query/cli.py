@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from typing import Annotated, Any, Final
 
 import pyarrow as pa
@@ -143,12 +144,26 @@ def _print(answer: pa.Table, as_csv: bool, as_json: bool) -> None:
 
 def _print_json(answer: pa.Table) -> None:
     """A line for each row. JSON has no NaN and no infinity: these are the texts of CSV."""
+    names = answer.column_names
+    if twice := [one for place, one in enumerate(names) if one in names[:place]]:
+        raise ValueError(f"the answer has several columns {twice[0]!r}. Name them apart: select … as …")
     before = "[\n"
     for row in _rows(answer):
-        values = [str(one) if isinstance(one, float) and not math.isfinite(one) else one for one in row]
+        values = map(_in_json, row)
         typer.echo(before + json.dumps(dict(zip(answer.column_names, values, strict=True)), default=str), nl=False)
         before = ",\n"
     typer.echo("\n]" if answer.num_rows else "[]")
+
+
+def _in_json(value: Any) -> Any:
+    """Also of the values in a list or a struct. DuckDB's sums of integers are decimal numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, list | tuple):
+        return [_in_json(one) for one in value]
+    return {name: _in_json(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def _print_table(answer: pa.Table, console: Console) -> None:

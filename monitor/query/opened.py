@@ -161,7 +161,7 @@ class OpenedRun:
             QueryError: There is no such kind, name, rank or column. The message says what there is.
         """
         self._check_kind(kind, whole=not per_rank)
-        names = None if name is None else NameFilter([name] if isinstance(name, str) else name)
+        names = None if name is None else _names(name)
         of_ranks = None if ranks is None else self._ranks(ranks, per_rank)
         asked = None if columns is None else tuple([columns] if isinstance(columns, str) else columns)
         choice = RowChoice(kind, not per_rank, names, steps_of(steps), of_ranks, asked)
@@ -184,9 +184,9 @@ class OpenedRun:
             raise QueryError(_SQL_MISSING) from error
         named = {word.lower() for word in re.findall(r"\w+", query)}
         with duckdb.connect() as connection:
-            for table in named & set(self._tables):
-                self._add_table(connection, table)
             try:
+                for table in named & set(self._tables):
+                    self._add_table(connection, table)
                 found = connection.sql(query)
                 answer = None if found is None else found.to_arrow_table()
             except duckdb.Error as error:
@@ -232,7 +232,7 @@ class OpenedRun:
     def _read(self, choice: RowChoice) -> pa.Table:
         try:
             found = self._source.rows(choice)
-        except MergeError as error:
+        except (MergeError, pa.ArrowException) as error:
             raise QueryError(str(error)) from error
         for one in self._source.set_aside[self._said :]:
             LOGGER.warning("%s was not read: %s", one.path, one.reason)
@@ -251,7 +251,10 @@ class OpenedRun:
     def _ranks(self, ranks: int | Iterable[int], per_rank: bool) -> frozenset[int]:
         if not per_rank:
             raise QueryError("rows of whole tensors are not of single ranks. Leave ranks out, or ask for rows of ranks.")
-        asked = frozenset(map(index, ranks) if isinstance(ranks, Iterable) else [index(ranks)])
+        try:
+            asked = frozenset(map(index, ranks) if isinstance(ranks, Iterable) else [index(ranks)])
+        except TypeError as error:
+            raise QueryError(f"ranks is {ranks!r}. Give a rank, or several.") from error
         if unknown := sorted(asked - set(self.ranks)):
             raise QueryError(f"there is no rank {unknown[0]}. There are {_listed(self.ranks)}.")
         return asked
@@ -292,6 +295,13 @@ def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:MOST_NAMED])) + more
 
 
+def _names(name: str | Iterable[str]) -> NameFilter:
+    given = [name] if isinstance(name, str) else list(name) if isinstance(name, Iterable) else [name]
+    if not all(isinstance(one, str) for one in given):
+        raise QueryError(f"name is {name!r}. Give a name, a glob, or several of them.")
+    return NameFilter(given)
+
+
 def steps_of(steps: int | range | slice | Sequence[int] | None) -> range:
     """The steps that an argument means, as an ascending range.
 
@@ -300,16 +310,17 @@ def steps_of(steps: int | range | slice | Sequence[int] | None) -> range:
     """
     if steps is None:
         return ALL
-    if isinstance(steps, slice):
-        found = range(steps.start or 0, ALL.stop if steps.stop is None else steps.stop, steps.step or 1)
-    elif isinstance(steps, range):
-        found = steps
-    else:
-        try:
+    try:
+        if isinstance(steps, slice):
+            end, interval = ALL.stop if steps.stop is None else steps.stop, 1 if steps.step is None else steps.step
+            found = range(steps.start or 0, end, interval)
+        elif isinstance(steps, range):
+            found = steps
+        else:
             first, last = steps if isinstance(steps, Sequence) else (steps, steps)
             found = range(index(first), index(last) + 1)
-        except (TypeError, ValueError):
-            found = range(0)
+    except (TypeError, ValueError):
+        found = range(0)
     if not found or found.start < 0 or found.step < 1:
         raise QueryError(f"steps is {steps!r}. Give a step, an ascending range, or the first and the last step.")
     return found

@@ -27,7 +27,7 @@ from monitor.merge.combine import per_rank_rows
 from monitor.merge.discovery import SetAside, choose, discover, runs_of, unmerged_formats, without_manifests
 from monitor.merge.finished import Folder
 from monitor.merge.outputs import GLOBAL, PER_RANK, columns_of, read_merged
-from monitor.merge.report import Report
+from monitor.merge.report import Report, summary
 from monitor.merge.rows import Source, Told, gathered, read
 from monitor.merge.tables import Columns, Shard, Texts, order_by, read_file, starts_of_runs
 from monitor.merge.tensors import Catalogue
@@ -162,6 +162,9 @@ def in_order(tables: Sequence[pa.Table]) -> pa.Table:
     return rows if order is None else rows.take(pa.array(order))
 
 
+FOUND_BY_MERGING: Final = ("gaps", "incomplete", "without_global", "unplaced")
+"""Entries of a report that only a comparison of all ranks' rows finds."""
+
 SERIES: Final = pa.schema(
     [("kind", TEXT), ("rank", pa.int64()), ("vpp_stage", pa.int64()), ("name", TEXT), ("shape", TEXT), ("dtype", TEXT)]
 )
@@ -222,8 +225,9 @@ class MergedSet:
             try:
                 self.manifest: Mapping[str, Any] = json.loads(path.read_bytes())
                 self.ranks: list[int] = list(map(int, self.manifest["ranks"]))
-            except (ValueError, KeyError, TypeError) as error:
-                raise QueryError(f"{merge.REPORT_FILE} is damaged: {error}") from error
+                _ = ranges_of(self.manifest["steps"]), list(summary(self.manifest)), self.manifest["notes"]
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise QueryError(f"{merge.REPORT_FILE} is damaged: {type(error).__name__} {error}") from error
 
     def _listed(self, below: str) -> dict[str, list[MergedFile]]:
         """By kind, in order of steps."""
@@ -267,13 +271,13 @@ class MergedSet:
             QueryError: A column does not exist, or files were replaced again and again.
         """
         for _ in range(MOST_LISTINGS):
+            if choice.kind not in self._files[choice.whole]:
+                break
             try:
                 return self._rows(choice)
             except FileNotFoundError:
                 self._list()
-            if choice.kind not in self._files[choice.whole]:
-                break
-        raise QueryError(f"the files of {choice.kind} were replaced while they were read. Try again.")
+        raise QueryError(f"the files of {choice.kind} were removed or replaced while they were read. Open the run again.")
 
     def _rows(self, choice: RowChoice) -> pa.Table:
         files = self._files[choice.whole][choice.kind]
@@ -336,7 +340,9 @@ class MergedSet:
         known = self._footers.get((file.path, before))
         with (
             self._folder.opened(file.path) as source,
-            ParquetFile(source, metadata=known, memory_map=isinstance(source, str)) as parquet,  # type: ignore[no-untyped-call]
+            ParquetFile(  # type: ignore[no-untyped-call]
+                source, metadata=known, memory_map=isinstance(source, str), page_checksum_verification=True
+            ) as parquet,
         ):
             if self._identity(file) != before:
                 raise FileNotFoundError(file.path)
@@ -467,7 +473,11 @@ class RankDirectories:
         """What there is and what is missing, as far as manifests and the files read so far show it."""
         _ = self._plan  # finds unfinished and damaged files
         missing = merge.missing_ranks(self._runs, self._found.others_of_the_launch(self._job))
-        return Report(self._job, self._runs[0].manifest.world_size, self._runs, missing, self.set_aside).told()
+        told = Report(self._job, self._runs[0].manifest.world_size, self._runs, missing, self.set_aside).told()
+        for what in FOUND_BY_MERGING:
+            of_merges = [one for each in self._merges.values() for one in each.manifest[what]["listed"]]
+            told[what] = {"count": len(of_merges), "listed": of_merges}
+        return told
 
     def series(self) -> pa.Table:
         """A row for each series of each rank, in the columns ``SERIES``."""

@@ -121,6 +121,24 @@ def test_what_is_missing_is_said_and_ends_with_1(tmp_path: Path) -> None:
     assert "gaps: rank 1 has no actv at step 1" in errors.splitlines()
 
 
+def test_what_a_question_about_whole_tensors_found_missing_ends_with_1(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    base = record(tmp_path, steps=4, without=[(1, 2)])
+    assert ran(base, CURVE)[0] == 0  # nothing compares ranks yet
+    status, _, errors = ran(base, "select step, name, norm from global_grad_reduced")
+    assert (status, "gaps: rank 1 has no grad_reduced at step 2" in errors.splitlines()) == (1, True)
+
+
+@pytest.mark.parametrize("lacking", ["steps", "missing_ranks", "gaps", "notes", "ranks"])
+def test_a_damaged_report_is_refused(tmp_path: Path, lacking: str) -> None:
+    path = merged_into(record(tmp_path, steps=1), "parquet") / "report.json"
+    told = json.loads(path.read_text())
+    del told[lacking]
+    path.write_text(json.dumps(told))
+    status, _, errors = ran(path.parent)
+    assert (status, "report.json is damaged" in errors) == (2, True)
+
+
 def test_what_ranks_note_about_numbers_is_listed(tmp_path: Path) -> None:
     one = RecordedRank(tmp_path)
     one.write(0, {"grad_reduced": [Measured("w")]})
@@ -145,3 +163,40 @@ def test_without_duckdb_the_error_names_the_extra_to_install(base: Path, monkeyp
 def test_arguments_that_cannot_be_meant_end_with_2(base: Path, arguments: Sequence[str], said: str) -> None:
     status, _, errors = ran(base, *arguments)
     assert (status, said in errors) == (2, True)
+
+
+def test_json_has_numbers_for_sums_and_text_for_nan_in_a_list(base: Path) -> None:
+    pytest.importorskip("duckdb")
+    query = "select sum(step) as s, 1.5 as d, ['nan'::double, 1] as l, {'a': 'inf'::double} as o from grad_reduced"
+    assert json.loads(ran(base, query, "--json")[1], parse_constant=pytest.fail) == [
+        {"s": 3, "d": 1.5, "l": ["nan", 1.0], "o": {"a": "inf"}}
+    ]
+
+
+def test_json_leaves_no_column_out_because_another_has_its_name(base: Path) -> None:
+    pytest.importorskip("duckdb")
+    status, said, errors = ran(base, "select 1 as x, 2 as x", "--json")
+    assert (status, said) == (2, "")
+    assert "several columns 'x'" in errors
+
+
+@pytest.mark.parametrize("kept", [-20, 0])
+def test_a_damaged_merged_file_is_an_error_and_no_traceback(tmp_path: Path, kept: int) -> None:
+    pytest.importorskip("duckdb")
+    merged_set = merged_into(record(tmp_path, steps=2), "parquet")
+    (path,) = (merged_set / "per_rank").glob("grad_reduced_*.parquet")
+    path.write_bytes(path.read_bytes()[:kept])
+    status, said, errors = ran(merged_set, CURVE)
+    assert (status, said) == (2, "")
+    assert path.name in errors.replace("\n", "")
+    with pytest.raises(QueryError):
+        open_run(merged_set).rows("grad_reduced")
+
+
+def test_a_merged_file_that_has_vanished_is_an_error_and_no_traceback(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    run = open_run(merged_set := merged_into(record(tmp_path, steps=2), "parquet"))
+    (path,) = (merged_set / "per_rank").glob("grad_reduced_*.parquet")
+    path.unlink()
+    with pytest.raises(QueryError, match=r"grad_reduced were removed or replaced"):
+        run.sql(CURVE)

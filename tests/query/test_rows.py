@@ -121,6 +121,12 @@ def test_rows_of_whole_tensors_have_shards_combined(run: OpenedRun) -> None:
         ({"steps": "1"}, "steps is '1'"),
         ({"steps": -1}, "steps is -1"),
         ({"steps": range(9, 0, -1)}, "steps is range"),
+        ({"steps": slice("a", None)}, "steps is slice"),
+        ({"steps": slice(0, 3, 0)}, "steps is slice"),
+        ({"name": 5}, "name is 5"),
+        ({"name": [5]}, r"name is \[5\]"),
+        ({"ranks": "0"}, "ranks is '0'"),
+        ({"ranks": 1.0}, "ranks is 1.0"),
     ],
     ids=str,
 )
@@ -304,3 +310,28 @@ def test_manifests_are_those_of_the_ranks(tmp_path: Path) -> None:
     assert {rank: manifest.rank for rank, manifest in manifests.items()} == {0: 0, 1: 1}
     (shard,) = tmp_path.glob("*-rank0-*/*.h5")
     assert read_hdf5(shard).num_rows == open_run(tmp_path).rows("grad_reduced", ranks=0).num_rows
+
+
+def test_a_changed_bit_of_a_merged_file_is_never_another_number(tmp_path: Path) -> None:
+    merged_set = merged_into(record(tmp_path, steps=2), "parquet")
+    (path,) = (merged_set / "per_rank").glob("grad_reduced_*.parquet")
+    content, expected = path.read_bytes(), str(open_run(merged_set).rows("grad_reduced").to_pylist())
+    data = content[: -8 - int.from_bytes(content[-8:-4], "little")]  # without the footer, which has no checksum
+    for place in range(4, len(data), max(1, len(data) // 40)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+        try:
+            found = open_run(merged_set).rows("grad_reduced")
+        except (pa.ArrowException, OSError, QueryError):
+            continue
+        assert str(found.to_pylist()) == expected
+
+
+def test_a_merged_file_that_was_replaced_is_read_by_its_own_footer(tmp_path: Path) -> None:
+    alone(tmp_path / "a", "old")
+    alone(tmp_path / "b", "new")
+    first, second = (merged_into(tmp_path / one, "parquet") for one in "ab")
+    run = open_run(first)
+    assert run.rows("grad_reduced", name="old").num_rows
+    for path in (second / "per_rank").iterdir():
+        path.replace(first / "per_rank" / path.name)
+    assert run.rows("grad_reduced", name="new").num_rows
