@@ -19,7 +19,7 @@ from sink_rows import Measured
 from typer.testing import CliRunner
 
 from monitor import open_run
-from monitor.merge import finished, merge, parts
+from monitor.merge import finished, merge
 from monitor.merge.cli import app
 from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.merge.merge import Wanted, Window
