@@ -19,7 +19,7 @@ from sink_rows import Measured
 from typer.testing import CliRunner
 
 from monitor import open_run
-from monitor.merge import merge, parts
+from monitor.merge import finished, merge
 from monitor.merge.cli import app
 from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.merge.merge import Wanted, Window
@@ -406,4 +406,4 @@ def stored(url: str) -> dict[str, bytes]:
 
 def test_the_rows_of_a_piece_are_those_of_every_merge() -> None:
     assert Wanted(Path(), Path()).rows == merge.PIECE_ROWS
-    assert parts.PATIENCE == 60.0
+    assert finished.PATIENCE == 60.0
