@@ -442,6 +442,7 @@ class EarlierRun(StrictRecord):
 
     Attributes:
         first_step: As in ``ManifestRecord``: the run's steps begin here and end before the first step of the next run.
+        last_step: The last step that was written when the next run began; None if there was none, and in earlier versions.
         series: The series that the run measured. The file stays.
     """
 
@@ -451,6 +452,7 @@ class EarlierRun(StrictRecord):
     saved: str
     closed: bool
     first_step: Natural | None
+    last_step: Natural | None = None
     series: SeriesReference | None
 
 

@@ -224,8 +224,8 @@ class ModelMonitor:
         dp_group, tp_group = groups
         groups_of = watch.framework.groups
         where = partial(self._backend.job.place, groups_of, len(watch.chunks), pp=self._process_group, dp=dp_group, tp=tp_group)
-        spec = RecordingSpec(self._config, self._config_path, self._base, watched, self._failures)
-        recording = Recording(spec, where, self._backend, start, self._listening)
+        spec = RecordingSpec(self._config, self._config_path, self._base, watched, self._failures, start)
+        recording = Recording(spec, where, self._backend, self._listening)
         if self._backend.job.is_settled() and watch.ownership.monitored:
             recording.open()
         try:
