@@ -8,31 +8,20 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from pydantic import Field
 
-from monitor.config import AUTO
 from monitor.coordinator import manifest_format
-from monitor.coordinator.manifest_format import (
-    NO_STEPS,
-    ManifestError,
-    ManifestRecord,
-    Natural,
-    Rest,
-    StepRange,
-    StepRanges,
-    StepsRecord,
-    StrictRecord,
-)
+from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, Natural, StrictRecord
 from monitor.coordinator.output import RankDirectory
-from monitor.coordinator.resume import Span, collected_every, in_order, steps_between
+from monitor.coordinator.resume import Span, in_order
 from monitor.coordinator.series_file import MeasuredSeries, read_series
 from monitor.formats import FORMATS
 from monitor.merge.execution import MergeError
+from monitor.merge.restarts import RunPart, continued_jobs, cut, moment, parts_of
 
 NO_END: Final = 2**63 - 1
 
@@ -146,13 +135,13 @@ class Found:
 
     def job_ids(self) -> list[str]:
         """The ids of jobs that no later job continues, in order of time."""
-        return self._in_time(set(self.jobs) - self._carried_on() - set(self.continued.values()) or self.jobs)
+        return self._in_time(set(self.jobs) - self.carried_on - set(self.continued.values()) or self.jobs)
 
     def matching(self, beginning: str | None) -> list[str]:
         """The ids that begin so, also of jobs that a later one continued; None: those that no later job continues."""
         if beginning is None:
             return self.job_ids()
-        every = (set(self.jobs) - self._carried_on()) or self.jobs
+        every = (set(self.jobs) - self.carried_on) or self.jobs
         return self._in_time(job for job in every if job.startswith(beginning))
 
     def line_of(self, job: str) -> list[str]:
@@ -167,7 +156,8 @@ class Found:
                 waiting += [self.continued[one]] if one in self.continued else []
         return list(found)
 
-    def _carried_on(self) -> set[str]:
+    @property
+    def carried_on(self) -> set[str]:
         """The jobs whose directories a later job continued."""
         return {
             run.job_id for job, runs in self.jobs.items() for one in runs for run in one.manifest.resumed if run.job_id != job
@@ -204,7 +194,8 @@ def discover(base: Path, span: Span | None = None) -> Found:
             jobs.setdefault(run.manifest.job_id, []).append(run)
     found, unmatched = matched({job: tuple(runs) for job, runs in jobs.items()})
     aside += [SetAside(run.directory.name, reason) for run, reason in unmatched]
-    return Found(found, tuple(aside), continued_jobs(found))
+    later = continued_jobs({job: [run.manifest for run in runs] for job, runs in found.items()})
+    return Found(found, tuple(aside), later)
 
 
 def choose(found: Found, job: str | None) -> str:
@@ -220,7 +211,7 @@ def choose(found: Found, job: str | None) -> str:
     if len(ids) == 1:
         return ids[0]
     every = found.matching("")
-    known = "\n".join(f"  --job {one}  {_described(found.jobs[one])}{_of_line(found, one)}" for one in every)
+    known = "\n".join(f"  --job {one}  {_described(found.jobs[one])}" for one in every)
     if not known:
         why = sorted({f"\n  {one.path}: {one.reason}" for one in found.set_aside})
         raise MergeError("there is no directory here of a rank with a manifest that can be merged" + "".join(why[:5]))
@@ -236,7 +227,19 @@ def runs_of(found: Found, job: str) -> tuple[RankRun, ...]:
     for run in sorted(runs, key=lambda run: (run.rank, _started(run), run.directory.name)):
         by_rank[run.rank].append(run)
     together = all(len({run.manifest.job_id for run in each}) == 1 for each in jobs)  # else ranks have ids of their own
-    return tuple(run for rank in by_rank.values() for run in _cut(_ended(rank), parts_of(runs if together else rank)))
+    parts = parts_of(run.manifest for run in runs)
+    return tuple(
+        run
+        for rank in by_rank.values()
+        for run in _in_line(_ended(rank), parts if together else parts_of(run.manifest for run in rank))
+    )
+
+
+def _in_line(runs: Iterable[RankRun], parts: tuple[RunPart, ...]) -> Iterator[RankRun]:
+    """Directories without the steps that a later run of the line began anew, on this rank or on another."""
+    for run in runs:
+        end, manifest = cut(run.manifest, parts)
+        yield replace(run, end=min(end, run.end), manifest=manifest, line=parts)
 
 
 def unmerged_formats(runs: Iterable[RankRun]) -> list[SetAside]:
@@ -280,8 +283,7 @@ def _run_in(directory: Path, rank: int) -> RankRun:
     manifest_format.parsed(_UsedConfig, json.dumps(manifest.config).encode(), path)
     run = RankRun(directory, manifest)
     try:
-        for moment in (manifest.started, manifest.saved, *(one.started for one in manifest.resumed)):
-            _seconds(moment)
+        moment(manifest.started), moment(manifest.saved)
     except (ValueError, OverflowError) as error:
         raise ManifestError(f"{path} is damaged: started or saved: {error}") from error
     return run
@@ -289,11 +291,7 @@ def _run_in(directory: Path, rank: int) -> RankRun:
 
 def _started(run: RankRun) -> float:
     """Seconds since 1970."""
-    return _seconds(run.manifest.started)
-
-
-def _seconds(moment: str) -> float:
-    return datetime.fromisoformat(moment).timestamp()
+    return moment(run.manifest.started)
 
 
 def _described(runs: Sequence[RankRun]) -> str:
@@ -301,208 +299,6 @@ def _described(runs: Sequence[RankRun]) -> str:
     first = runs[0].manifest
     watched = f", {first.watched.role}" if first.watched is not None else ""
     return f"started {first.started}, {ranks} of {first.world_size} ranks{watched}"
-
-
-def _of_line(found: Found, job: str) -> str:
-    return f", continued {found.continued[job][:8]}" if job in found.continued else ""
-
-
-# --- Jobs that continued each other are one line of steps. A step belongs to the last run that began at or before it.
-#
-# A restart is either listed in the manifests (``resumed``: it continued in the directories of the run before), or it has
-# directories and a job id of its own. For these only the manifests of both jobs together can tell whether one continued the
-# other. Ranks of a killed run may have begun to record at different steps, or not at all. What such a rank still holds of the
-# run before belongs to steps that other ranks recorded anew, so it does not count.
-
-
-@dataclass(frozen=True, slots=True)
-class RunPart:
-    """The part that one run has in a line of steps, on one rank or on all.
-
-    Attributes:
-        place: How many runs it continued in a directory, at most: puts runs that began in the same second in order.
-        first: Its first step; None if it recorded none.
-        last: The last step that was written when the next run began; -1 if that is not known.
-    """
-
-    job_id: str
-    begun: float
-    place: int
-    first: int | None
-    last: int
-
-
-def parts_of(runs: Iterable[RankRun]) -> tuple[RunPart, ...]:
-    """The runs that recorded to these directories, in order of time."""
-    found: dict[str, list[RunPart]] = defaultdict(list)
-    for run in runs:
-        for part in _parts_in(run):
-            found[part.job_id].append(part)
-    together = (
-        RunPart(
-            job,
-            min(one.begun for one in parts),
-            max(one.place for one in parts),
-            min((one.first for one in parts if one.first is not None), default=None),
-            max(one.last for one in parts),
-        )
-        for job, parts in found.items()
-    )
-    return tuple(sorted(together, key=lambda one: (one.begun, one.place, one.job_id)))
-
-
-def _parts_in(run: RankRun) -> Iterator[RunPart]:
-    """The runs that recorded to a directory, oldest first."""
-    manifest = run.manifest
-    for place, one in enumerate(manifest.resumed):
-        yield RunPart(one.job_id, _seconds(one.started), place, one.first_step, -1 if one.last_step is None else one.last_step)
-    written = manifest.steps.written
-    last = max(*(one[1] for one in written.ranges[-1:]), written.rest.last if written.rest else -1, -1)
-    yield RunPart(manifest.job_id, _started(run), len(manifest.resumed), manifest.first_step, last)
-
-
-def _cut(runs: Iterable[RankRun], parts: tuple[RunPart, ...]) -> Iterator[RankRun]:
-    """Directories without the steps that a later run of the line began anew, on this rank or on another.
-
-    Args:
-        parts: The runs of the line, in order of time.
-    """
-    for run in runs:
-        own = {part.job_id: part.first for part in _parts_in(run)}
-        oldest = next(index for index, part in enumerate(parts) if part.job_id in own)
-        end, until, anew = run.end, NO_END, []
-        for part in reversed(parts[oldest + 1 :]):
-            mine = own.get(part.job_id)
-            until = until if mine is None else min(until, mine)
-            if part.first is not None and until == NO_END:
-                end = min(end, part.first)
-            elif part.first is not None and part.first < until:
-                anew.append(StepRange(part.first, until - 1))
-        manifest = _abandoned(run.manifest, anew) if anew else run.manifest
-        yield replace(run, end=end, line=parts, manifest=manifest)
-
-
-def _abandoned(manifest: ManifestRecord, ranges: Sequence[StepRange]) -> ManifestRecord:
-    """The manifest with these steps among the abandoned ones, and not among the written ones."""
-    steps = manifest.steps
-    most = len(steps.written.ranges) + len(steps.abandoned.ranges) + 3 * len(ranges)  # so that every range is kept as one
-    written, abandoned = (
-        StepRanges.restored(one.ranges, Rest(**dict(one.rest)) if one.rest else None, most)
-        for one in (steps.written, steps.abandoned)
-    )
-    for one in ranges:
-        written.take(one.first, one.last)
-        abandoned.take(one.first, one.last)
-        abandoned.add_all([one])
-    cut = {"written": StepsRecord.of(written), "abandoned": StepsRecord.of(abandoned)}
-    return manifest.model_copy(update={"steps": steps.model_copy(update=cut)})
-
-
-class Joint(NamedTuple):
-    """Where a run of a line continued an earlier one.
-
-    Attributes:
-        step: Its first step.
-        redone: The steps from there on that an earlier run had written.
-    """
-
-    job_id: str
-    continued: str
-    step: int
-    redone: StepsRecord
-
-
-def joints(runs: Sequence[RankRun]) -> Iterator[Joint]:
-    """Where the runs of a line continued each other, in order of time. Runs that recorded no step are left out."""
-    last, earlier = -1, ""
-    interval = collected_every(runs[0].manifest)
-    for part in runs[0].line:
-        if part.first is not None:
-            if earlier:
-                again = steps_between(part.first - interval, last + 1, interval)
-                redone = NO_STEPS if again is None else StepsRecord(count=again.size, ranges=(again,))
-                yield Joint(part.job_id, earlier, part.first, redone)
-            last, earlier = max(last, part.last), part.job_id
-
-
-@dataclass(frozen=True, slots=True)
-class _JobFacts:
-    """What tells whether a job continued another, of all its ranks.
-
-    Attributes:
-        ranks: By rank, what a restart has in common with the run before: model, number of ranks, groups.
-        interval: Between two collected steps.
-        auto: Whether the job was started with ``"append_output": "auto"``.
-    """
-
-    part: RunPart
-    ranks: Mapping[int, object]
-    saved: float
-    closed: bool
-    interval: int
-    auto: bool
-
-    @classmethod
-    def of(cls, runs: Runs) -> _JobFacts | None:
-        """None if this cannot be known."""
-        manifests = [run.manifest for run in runs]
-        ranks: dict[int, object] = {}
-        for one in manifests:
-            facts = one.watched, one.world_size, one.groups
-            if one.watched is None or not one.job_agreed or ranks.setdefault(one.rank, facts) != facts:
-                return None
-        parts = [one for run in runs for one in _parts_in(run)]
-        begun, last = min(one.begun for one in parts), max(one.last for one in parts)
-        first = min((one.first for one in parts if one.first is not None), default=None)
-        return cls(
-            RunPart(manifests[0].job_id, begun, 0, first, last),
-            ranks,
-            max(_seconds(one.saved) for one in manifests),
-            all(one.closed for one in manifests),
-            collected_every(manifests[0]),
-            any(one.config.get("append_output") == AUTO[0] for one in manifests),
-        )
-
-    def is_alike(self, other: _JobFacts) -> bool:
-        shared = self.ranks.keys() & other.ranks.keys()
-        return bool(shared) and all(self.ranks[rank] == other.ranks[rank] for rank in shared)
-
-    def continues(self, line: Sequence[_JobFacts]) -> bool:
-        """Whether this job, which began after the last one of a line had ended, continued it.
-
-        A job that begins where the line did may also be another one. So may a job that leaves steps out after one that ended
-        cleanly.
-        """
-        last, first = line[-1], self.part.first
-        begins = [one.part.first for one in line if one.part.first is not None]
-        if not last.closed and (first is None or not begins or self.auto):
-            return True
-        if first is None or not begins:
-            return False
-        if not last.closed or last.part.first is None:
-            return first > min(begins)
-        return last.part.first < first <= last.part.last + last.interval
-
-
-def continued_jobs(jobs: Mapping[str, Runs]) -> dict[str, str]:
-    """By job, the earlier job that it continued in directories of its own, as far as their manifests tell for certain."""
-    if len(jobs) < 2:
-        return {}
-    every = {job: facts for job, runs in jobs.items() if (facts := _JobFacts.of(runs)) is not None}
-    listed = {run.job_id for job, runs in jobs.items() for one in runs for run in one.manifest.resumed if run.job_id != job}
-    found: dict[str, str] = {}
-    lines: list[list[tuple[str, _JobFacts]]] = []
-    for job, facts in sorted(every.items(), key=lambda one: (one[1].part.begun, one[0])):
-        if job in listed:
-            continue
-        alike = [line for line in lines if facts.is_alike(line[-1][1])]
-        before = [line for line in alike if facts.continues([one for _, one in line])]
-        if len(before) == 1 and all(one.saved <= facts.part.begun for line in alike for _, one in line):
-            found[job] = before[0][-1][0]
-            before[0].append((job, facts))
-        else:
-            lines.append([(job, facts)])
-    return found
 
 
 # --- Which directories of one launch are of the same recording, where ranks began unequal numbers of them.

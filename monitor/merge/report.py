@@ -14,7 +14,8 @@ from typing import Any, Final
 from monitor.coordinator.manifest_format import StepRange, StepRanges, StepsRecord, without_pairs
 from monitor.coordinator.resume import collected_every, newest_step, steps_between, was_killed
 from monitor.merge.combine import NOT_RECORDED, Disagreement, Outcome
-from monitor.merge.discovery import NO_END, RankRun, SetAside, joints
+from monitor.merge.discovery import NO_END, RankRun, SetAside
+from monitor.merge.restarts import joints
 from monitor.series import NO_MICRO_STEP
 
 MOST_LISTED: Final = 1000
@@ -101,7 +102,7 @@ class Report:
             "skipped_steps": _ranges(self._skipped()),
             "duplicate_steps": _listed(self._stepwise(self._duplicates, "rank")),
             "replaced_steps": _listed(self._replaced()),
-            "joints": _listed({**one._asdict(), "redone": _spelled_steps(one.redone)} for one in joints(self.runs)),
+            "joints": _listed(self._joints()),
             "set_aside": _listed(
                 {"path": one.path, "reason": one.reason}
                 for one in sorted(self.set_aside, key=lambda one: (one.path, one.reason))
@@ -148,6 +149,12 @@ class Report:
             after = max(newest_step(run.manifest), self._newest.get(number, -1))
             if was_killed(run.manifest) and steps_between(after, run.end, collected_every(run.manifest)) is not None:
                 yield {"rank": run.rank, "directory": run.directory.name, "after": after}
+
+    def _joints(self) -> Iterator[dict[str, Any]]:
+        """Where a restart continued an earlier run."""
+        first = self.runs[0]
+        for one in joints(first.line, collected_every(first.manifest)):
+            yield {**one._asdict(), "redone": _spelled_steps(one.redone)}
 
     def _replaced(self) -> Iterator[dict[str, Any]]:
         """What an earlier run wrote, and a later one that was resumed before it did again."""
@@ -203,7 +210,7 @@ def _ops_without_a_value(listed: Iterable[Mapping[str, Any]]) -> Iterator[tuple[
 
 
 _LINES: Final = {
-    "joints": "job {job_id:.8} continued job {continued:.8} at step {step}; recorded again: {at}",
+    "joints": "job {job_id:.8} continued job {continued:.8} at step {step}; known to be recorded again: {at}",
     "gaps": "rank {rank} has no {kind} at {at}",
     "dropped": "rank {rank}, {at}: {reason}",
     "not_closed": "rank {rank}, {directory}: not ended cleanly, or still writing; steps after {after} may be missing",

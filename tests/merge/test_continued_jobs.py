@@ -78,7 +78,7 @@ def test_the_command_names_the_joint_and_the_steps_that_were_recorded_again(tmp_
     job(tmp_path, A, range(6), 0.0)
     job(tmp_path, B, range(4, 9), 100.0, hour=1, closed=True)
     said = CliRunner().invoke(app, [str(tmp_path)], env={"COLUMNS": "400"}).output
-    assert "job bbbbbbbb continued job aaaaaaaa at step 4; recorded again: steps 4 to 5" in said
+    assert "job bbbbbbbb continued job aaaaaaaa at step 4; known to be recorded again: steps 4 to 5" in said
 
 
 def test_job_still_picks_the_one_before_the_joint(tmp_path: Path) -> None:

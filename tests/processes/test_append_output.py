@@ -351,7 +351,7 @@ def said_to_be_missing(told: dict[str, Any]) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("format_", ["hdf5", "parquet", "csv"])
+@pytest.mark.parametrize("format_", sampled(["hdf5", "parquet", "csv"], 1, 2))
 def test_five_kills_and_requeues_with_auto_are_one_line_of_steps(launcher: Launcher, format_: str) -> None:
     """The numbers are those of a run that nothing interrupted. What a kill lost is missing, and the merge says so."""
     config = CONFIG | {"append_output": "auto", "format": format_, "step_count_per_record": 4}
@@ -377,3 +377,20 @@ def test_five_kills_and_requeues_with_auto_are_one_line_of_steps(launcher: Launc
                 whole_steps = [{key: row for key, row in rows.items() if key[0] not in lost} for rows in (found, expected)]
                 assert whole_steps[0] == whole_steps[1]
                 assert not per_rank or all(expected[key] == row for key, row in found.items())
+
+
+def test_without_append_output_the_same_command_requeued_after_a_kill_is_one_line_of_steps(launcher: Launcher) -> None:
+    config = CONFIG | {"append_output": [], "format": "parquet", "step_count_per_record": 1}
+    job = Job(launcher, launcher.base / "job", config, ranks=2)
+    runs = job.start(0)
+    for one in runs:
+        one.wait_for("delivered 6")
+        one.send(signal.SIGKILL)
+    assert [one.end().status for one in runs] == [-signal.SIGKILL] * 2
+    job.run(4, 10)
+    run = open_run(job.base)
+    rows = rows_of(run, "grad_reduced", per_rank=True)
+    assert {(step, rank) for step, rank, *_ in rows} == {(step, rank) for step in range(10) for rank in run.ranks}
+    told = merge(Wanted(job.base, job.base / "merged")).told()
+    (joint,) = told["joints"]["listed"]
+    assert (joint["step"], told["not_closed"]["count"]) == (4, 0)
