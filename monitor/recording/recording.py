@@ -471,6 +471,16 @@ def names_of(framework: FrameworkAdapter, backend: RecordingBackend) -> Iterator
             yield f"{chunk}:{clean_name(name)}"
 
 
+def shapes_of(framework: FrameworkAdapter, backend: RecordingBackend) -> Iterator[str]:
+    """The shapes of all parameters, chunk by chunk; "" for a parameter that has none yet."""
+    for root in framework.chunks:
+        for _, parameter in backend.modules.parts(root).parameters:
+            try:
+                yield str(tuple(parameter.shape))
+            except Exception:  # torch raises one for a parameter that is not initialised
+                yield ""
+
+
 def _training(framework: FrameworkAdapter, backend: RecordingBackend) -> tuple[str, str]:
     """The classes of the model's optimizers, and whether the model is trained: an average of weights is not."""
     parameters = (parameter for root in framework.chunks for _, parameter in backend.modules.parts(root).parameters)

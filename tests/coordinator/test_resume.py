@@ -495,6 +495,7 @@ class TestAuto:
         newest = self.earlier(tmp_path, 1)
         self.earlier(tmp_path, 2, watched=RecordedModel("torch/Net", "2" * 16))
         self.earlier(tmp_path, 3, watched=RecordedModel("torch/Net", "1" * 16, number=1))
+        self.earlier(tmp_path, 7, watched=RecordedModel("torch/Net", "1" * 16, shapes="3" * 16))
         self.earlier(tmp_path, 4, world_size=2)
         self.earlier(tmp_path, 5, groups={"dp": [0, 1]})
         self.earlier(tmp_path, 6, watched=None)

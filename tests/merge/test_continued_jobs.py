@@ -16,7 +16,7 @@ from monitor.merge.cli import app
 from monitor.merge.discovery import choose, discover
 from monitor.merge.execution import MergeError
 
-MODEL = {"role": "torch/Net/AdamW/trained", "names": "0" * 16, "number": 0}
+MODEL = {"role": "torch/Net/AdamW/trained", "names": "0" * 16, "number": 0, "shapes": "0" * 16}
 A, B, C = (letter * 32 for letter in "abc")
 
 
@@ -118,6 +118,7 @@ def test_a_job_that_ended_cleanly_is_continued_where_it_ended(tmp_path: Path) ->
         ({"steps": range(4, 8)}, {}),
         ({"closed": True}, {"steps": range(7, 9)}),
         ({}, {"watched": MODEL | {"names": "1" * 16}}),
+        ({}, {"watched": MODEL | {"shapes": "1" * 16}}),
         ({}, {"watched": MODEL | {"number": 1}}),
         ({}, {"watched": None}),
         ({}, {"world_size": 2}),
@@ -130,6 +131,7 @@ def test_a_job_that_ended_cleanly_is_continued_where_it_ended(tmp_path: Path) ->
         "both begin at the same step",
         "steps are left out after a clean end",
         "other parameters",
+        "parameters of another size",
         "another recording of the process",
         "an unknown model",
         "another number of ranks",
