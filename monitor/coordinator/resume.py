@@ -111,7 +111,7 @@ def last_manifest(directory: Path) -> schema.ManifestRecord | None:
 def _begun(directory: Path) -> float:
     """Seconds since 1970."""
     known = _known(directory)
-    return directory.stat().st_mtime if known is None else _moment(known.started)
+    return directory.stat().st_mtime if known is None else moment(known.started)
 
 
 def _known(directory: Path) -> schema.ManifestRecord | None:
@@ -460,7 +460,7 @@ def _newest_alike(base: Path, rank: int, this: RestartedRun) -> Path | None:
     """The directory that a restart continues; None, with the reason logged, if it begins a new one."""
     every = [base / name for name in os.listdir(base) if (found := RankDirectory.parse(name)) and found.rank == rank]
     alike = [(path, record) for path in every if (record := _known(path)) is not None and this.resembles(record)]
-    alike.sort(key=lambda one: (_moment(one[1].started), one[0].name))
+    alike.sort(key=lambda one: (moment(one[1].started), one[0].name))
     reason = _why_anew(alike, this) if alike else _NO_OTHER if every else ""
     if alike and not reason:
         return alike[-1][0]
@@ -476,7 +476,7 @@ _NO_OTHER: Final = "no directory of this rank is of the same model, the same num
 def _why_anew(alike: Sequence[tuple[Path, schema.ManifestRecord]], this: RestartedRun) -> str:
     """Why the last of these directories, in order of time, is not continued; "" if it is."""
     *others, (newest, record) = alike
-    together = [path.name for path, other in others if _moment(other.saved) > _moment(record.started)]
+    together = [path.name for path, other in others if moment(other.saved) > moment(record.started)]
     if together:
         both = f"{newest.name} and {together[-1]} were written at the same time, so it is not known which of them to continue"
         return f"{both}. Give each job an output directory of its own ({OUTPUT_VARIABLE})"
@@ -489,8 +489,12 @@ def _why_anew(alike: Sequence[tuple[Path, schema.ManifestRecord]], this: Restart
     )
 
 
-def _moment(text: str) -> float:
-    """Seconds since 1970."""
+def moment(text: str) -> float:
+    """Seconds since 1970.
+
+    Raises:
+        ValueError, OverflowError: It is not a moment in ISO 8601.
+    """
     return datetime.fromisoformat(text).timestamp()
 
 

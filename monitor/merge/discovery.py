@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,11 +18,11 @@ from pydantic import Field
 from monitor.coordinator import manifest_format
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, Natural, StrictRecord
 from monitor.coordinator.output import RankDirectory
-from monitor.coordinator.resume import Span, in_order
+from monitor.coordinator.resume import Span, in_order, moment
 from monitor.coordinator.series_file import MeasuredSeries, read_series
 from monitor.formats import FORMATS
 from monitor.merge.execution import MergeError
-from monitor.merge.restarts import RunPart, continued_jobs, cut, moment, parts_of
+from monitor.merge.restarts import RunPart, continued_jobs, cut, parts_of
 
 NO_END: Final = 2**63 - 1
 
@@ -45,7 +46,7 @@ class RankRun:
 
     Attributes:
         end: Steps from here on are those of a later directory of the same rank, whose run was resumed before them.
-        line: The runs of the job and of those that it continued, in order of time; empty before they are known.
+        line: The runs of the job and of those that it continued, in order of time; empty if it continued none.
     """
 
     directory: Path
@@ -194,7 +195,7 @@ def discover(base: Path, span: Span | None = None) -> Found:
             jobs.setdefault(run.manifest.job_id, []).append(run)
     found, unmatched = matched({job: tuple(runs) for job, runs in jobs.items()})
     aside += [SetAside(run.directory.name, reason) for run, reason in unmatched]
-    later = continued_jobs({job: [run.manifest for run in runs] for job, runs in found.items()})
+    later = continued_jobs({job: [run.manifest for run in runs] for job, runs in found.items()}) if len(found) > 1 else {}
     return Found(found, tuple(aside), later)
 
 
@@ -226,18 +227,18 @@ def runs_of(found: Found, job: str) -> tuple[RankRun, ...]:
     by_rank: dict[int, list[RankRun]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: (run.rank, _started(run), run.directory.name)):
         by_rank[run.rank].append(run)
+    ranks = [_ended(rank) for rank in by_rank.values()]
+    if len(jobs) == 1 and not any(run.manifest.resumed for run in runs):
+        return tuple(chain.from_iterable(ranks))
     together = all(len({run.manifest.job_id for run in each}) == 1 for each in jobs)  # else ranks have ids of their own
-    parts = parts_of(run.manifest for run in runs)
-    return tuple(
-        run
-        for rank in by_rank.values()
-        for run in _in_line(_ended(rank), parts if together else parts_of(run.manifest for run in rank))
-    )
+    lines = [runs] if together else ranks
+    return tuple(run for line in lines for run in _in_line(line, ranks if together else [line]))
 
 
-def _in_line(runs: Iterable[RankRun], parts: tuple[RunPart, ...]) -> Iterator[RankRun]:
-    """Directories without the steps that a later run of the line began anew, on this rank or on another."""
-    for run in runs:
+def _in_line(line: Iterable[RankRun], ranks: Iterable[Sequence[RankRun]]) -> Iterator[RankRun]:
+    """Directories of ranks without the steps that a later run of the line began anew, on this rank or on another."""
+    parts = parts_of(run.manifest for run in line)
+    for run in chain.from_iterable(ranks):
         end, manifest = cut(run.manifest, parts)
         yield replace(run, end=min(end, run.end), manifest=manifest, line=parts)
 

@@ -153,7 +153,7 @@ class Report:
     def _joints(self) -> Iterator[dict[str, Any]]:
         """Where a restart continued an earlier run."""
         first = self.runs[0]
-        for one in joints(first.line, collected_every(first.manifest)):
+        for one in joints(first.line, collected_every(first.manifest)) if first.line else ():
             yield {**one._asdict(), "redone": _spelled_steps(one.redone)}
 
     def _replaced(self) -> Iterator[dict[str, Any]]:

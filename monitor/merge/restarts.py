@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import NamedTuple
 
 from monitor.config import AUTO
 from monitor.coordinator import manifest_format as schema
 from monitor.coordinator.manifest_format import ManifestRecord, StepRange, StepRanges, StepsRecord
-from monitor.coordinator.resume import collected_every, steps_between
-
-
-def moment(text: str) -> float:
-    """Seconds since 1970.
-
-    Raises:
-        ValueError, OverflowError: It is not a moment in ISO 8601.
-    """
-    return datetime.fromisoformat(text).timestamp()
-
+from monitor.coordinator.resume import collected_every, moment, steps_between
 
 # Jobs that continued each other are one line of steps. A step belongs to the last run that began at or before it.
 #
@@ -206,8 +195,6 @@ class _JobFacts:
 
 def continued_jobs(jobs: Mapping[str, Sequence[ManifestRecord]]) -> dict[str, str]:
     """By job, the earlier job that it continued in directories of its own, as far as their manifests tell for certain."""
-    if len(jobs) < 2:
-        return {}
     every = {job: facts for job, each in jobs.items() if (facts := _JobFacts.of(each)) is not None}
     listed = {run.job_id for job, each in jobs.items() for one in each for run in one.resumed if run.job_id != job}
     found: dict[str, str] = {}
