@@ -70,10 +70,9 @@ COMMANDS: Final = {
     "rank-anomalies": CommandEntry(
         "monitor.anomalies.ranking.cli", "app", "Order the events of all ranks, and find the first fault."
     ),
-    "csv2tensorboard": CommandEntry(
-        "monitor.convert.cli", "tensorboard_app", "Convert what ranks recorded as CSV to TensorBoard curves."
-    ),
-    "csv2db": CommandEntry("monitor.convert.cli", "database_app", "Convert what ranks recorded as CSV to an SQLite database."),
+    "convert": CommandEntry("monitor.convert.cli", "app", "Convert a run to TensorBoard curves or an SQLite database."),
+    "csv2tensorboard": CommandEntry("monitor.convert.cli", "tensorboard_app", "Convert a run to TensorBoard curves."),
+    "csv2db": CommandEntry("monitor.convert.cli", "database_app", "Convert a run to an SQLite database."),
     "ctl": CommandEntry("monitor.dynamic.cli", "app", "Show and change what a running job records."),
     "dump-recover": CommandEntry("monitor.dump.cli", "app", "Complete the precision dump of a process that was killed."),
     "compare": CommandEntry("monitor.compare.cli", "app", "Compare two precision dumps, or two monitored runs."),

@@ -1,4 +1,4 @@
-"""Prints text that contains names from files, with terminal control characters escaped."""
+"""What commands say and how they end: text with names from files, control characters escaped, and exit statuses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the training process formats alerts with `plain`, and must not import rich
     from rich.console import Console
+
+CLEAN, FLAWED, NOTHING = 0, 1, 2
+"""Exit statuses of all commands: done, and all is well; done, but something is missing, differs or is wrong; not done."""
 
 
 def plain(text: str) -> str:

@@ -106,6 +106,7 @@ CASES: dict[str, list[tuple[int, Make]]] = {
     "trainermon": CONVERSION,
     "monitor-merge": CONVERSION,
     "monitor-query": CONVERSION,
+    "monitor-convert": CONVERSION,
     "monitor-csv2tensorboard": CONVERSION,
     "monitor-csv2db": CONVERSION,
     "monitor-compare": [
@@ -123,6 +124,7 @@ CASES: dict[str, list[tuple[int, Make]]] = {
 ARGUMENTS: dict[str, Callable[[Path], list[str]]] = {
     "trainermon": lambda base: ["merge", str(base)],
     "monitor-compare": lambda base: [str(base / "a"), str(base / "b")],
+    "monitor-convert": lambda base: [str(base), "--to", "sqlite"],
     "monitor-ctl": lambda base: [str(base), "status"],
 }
 

@@ -54,7 +54,7 @@ def ran(arguments: Sequence[str], command: Typer = app) -> tuple[int, str]:
 
 def asked(name: str) -> list[str]:
     """What a subcommand needs beside the directory."""
-    return ["status"] if name == "ctl" else []
+    return {"ctl": ["status"], "convert": ["--to", "sqlite"]}.get(name, [])
 
 
 def test_every_installed_command_is_a_subcommand_and_the_same_thing() -> None:

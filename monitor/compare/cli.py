@@ -17,7 +17,7 @@ from monitor.cli import Version, command_app
 from monitor.compare import dumps, runs
 from monitor.compare.values import Compared, ComparisonError, Finding
 from monitor.coordinator.output import write_whole
-from monitor.terminal import plain, say
+from monitor.terminal import CLEAN, FLAWED, NOTHING, plain, say
 
 # --- What a comparison has found, as a table of CSV and for a terminal.
 
@@ -84,9 +84,6 @@ def _errors(finding: Finding, digits: int) -> list[str]:
     return [f"{difference.absolute:.{digits}g}", f"{difference.relative:.{digits}g}", cosine]
 
 
-SAME, DIFFERENT, NOTHING = 0, 1, 2
-"""Exit statuses: all is the same; something differs, or there was no tensor to compare; nothing was compared."""
-
 app: Final = command_app()
 
 
@@ -102,7 +99,7 @@ def monitor_compare(
 ) -> None:
     """Compare two precision dumps, or two monitored runs.
 
-    Of runs it compares what they recorded as CSV. It shows the first tensor in execution order that differs, and the largest
+    Runs may have any format. It shows the first tensor in execution order that differs, and the largest
     differences.
 
     Exit status: 0 they are the same, 1 they differ, or there is no tensor to compare, 2 nothing was compared.
@@ -115,7 +112,7 @@ def monitor_compare(
         say(Console(stderr=True), f"Nothing was compared: {error}", style="red")
         raise typer.Exit(NOTHING) from error
     _show(found)
-    raise typer.Exit(DIFFERENT if found.findings or found.is_empty else SAME)
+    raise typer.Exit(FLAWED if found.findings or found.is_empty else CLEAN)
 
 
 def compare(left: Path, right: Path) -> Compared:

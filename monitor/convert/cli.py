@@ -1,119 +1,115 @@
-"""The commands ``monitor-csv2tensorboard`` and ``monitor-csv2db``."""
+"""The commands ``monitor-convert``, and ``monitor-csv2tensorboard`` and ``monitor-csv2db``, which fix its target."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from monitor.cli import Directory, DirectoryOption, Job, TimeEnd, TimeStart, Version, Workers, command_app, one_directory
+from monitor import cli
 from monitor.convert import sqlite, tensorboard
-from monitor.convert.conversion import DATA_TYPES, MOST_SAID, ConversionError, Converted, NothingRecordedError, Request
-from monitor.terminal import say
-
-CLEAN, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: all was converted; something is missing or was set aside, or there was no row; nothing was converted."""
-
-Kinds = Annotated[str | None, typer.Option(help=f"Only these kinds, separated by commas: {', '.join(DATA_TYPES)}.")]
-
-tensorboard_app = command_app()
-database_app = command_app()
+from monitor.convert.conversion import Conversion, ConversionError, NothingRecordedError
+from monitor.query.batches import SHOWN_KINDS
+from monitor.terminal import CLEAN, FLAWED, NOTHING, say
 
 
-@tensorboard_app.command()
-def monitor_csv2tensorboard(
-    directory: Directory = None,
-    directory_option: DirectoryOption = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="OUTPUT",
-            help="A directory, new or empty.",
-            show_default=f"DIR/{{time}}_{tensorboard.ENDING}",
-        ),
-    ] = None,
-    time_start: TimeStart = None,
-    time_end: TimeEnd = None,
+class Target(StrEnum):
+    """What to convert a run to."""
+
+    tensorboard = "tensorboard"
+    sqlite = "sqlite"
+
+
+Run = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="DIR", help="The directory that contains the ranks' directories, or a merged set.", show_default=False
+    ),
+]
+To = Annotated[Target | None, typer.Option(help="TensorBoard curves, or an SQLite database.", show_default=False)]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="OUTPUT",
+        help="A directory; for curves a new or empty one.",
+        show_default=f"DIR/{{time}}_{tensorboard.ENDING} or DIR/{{time}}_{sqlite.ENDING}",
+    ),
+]
+Kinds = Annotated[str | None, typer.Option(help=f"Only these kinds, separated by commas: {', '.join(SHOWN_KINDS)}.")]
+StepPartition = Annotated[int, typer.Option(min=1, help="The number of steps in a table of the database.")]
+
+app = cli.command_app()
+tensorboard_app = cli.command_app()
+database_app = cli.command_app()
+
+
+@app.command()
+def monitor_convert(
+    to: To = None,
+    directory: Run = None,
+    directory_option: cli.DirectoryOption = None,
+    output: Output = None,
+    time_start: cli.TimeStart = None,
+    time_end: cli.TimeEnd = None,
     kinds: Kinds = None,
-    job: Job = None,
-    workers: Workers = 1,
-    _version: Version = False,
+    job: cli.Job = None,
+    workers: cli.Workers = 1,
+    step_partition: StepPartition = 500,
+    _version: cli.Version = False,
 ) -> None:
-    """Convert what ranks recorded as CSV to TensorBoard curves.
+    """Convert a run to TensorBoard curves or an SQLite database.
 
-    Each op of each tensor becomes a curve over steps. To show the curves:
+    It reads the directories of ranks, or a merged set, in any format. To show curves, or to read the database:
 
     \b
       tensorboard --logdir OUTPUT
-
-    Exit status: 0 all was converted, 1 files were set aside, ranks or steps are missing, or there are no rows, 2 nothing was
-    converted.
-    """
-    asked, base = _listed(kinds), one_directory(directory, directory_option)
-    _run(lambda: tensorboard.to_events(Request.of(base, time_start, time_end, workers, asked, output, job, tensorboard.ENDING)))
-
-
-@database_app.command()
-def monitor_csv2db(
-    directory: Directory = None,
-    directory_option: DirectoryOption = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="OUTPUT", help="A directory.", show_default=f"DIR/{{time}}_{sqlite.ENDING}"),
-    ] = None,
-    time_start: TimeStart = None,
-    time_end: TimeEnd = None,
-    kinds: Kinds = None,
-    job: Job = None,
-    workers: Workers = 1,
-    step_partition: Annotated[int, typer.Option(min=1, help="The number of steps in a table.")] = 500,
-    _version: Version = False,
-) -> None:
-    """Convert what ranks recorded as CSV to an SQLite database.
-
-    To read it:
-
-    \b
       sqlite3 OUTPUT/monitor_metrics.db "SELECT step, norm FROM grad_reduced WHERE name = '0.weight' AND rank = 0"
 
     Exit status: 0 all was converted, 1 files were set aside, ranks or steps are missing, or there are no rows, 2 nothing was
     converted.
     """
-    asked, base = _listed(kinds), one_directory(directory, directory_option)
-    _run(
-        lambda: sqlite.to_database(
-            Request.of(base, time_start, time_end, workers, asked, output, job, sqlite.ENDING), step_partition
-        )
-    )
-
-
-def _listed(kinds: str | None) -> list[str] | None:
-    return [one.strip() for one in kinds.split(",")] if kinds else None
-
-
-def _run(convert: Callable[[], Converted]) -> NoReturn:
+    base, asked = cli.one_directory(directory, directory_option), [one.strip() for one in kinds.split(",")] if kinds else None
+    if to is None:
+        raise typer.BadParameter(f"no target is given. Give one: {', '.join(Target)}.", param_hint="--to")
+    ending = tensorboard.ENDING if to == Target.tensorboard else sqlite.ENDING
     errors = Console(stderr=True)
     try:
-        converted = convert()
+        made = Conversion.of(base, time_start, time_end, workers, asked, output, job, ending)
+        done = tensorboard.to_events(made) if to == Target.tensorboard else sqlite.to_database(made, step_partition)
     except NothingRecordedError as error:
         say(errors, f"Nothing was converted and not looked at: {error}", style="yellow")
         raise typer.Exit(FLAWED) from error
     except (ConversionError, OSError) as error:
         say(errors, f"Nothing was converted: {error}", style="red")
         raise typer.Exit(NOTHING) from error
-    for one in converted.set_aside[:MOST_SAID]:
-        say(errors, f"set aside: {one.path}: {one.reason}")
-    if len(converted.set_aside) > MOST_SAID:
-        say(errors, f"set aside: {len(converted.set_aside) - MOST_SAID} more")
-    for absent in converted.absent[:MOST_SAID]:
-        say(errors, f"missing: {absent}")
-    if len(converted.absent) > MOST_SAID:
-        say(errors, f"missing: {len(converted.absent) - MOST_SAID} more")
-    ranks = "1 rank" if len(converted.ranks) == 1 else f"{len(converted.ranks)} ranks"
-    say(Console(), f"{converted.rows:,} rows of {ranks} written to {converted.output}")
-    raise typer.Exit(FLAWED if converted.set_aside or converted.absent else CLEAN)
+    for line in done.said():
+        say(errors, line)
+    ranks = "1 rank" if len(done.ranks) == 1 else f"{len(done.ranks)} ranks"
+    say(Console(), f"{done.rows:,} rows of {ranks} written to {done.output}")
+    raise typer.Exit(FLAWED if done.set_aside or done.absent else CLEAN)
+
+
+def _fix(command: typer.Typer, to: Target, summary: str, without: tuple[str, ...] = ("to",)) -> None:
+    """Make a command that converts to one target, and lacks the options of the other."""
+
+    def convert(**given: Any) -> None:
+        monitor_convert(to, **given)
+
+    of = inspect.signature(monitor_convert, eval_str=True)
+    kept = [one for one in of.parameters.values() if one.name not in without]
+    named = {"__signature__": of.replace(parameters=kept), "__annotations__": monitor_convert.__annotations__}
+    for name, value in (*named.items(), ("__doc__", str(monitor_convert.__doc__).replace(_SUMMARY, summary))):
+        setattr(convert, name, value)
+    command.command()(convert)
+
+
+_SUMMARY = str(monitor_convert.__doc__).partition("\n")[0]
+
+_fix(tensorboard_app, Target.tensorboard, "Convert a run to TensorBoard curves.", ("to", "step_partition"))
+_fix(database_app, Target.sqlite, "Convert a run to an SQLite database.")

@@ -1,4 +1,4 @@
-"""CSV to SQLite: all rows of a job in tables by kind and range of steps."""
+"""A run to SQLite: all rows of a job in tables by kind and range of steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
-from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import numpy as np
@@ -20,6 +17,7 @@ from numpy.typing import NDArray
 from monitor.convert import conversion
 from monitor.merge.discovery import SetAside
 from monitor.merge.execution import draft_of, engine, run_in_order
+from monitor.query.batches import Batch, ops_in, runs_in
 from monitor.stats.ops import INTEGER_OPS, TEXT_OPS
 
 # --- Rows made ready for SQLite, by any process: columns of the values that it takes.
@@ -33,17 +31,8 @@ Target = tuple[str, int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class CellTask:
-    """Some records of one kind and rank."""
-
-    kind: str
-    rank: int
-    records: tuple[conversion.Record, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
-    """The rows of a record, in order of steps. All columns have an entry a row.
+    """The rows of a batch on one rank, in order of steps. All columns have an entry a row.
 
     Attributes:
         targets: What is measured, in the order of first appearance.
@@ -59,28 +48,22 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """What came of a task: its rows, and the files that have none to give."""
+    """What came of a batch: its rows by rank, and the files that have none to give."""
 
     kind: str
-    rank: int
-    blocks: list[Block]
+    blocks: dict[int, Block]
     set_aside: list[SetAside]
 
 
-def prepare(task: CellTask) -> Cells:
-    """Read the records of a task."""
-    cells = Cells(task.kind, task.rank, [], [])
-    for record in task.records:
-        rows, aside = conversion.read_record(record)
-        cells.set_aside.extend(aside)
-        if len(rows):
-            cells.blocks.append(_block(rows))
-    return cells
+def prepare(batch: Batch) -> Cells:
+    """Read a batch."""
+    rows, aside = batch.read()
+    return Cells(batch.kind, {rank: _block(of_rank) for rank, of_rank in runs_in(rows, "rank")}, aside)
 
 
 def _block(rows: pa.Table) -> Block:
     targets, target = _targets(rows)
-    ops = {op: _cells(op, rows[op]) for op in conversion.ops_of(rows)}
+    ops = {op: _cells(op, rows[op]) for op in ops_in(rows)}
     return Block(rows["step"].to_numpy().tolist(), targets, target.tolist(), ops)
 
 
@@ -166,22 +149,22 @@ class MetricTables:
         self._connection.execute("BEGIN")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self._finish()
         finally:
             self._connection.close()
 
-    def insert(self, cells: Cells) -> int:
+    def insert(self, cells: Cells) -> dict[int, int]:
         """Add rows: of a kind and rank in order of steps, so that those of a step stand as they were measured.
 
         Returns:
-            How many there were.
+            How many there were, by rank.
         """
-        for block in cells.blocks:
-            self._insert(self._metrics.get(cells.kind) or self._new(cells.kind), cells.rank, block)
-        return sum(len(block.steps) for block in cells.blocks)
+        for rank, block in cells.blocks.items():
+            self._insert(self._metrics.get(cells.kind) or self._new(cells.kind), rank, block)
+        return {rank: len(block.steps) for rank, block in cells.blocks.items()}
 
     def _insert(self, metric: _Metric, rank: int, block: Block) -> None:
         self._add_columns(metric, block.ops)
@@ -189,9 +172,8 @@ class MetricTables:
         for first, start, end in _runs(block.steps, self._width):
             table = self._table(metric, first)
             cells = [column[start:end] for column in block.ops.values()]
-            rows = zip(
-                repeat(rank), block.steps[start:end], map(ids.__getitem__, block.target[start:end]), *cells, strict=False
-            )
+            targets = [ids[number] for number in block.target[start:end]]
+            rows = zip([rank] * (end - start), block.steps[start:end], targets, *cells, strict=True)
             names = ", ".join(("rank", "step", "target_id", *map(_quoted, block.ops)))
             values = ", ".join("?" * (3 + len(cells)))
             self._connection.executemany(f"INSERT INTO {_quoted(table)} ({names}) VALUES ({values})", rows)
@@ -297,7 +279,7 @@ ENDING: Final = "csv2db"
 DATABASE: Final = "monitor_metrics.db"
 
 BATCH_ROWS: Final = 100_000
-"""What a process reads before it hands it on, about; unless a single record has more."""
+"""What a process reads before it hands it on, about, unless a single file has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +287,7 @@ class CSV2DBConfig:
     """What ``csv2db`` is to convert.
 
     Attributes:
-        monitor_path: The directory that the ranks' directories lie in.
+        monitor_path: The directory that the ranks' directories lie in, or a merged set.
         time_start: Only directories from this timestamp on (``Dec03_21-34-40``); None: from the first.
         time_end: Only directories up to this timestamp, itself included; None: to the last. Where it lies before
             ``time_start``, New Year lies between them.
@@ -316,18 +298,18 @@ class CSV2DBConfig:
         job: Beginning of the job's id, where there are several in that range of time.
     """
 
-    monitor_path: str | PathLike[str]
+    monitor_path: conversion.AnyPath
     time_start: str | None = None
     time_end: str | None = None
     process_num: int = 1
     data_type_list: Sequence[str] | None = None
     step_partition: int = 500
-    output_dirpath: str | PathLike[str] | None = None
+    output_dirpath: conversion.AnyPath | None = None
     job: str | None = None
 
 
 def csv2db(config: CSV2DBConfig) -> conversion.Converted:
-    """Write the CSV files of a job as a database, ``monitor_metrics.db``. ``docs/converting.md`` describes its tables.
+    """Write the rows of a run as a database, ``monitor_metrics.db``. ``docs/converting.md`` describes its tables.
 
     It appears whole or not at all, and is the same, byte for byte, for any number of processes.
 
@@ -338,56 +320,24 @@ def csv2db(config: CSV2DBConfig) -> conversion.Converted:
         ConversionError: nothing was converted, because of what the message says.
         OSError: the disk does not allow it.
     """
-    return to_database(*checked(config)).log()
+    steps = conversion.natural("step_partition", config.step_partition)
+    asked = (config.time_start, config.time_end, config.process_num, config.data_type_list, config.output_dirpath, config.job)
+    return to_database(conversion.Conversion.of(config.monitor_path, *asked, ENDING), steps).log()
 
 
-def checked(config: CSV2DBConfig) -> tuple[conversion.Request, int]:
-    """What to convert, and how many steps share a table.
-
-    Raises:
-        ConversionError: a field cannot be what was meant.
-    """
-    request = conversion.Request.of(
-        config.monitor_path,
-        config.time_start,
-        config.time_end,
-        config.process_num,
-        config.data_type_list,
-        config.output_dirpath,
-        config.job,
-        ENDING,
-    )
-    return request, conversion.natural("step_partition", config.step_partition)
-
-
-def to_database(request: conversion.Request, step_partition: int) -> conversion.Converted:
+def to_database(made: conversion.Conversion, step_partition: int) -> conversion.Converted:
     """As ``csv2db``, and logs nothing."""
     with conversion.plainly():
-        courses, aside = conversion.courses_of(request)
-        gathered = conversion.Gathered(aside)
-        tasks = [task for course in courses for task in _tasks(course)]
-        with _draft(request.output) as draft, conversion.bar() as shown:
-            processes = min(request.workers, len(tasks) or 1)
+        batches = made.batches(BATCH_ROWS)
+        with _draft(made.output) as draft, conversion.bar() as shown:
+            processes = min(made.workers, len(batches) or 1)
             with MetricTables(draft, step_partition) as tables, engine(processes) as (executor, workers):
-                results = run_in_order(executor, workers, prepare, tasks)
-                for cells in shown.track(results, len(tasks), description="converting"):
-                    gathered.add(cells.rank, tables.insert(cells), cells.set_aside)
+                results = run_in_order(executor, workers, prepare, batches)
+                for cells in shown.track(results, len(batches), description="converting"):
+                    made.add(tables.insert(cells), cells.set_aside)
                 for index in shown.track(tables.indices(), description="indexing"):
                     tables.make(index)
-            return gathered.converted(request, request.output / DATABASE)
-
-
-def _tasks(course: conversion.Course) -> Iterator[CellTask]:
-    """Its records in lots of about ``BATCH_ROWS``."""
-    lot: list[conversion.Record] = []
-    rows = 0
-    for record in course.records:
-        if lot and rows + record.rows > BATCH_ROWS:
-            yield CellTask(course.kind, course.rank, tuple(lot))
-            lot, rows = [], 0
-        lot.append(record)
-        rows += record.rows
-    yield CellTask(course.kind, course.rank, tuple(lot))
+            return made.converted(made.output / DATABASE)
 
 
 @contextmanager

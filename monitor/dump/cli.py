@@ -12,7 +12,7 @@ from rich.console import Console
 from monitor.cli import DirectoryOption, Version, command_app, one_directory
 from monitor.coordinator.output import remove_drafts
 from monitor.dump.files import DATA, FILE, OtherDumpError, damage_found, finish, is_being_written, is_directory
-from monitor.terminal import say
+from monitor.terminal import CLEAN, FLAWED, NOTHING, say
 
 
 class RecoveryResult(NamedTuple):
@@ -53,9 +53,6 @@ def _recover_one(records: Path) -> RecoveryResult:
 
 
 # --- The command.
-
-CLEAN, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: every dump is complete; a dump is incomplete, has lost records or does not exist; no such directory."""
 
 COMPLETE: Final = ("dump.json", "debug.json")
 """A completed dump has one of these files."""

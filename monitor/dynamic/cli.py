@@ -22,7 +22,7 @@ from monitor.dynamic.config_file import EditError, change_file, path_of
 from monitor.dynamic.controller import NOTHING as NO_DIFFERENCE, WATCHING_RANK, digest_of, summary
 from monitor.merge.discovery import Found, choose, discover
 from monitor.merge.execution import MergeError
-from monitor.terminal import plain, say
+from monitor.terminal import CLEAN, FLAWED, NOTHING, plain, say
 
 # --- The configurations of a job, read from the ranks' manifests: which one is in force, since when, and whether ranks agree.
 
@@ -144,9 +144,6 @@ def _late(job: WatchedJob) -> Iterator[str]:
                 yield f"rank {one.rank} learned late of change {record.number}: it has recorded {missed} as before"
 
 
-DONE, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: done; ranks disagree, or did not follow in time; nothing was done."""
-
 LOOK_EVERY_S: Final = 0.2
 
 
@@ -208,7 +205,7 @@ def monitor_ctl(
     except (ControlError, ConfigError, EditError, OSError) as error:
         say(errors, f"Nothing was done: {error}", style="red")
         raise typer.Exit(NOTHING) from error
-    raise typer.Exit(DONE if clean else FLAWED)
+    raise typer.Exit(CLEAN if clean else FLAWED)
 
 
 def _asked(words: Sequence[str], option: Path | None) -> tuple[Path, Action, Sequence[str]]:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import re
+import signal
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TimeRemainingColumn
 
 from monitor.cli import Directory, DirectoryOption, Job, TimeEnd, TimeStart, Version, Workers, command_app, one_directory
 from monitor.coordinator.resume import Span, span_between
+from monitor.merge import parts
 from monitor.merge.execution import MergeError, NothingRecordedError
+from monitor.merge.finished import is_url, without_password
+from monitor.merge.follow import FollowOptions, UnfinishedError, follow, how_to_go_on
 from monitor.merge.merge import Wanted, merge
-from monitor.merge.report import Report, summary
+from monitor.merge.report import summary
 from monitor.sinks.files import ALL_STEPS, StepSpan
-from monitor.terminal import say
-
-CLEAN, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: all is there and agrees; something is missing or disagrees, or there was no row; nothing was merged."""
+from monitor.terminal import CLEAN, FLAWED, NOTHING, say
 
 
 class FormatName(StrEnum):
@@ -39,7 +41,8 @@ def monitor_merge(
     directory: Directory = None,
     directory_option: DirectoryOption = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="OUTPUT", help="A new directory.", show_default="DIR/merged")
+        str | None,
+        typer.Option("-o", "--output", metavar="OUTPUT", help="A new directory, or a URL.", show_default="DIR/merged"),
     ] = None,
     job: Job = None,
     time_start: TimeStart = None,
@@ -53,18 +56,39 @@ def monitor_merge(
     dask: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Merge on the Dask cluster that has this scheduler.")
     ] = None,
+    part: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Do only part I of N, as in a task of an array. Parts count from 1.")
+    ] = None,
+    finish: Annotated[
+        bool,
+        typer.Option(
+            "--finish", help="Make the data set, when all parts are done. With --follow: take what is there, and end."
+        ),
+    ] = False,
+    following: Annotated[
+        bool,
+        typer.Option(
+            "--follow", help="Merge while the job runs. The data set can be read at any time; the same command continues."
+        ),
+    ] = False,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="With --follow: how often to look.")] = 30.0,
+    patience: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="With --follow: end if no rank has news for so long.")
+    ] = 14_400.0,
     _version: Version = False,
 ) -> None:
     """Merge what the ranks of a job recorded into one data set.
 
-    Exit status: 0 all is there and agrees, 1 something is missing or disagrees, or the job has no rows, 2 nothing was merged.
+    Exit status: 0 all is there and agrees, or the part is done, 1 something is missing or disagrees, or the job has no rows,
+    2 nothing was merged.
     """
     base = one_directory(directory, directory_option)
     console = Console(stderr=True)
     try:
+        _check_local(base)
         wanted = Wanted(
             base,
-            output or base / "merged",
+            output if output and is_url(output) else Path(output or base / "merged"),
             job,
             _span(time_start, time_end),
             [one.strip() for one in kinds.split(",")] if kinds else None,
@@ -73,30 +97,76 @@ def monitor_merge(
             workers,
             dask,
         )
-        report = _shown(wanted, console)
-    except NothingRecordedError as error:
+        follows = FollowOptions(interval, patience, finish) if following else None
+        told = _merged(wanted, part, finish, console) if follows is None else _followed(wanted, follows, part, console)
+    except (NothingRecordedError, UnfinishedError) as error:
         say(console, str(error), style="yellow")
         raise typer.Exit(FLAWED) from error
     except (MergeError, OSError) as error:
-        say(console, f"Nothing was merged: {error}", style="red")
+        say(console, f"{'Nothing was merged' if part is None else 'This part is not done'}: {error}", style="red")
         raise typer.Exit(NOTHING) from error
-    _print(report, wanted.output, Console())
-    raise typer.Exit(CLEAN if report.clean else FLAWED)
+    if told is not None:
+        _print(told, without_password(str(wanted.output)), Console())
+    raise typer.Exit(CLEAN if told is None or told["clean"] else FLAWED)
 
 
-def _shown(wanted: Wanted, console: Console) -> Report:
+def _check_local(base: Path) -> None:
+    if re.match(r"[a-z][a-z0-9+.-]*:/", str(base)) and not base.exists():
+        raise MergeError(
+            "DIR is a URL. The ranks' directories are read from a file system of this machine: only -o can be a URL."
+        )
+
+
+def _merged(wanted: Wanted, part: str | None, finish: bool, console: Console) -> Mapping[str, Any] | None:
+    """The report; None if only a part was to be done."""
+    if part is not None and finish:
+        raise MergeError("--part and --finish are given together. Run every part, then the command with --finish.")
     columns = ("merging", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
-        return merge(wanted, lambda done, total: bar.update(task, completed=done, total=total))
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        if finish:
+            return parts.finish(wanted)
+        if part is None:
+            return parts.merge_to_url(wanted, progress) if is_url(wanted.output) else merge(wanted, progress).told()
+        done = parts.merge_part(wanted, parts.Part.parse(part), progress)
+    say(console, f"Part {part} is done. It has {done.all} windows, of which {done.before} were done before.")
+    return None
 
 
-def _print(report: Report, output: Path, console: Console) -> None:
+def _followed(wanted: Wanted, options: FollowOptions, part: str | None, console: Console) -> Mapping[str, Any]:
+    """The report, when the job has ended."""
+    if part is not None:
+        raise MergeError("--part and --follow are given together. One process follows a job; it may have several --workers.")
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    with Bar("merging", BarColumn(), MofNCompleteColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        try:
+            return follow(wanted, options, lambda line: say(console, line), progress).told()
+        except KeyboardInterrupt:
+            say(console, f"Interrupted. The data set so far can be read.\n{how_to_go_on(wanted)}", style="yellow")
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _print(told: Mapping[str, Any], output: str, console: Console) -> None:
     """A line each."""
-    told = list(summary(report.told()))
-    width = max(len(what) for what, _ in told)
+    lines = list(summary(told))
+    width = max(len(what) for what, _ in lines)
     before = ""
-    for what, said in told:
+    for what, said in lines:
         say(console, f"{'' if what == before else what:<{width}}  {said}")
         before = what
     say(console, f"written to {output}")

@@ -144,7 +144,7 @@ class Outcome:
     steps: list[int] = field(default_factory=list)
     gaps: dict[int, list[int]] = field(default_factory=dict)
     duplicates: dict[int, list[int]] = field(default_factory=dict)
-    newest: dict[int, int] = field(default_factory=dict)
+    newest: dict[str, int] = field(default_factory=dict)
     set_aside: list[SetAside] = field(default_factory=list)
     disagreements: list[Disagreement] = field(default_factory=list)
     incomplete: dict[str, list[int]] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from monitor.coordinator import manifest_format
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, Natural, StrictRecord
-from monitor.coordinator.output import RankDirectory
+from monitor.coordinator.output import RankDirectory, timestamp_fields
 from monitor.coordinator.resume import Span, in_order, moment
 from monitor.coordinator.series_file import MeasuredSeries, read_series
 from monitor.formats import FORMATS
@@ -403,3 +403,59 @@ def _named(together: Iterable[Runs], taken: Mapping[str, object]) -> dict[str, R
 def _spelled(runs: Iterable[RankRun]) -> str:
     ranks = sorted({run.rank for run in runs})
     return ", ".join(map(str, ranks[:20])) + (f" and {len(ranks) - 20} more" if len(ranks) > 20 else "")
+
+
+# --- Directories without manifests, as other tools write them. Nothing says which of them are of one job.
+
+
+def without_manifests(base: Path, found: Found, span: Span | None) -> Found:
+    """The directories that have no manifest, as those of a job without a name, each rank with one.
+
+    Args:
+        found: In ``base``, no job.
+
+    Raises:
+        MergeError: a rank has several, or there are none.
+    """
+    named = {one.path: RankDirectory.parse(one.path) for one in found.set_aside}
+    known = {name: one for name, one in named.items() if one and _has_no_manifest(base / name)}
+    if not known:
+        raise MergeError(_why_none(base, span, found.set_aside))
+    ranks = Counter(one.rank for one in known.values())
+    for rank in sorted(rank for rank, count in ranks.items() if count > 1):
+        names = ", ".join(sorted(name for name, one in known.items() if one.rank == rank))
+        raise MergeError(
+            f"rank {rank} has {ranks[rank]} directories in this range of time, and no manifest says that one carries on the "
+            f"other: {names}. Choose a narrower range."
+        )
+    runs = tuple(RankRun(base / name, _unknown(one, sorted(ranks))) for name, one in known.items())
+    return Found({"": runs}, tuple(one for one in found.set_aside if one.path not in known))
+
+
+def _has_no_manifest(directory: Path) -> bool:
+    return directory.is_dir() and not os.path.lexists(directory / manifest_format.MANIFEST_FILE)
+
+
+def _unknown(directory: RankDirectory, ranks: list[int]) -> ManifestRecord:
+    """A manifest that says no more than the names of directories do."""
+    none, began = manifest_format.NO_STEPS, "1970-01-01T00:00:00+00:00"
+    empty: dict[str, Any] = {name: {} for name in ("groups", "versions", "dropped", "lost", "failures", "notes")}
+    return ManifestRecord(
+        schema_version=manifest_format.SCHEMA_VERSION, job_id="", job_agreed=False, timestamp=directory.timestamp,
+        started=began, saved=began, closed=True, rank=directory.rank, world_size=ranks[-1] + 1, host="", pid=0, config_path="",
+        config={"module_ranks": ranks}, formats=(), series=None,
+        steps=manifest_format.RecordedSteps(written=none, skipped=none, incomplete=none), **empty,
+    )  # fmt: skip
+
+
+def _why_none(base: Path, span: Span | None, set_aside: Sequence[SetAside]) -> str:
+    if set_aside:
+        first = f"{set_aside[0].path}: {set_aside[0].reason}"
+        return f"no directory of a rank in {base} can be read. The first of {len(set_aside)}: {first}"
+    if RankDirectory.parse(base.absolute().name) is not None:
+        return f"{base} is the directory of one rank. Name the one that it lies in."
+    known = [one.timestamp for name in os.listdir(base) if (one := RankDirectory.parse(name)) is not None]
+    if span is None or not known:
+        return f"there is no directory of a rank in {base}. Name the one that the ranks wrote to."
+    first, *_, last = sorted((*known, known[0]), key=timestamp_fields)
+    return f"there is no directory of a rank from {' to '.join(span)} in {base}. There are some from {first} to {last}."

@@ -49,8 +49,8 @@ def draft_of(output: Path, work: str, elsewhere: str) -> Iterator[Path]:
     """
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(output, work, elsewhere):
-        if os.path.lexists(output) and not _is_empty(output):
+    with alone(output, work, elsewhere):
+        if os.path.lexists(output) and not is_empty(output):
             raise MergeError(f"{output} exists. Remove it, or name {elsewhere}.")
         _remove_drafts(output)
         draft = output.with_name(f".{output.name}.{secrets.token_hex(4)}.draft")
@@ -63,12 +63,21 @@ def draft_of(output: Path, work: str, elsewhere: str) -> Iterator[Path]:
             raise
 
 
-def _is_empty(output: Path) -> bool:
+def is_empty(output: Path) -> bool:
+    """Whether it is a directory with nothing in it."""
     return output.is_dir() and not output.is_symlink() and not any(output.iterdir())
 
 
 @contextmanager
-def _alone(output: Path, work: str, elsewhere: str) -> Iterator[None]:
+def alone(output: Path, work: str, elsewhere: str) -> Iterator[None]:
+    """Exclude other processes that would write to ``output``.
+
+    Args:
+        output, work, elsewhere: See ``draft_of``.
+
+    Raises:
+        MergeError: another process is writing there.
+    """
     # A lock that is a file would outlive a process that is killed.
     path = output.with_name(f".{output.name}.lock")
     lock = FileLock(path, timeout=0, fallback_to_soft=False)

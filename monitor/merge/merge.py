@@ -6,8 +6,10 @@ import itertools
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from hashlib import file_digest, sha256
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -18,13 +20,13 @@ from numpy.typing import NDArray
 
 from monitor.coordinator.manifest_format import StepsRecord
 from monitor.coordinator.resume import Span
-from monitor.merge.combine import ROLES, RUNS, Outcome, Piece, reduce
+from monitor.merge.combine import ROLES, RUNS, SCHEMA_VERSION, Outcome, Piece, reduce
 from monitor.merge.discovery import Found, RankRun, SetAside, choose, discover, runs_of, unmerged_formats
 from monitor.merge.execution import MergeError, NothingRecordedError, draft_of, engine, run
 from monitor.merge.outputs import SUFFIXES, Format
 from monitor.merge.report import Report
 from monitor.merge.rows import Share, Source, files_of, put_in_order
-from monitor.merge.tables import Columns, Index, Shard, write_file
+from monitor.merge.tables import Columns, Index, Shard, read_file, write_file
 from monitor.merge.tensors import SHARDS, Findings, Kind, LayerNames, Visit, catalogue, look
 from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Ranks
 from monitor.sinks.files import ALL_STEPS, StepSpan
@@ -44,6 +46,7 @@ class Wanted:
     """What to merge, and into what.
 
     Attributes:
+        output: A directory; for ``monitor.merge.parts`` also a URL.
         job: Beginning of the job's id; None where there is only one.
         span: Timestamps of directories, the first and the last; None: all.
         kinds: None: all.
@@ -51,7 +54,7 @@ class Wanted:
     """
 
     base: Path
-    output: Path
+    output: Path | str
     job: str | None = None
     span: Span | None = None
     kinds: Collection[str] | None = None
@@ -86,29 +89,96 @@ def merge(wanted: Wanted, progress: Progress = lambda _done, _all: None) -> Repo
     """
     found = discover(wanted.base, wanted.span)
     job = choose(found, wanted.job)
-    with draft_of(wanted.output, "merge", "another directory with -o") as draft:
+    with draft_of(Path(wanted.output), "merge", "another directory with -o") as draft:
         draft.mkdir()
-        return _merged(wanted, job, runs_of(found, job), found, draft, progress)
+        with planned_merge(wanted, found, job, draft) as work:
+            for window, outcomes in work.done(work.windows, progress):
+                work.add(window, outcomes)
+        report = work.finished_report()
+        shutil.rmtree(work.plan.work)
+        (draft / REPORT_FILE).write_text(report.spelled())
+    return report
 
 
-def _merged(wanted: Wanted, job: str, runs: Sequence[RankRun], found: Found, draft: Path, progress: Progress) -> Report:
-    work = draft / "work"
-    for directory in (work, draft / "per_rank", draft / "global"):
+@dataclass(frozen=True)
+class PlannedMerge:
+    """The work of a merge, cut into windows that can be done one by one.
+
+    Attributes:
+        windows: Of what is asked for.
+        workers: How many tasks ``do`` works on at a time.
+    """
+
+    wanted: Wanted
+    plan: Plan
+    windows: Sequence[Window]
+    report: Report
+    workers: int
+    do: Do
+
+    def done(self, windows: Sequence[Window], progress: Progress) -> Iterator[tuple[Window, list[Outcome]]]:
+        """Do some of the windows. Gives each when its files are written, with what there is to report of it."""
+        done, total = 0, sum(len(one.shares) + len(one.pieces) for one in windows)
+        for group in in_groups(windows, PIECES_AT_A_TIME * self.workers * self.plan.rows):
+            of_window: dict[tuple[str, int], Window] = {(one.kind, steps.first): one for one in group for steps in one.pieces}
+            outcomes: dict[Window, list[Outcome]] = {one: [] for one in group}
+            for share, told in self.do(put_in_order, chain.from_iterable(map(self.plan.shares, group))):
+                outcomes[of_window[share.kind, share.steps.first]].append(Outcome.of_reading(told))
+                progress(done := done + 1, total)
+            for piece, outcome in self.do(reduce, chain.from_iterable(map(self.plan.pieces, group))):
+                outcomes[of_window[piece.kind, piece.steps.first]].append(outcome)
+                progress(done := done + 1, total)
+            for window in group:
+                self.plan.clear_up(window)
+            yield from outcomes.items()
+
+    def add(self, window: Window, outcomes: Iterable[Outcome]) -> None:
+        """Take what came of a window into the report."""
+        for outcome in outcomes:
+            self.report.add(window.kind, outcome)
+
+    def finished_report(self) -> Report:
+        """The report, when all windows are in it.
+
+        Raises:
+            MergeError: nothing of what is asked for was recorded.
+        """
+        if not self.report.steps:
+            whole = self.wanted.kinds is None and self.wanted.steps == ALL_STEPS and not self.report.set_aside
+            job = self.plan.job
+            raise NothingRecordedError(_no_rows(job)) if whole else MergeError(_why_nothing(job, self.report))
+        return self.report
+
+
+@contextmanager
+def planned_merge(wanted: Wanted, found: Found, job: str, output: Path, horizon: int | None = None) -> Iterator[PlannedMerge]:
+    """Find out what is to be done to merge a job.
+
+    Args:
+        found: In ``wanted.base``.
+        output: A directory for the files of the windows, which has nothing in it; its directory ``work`` is not part of the
+            result.
+        horizon: The last step up to which the ranks' files are complete, while the job runs; see ``Plan.up_to``. None: all
+            there is.
+
+    Raises:
+        MergeError: there is nothing to merge.
+        OSError: a file cannot be written.
+    """
+    runs, work = runs_of(found, job), output / "work"
+    for directory in (work, output / "per_rank", output / "global"):
         directory.mkdir()
     missing = missing_ranks(runs, found.others_of_the_launch(job))
     report = Report(job, runs[0].manifest.world_size, runs, missing, [*found.set_aside, *unmerged_formats(runs)])
     with engine(wanted.workers, wanted.dask) as (executor, workers):
         do = partial(run, executor, workers)
-        plan, set_aside = planned(job, runs, work, draft, do, suffix=SUFFIXES[wanted.format], rows=wanted.rows)
+        plan, set_aside = planned(job, runs, work, output, do, suffix=SUFFIXES[wanted.format], rows=wanted.rows)
         report.set_aside += set_aside
-        plan.check(wanted.kinds)
-        _carry_out(plan, plan.windows(wanted.kinds, wanted.steps), workers, report, progress, do)
-    if not report.steps:
-        whole = wanted.kinds is None and wanted.steps == ALL_STEPS and not report.set_aside
-        raise NothingRecordedError(_no_rows(job)) if whole else MergeError(_why_nothing(job, report))
-    shutil.rmtree(work)
-    (draft / REPORT_FILE).write_text(report.spelled())
-    return report
+        if horizon is None:
+            plan.check(wanted.kinds)
+        else:
+            plan = plan.up_to(horizon)
+        yield PlannedMerge(wanted, plan, plan.windows(wanted.kinds, wanted.steps), report, workers, do)
 
 
 def planned(
@@ -124,19 +194,6 @@ def planned(
     write_runs(runs, work / "runs.arrow")
     plan = Plan(job, runs, shards_found(findings), catalogues, work / "runs.arrow", work, output, suffix, rows)
     return plan, [one for first in sorted(findings) for one in findings[first].set_aside]
-
-
-def _carry_out(plan: Plan, windows: Sequence[Window], workers: int, report: Report, progress: Progress, do: Do) -> None:
-    done, total = 0, sum(len(one.shares) + len(one.pieces) for one in windows)
-    for group in in_groups(windows, PIECES_AT_A_TIME * workers * plan.rows):
-        for share, told in do(put_in_order, chain.from_iterable(map(plan.shares, group))):
-            report.add(share.kind, Outcome.of_reading(told))
-            progress(done := done + 1, total)
-        for piece, outcome in do(reduce, chain.from_iterable(map(plan.pieces, group))):
-            report.add(piece.kind, outcome)
-            progress(done := done + 1, total)
-        for window in group:
-            plan.clear_up(window)
 
 
 def _no_rows(job: str) -> str:
@@ -402,6 +459,21 @@ def write_runs(runs: Sequence[RankRun], path: Path) -> None:
     write_file(path, pa.table(columns, schema=RUNS), RUNS)
 
 
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def _identity(path: Path) -> tuple[str, int, int]:
+    """What is different if a file was written again."""
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        status = path.stat()
+    except OSError:  # it will be set aside when it is read
+        return name, -1, -1
+    return name, status.st_size, status.st_mtime_ns
+
+
 def _place(rank: int, group: Ranks) -> int | None:
     return group.index(rank) if rank in group else None
 
@@ -442,6 +514,17 @@ class Plan:
         if unknown and there:
             raise MergeError(f"--kinds names {unknown}. Job {self.job} has recorded: {', '.join(sorted(there))}.")
 
+    def up_to(self, horizon: int) -> Plan:
+        """Without the shards that have later steps, and without those that have steps beside one of them. So the windows before
+        the horizon stay as they are when it moves, but for the last one of each kind, which may grow.
+        """
+        every = pa.concat_tables([SHARDS.empty_table(), *self.shards.values()])
+        first, last = (every[column].to_numpy() for column in ("first", "last"))
+        while (cut := (first <= horizon) & (last > horizon)).any():
+            horizon = int(first[cut].min()) - 1
+        kept = {kind: shards.filter(shards["last"].to_numpy() <= horizon) for kind, shards in self.shards.items()}
+        return replace(self, shards={kind: shards for kind, shards in kept.items() if len(shards)})
+
     def windows(self, kinds: Iterable[str] | None, steps: StepSpan) -> list[Window]:
         """Of the kinds that are asked for; None: of all."""
         asked_for = sorted(set(self.shards) if kinds is None else set(self.shards) & set(kinds))
@@ -474,23 +557,53 @@ class Plan:
     def shares(self, window: Window) -> Iterator[Share]:
         """What to do before the pieces of a window can be done."""
         for number, places in enumerate(window.shares):
-            sources, columns = self._sources(window, window.steps, places), self.columns(window.kind)
-            catalogue, others = self._catalogues(window.kind)
+            sources, columns = self.sources(window.kind, window.steps, places), self.columns(window.kind)
+            catalogue, others = self.catalogues_of(window.kind)
             output = self._shared(window, number)
             yield Share(columns, window.steps, window.pieces, sources, catalogue, others, output)
 
     def pieces(self, window: Window) -> Iterator[Piece]:
-        sources = () if window.shares else self._sources(window, window.steps, range(len(self.runs)))
+        sources = () if window.shares else self.sources(window.kind, window.steps, range(len(self.runs)))
         shares = tuple(self._shared(window, number) for number in range(len(window.shares)))
-        catalogue, others = self._catalogues(window.kind)
+        catalogue, others = self.catalogues_of(window.kind)
         for number, steps in enumerate(window.pieces):
             outputs, columns = self._outputs(window.kind, steps), self.columns(window.kind)
             about, ndigits = self.about_runs, self._ndigits
             yield Piece(columns, steps, sources, shares, number, catalogue, others, about, outputs, ndigits, self.job)
 
-    def _catalogues(self, kind: str) -> tuple[Path | None, Path | None]:
+    def fingerprint(self, window: Window) -> str:
+        """A number of all that decides what the files of a window hold, and what there is to report of it. While it is the
+        same, the window need not be done again.
+        """
+        steps, columns = window.steps, self.columns(window.kind)
+        about = [SCHEMA_VERSION, self.suffix, self.job, self._ndigits, columns, steps, window.pieces, len(window.shares)]
+        about += [self._digests.get(path) for path in self.catalogues_of(window.kind) if path is not None]
+        for one in self.sources(window.kind, steps, range(len(self.runs))):
+            written, abandoned = (record.between(steps.first, steps.last) for record in (one.written, one.abandoned))
+            about += [one.rank, min(one.end, steps.last + 1), written, abandoned, self._places[one.run]]
+            about += [(shard.kind, _identity(shard.path)) for shard in (*one.shards, *one.replicas)]
+        return sha256("\n".join(map(repr, about)).encode()).hexdigest()
+
+    @cached_property
+    def _digests(self) -> dict[Path, str]:
+        """Of the catalogues."""
+        return {path: _digest(path) for path in self.catalogues.values()}
+
+    @cached_property
+    def _places(self) -> list[dict[str, Any]]:
+        """Of the rank of each directory in its groups."""
+        places: list[dict[str, Any]] = read_file(self.about_runs).to_pylist()
+        return places
+
+    def catalogues_of(self, kind: str) -> tuple[Path | None, Path | None]:
         """Of the kind, and of the one whose rows stand in the same files of CSV."""
         return self.catalogues.get(kind), self.catalogues.get(DIRECTION_KIND) if kind == CALL_KIND else None
+
+    def files(self, window: Window) -> Iterator[str]:
+        """The files that were made of a window, as paths in ``output``: a piece without rows has none."""
+        for path in chain.from_iterable(self._outputs(window.kind, steps) for steps in window.pieces):
+            if path.exists():
+                yield f"{path.parent.name}/{path.name}"
 
     def clear_up(self, window: Window) -> None:
         """Remove what only the pieces of this window needed."""
@@ -505,10 +618,9 @@ class Plan:
         name = f"{kind}_{steps.first}-{steps.last}{self.suffix}"
         return self.output / "per_rank" / name, self.output / "global" / name
 
-    def _sources(self, window: Window, steps: StepSpan, places: range) -> tuple[Source, ...]:
-        own, replicas = (
-            self._shards_by_run(shards, steps, places) for shards in (self.shards[window.kind], self._replicas(window.kind))
-        )
+    def sources(self, kind: str, steps: StepSpan, places: range) -> tuple[Source, ...]:
+        """What the directories at these places have of a kind."""
+        own, replicas = (self._shards_by_run(shards, steps, places) for shards in (self.shards[kind], self._replicas(kind)))
         return tuple(self._source(run, own.get(run, ()), replicas.get(run, ())) for run in sorted({*own, *replicas}))
 
     def _shards_by_run(self, shards: pa.Table, steps: StepSpan, places: range) -> dict[int, tuple[Shard, ...]]:

@@ -42,7 +42,7 @@ class Report:
     tensors: Counter[str] = field(default_factory=Counter)
     steps: set[int] = field(default_factory=set)
     disagreements: list[Disagreement] = field(default_factory=list)
-    _newest: dict[int, int] = field(default_factory=dict)  # by directory, the last step of which rows were found
+    _newest: dict[str, int] = field(default_factory=dict)  # by directory, the last step of which rows were found
     _gaps: _Steps = field(default_factory=dict)
     _duplicates: _Steps = field(default_factory=dict)
     _incomplete: _Steps = field(default_factory=dict)
@@ -56,8 +56,8 @@ class Report:
         self.rows[kind] += outcome.rows
         self.tensors[kind] += outcome.tensors
         self.steps.update(outcome.steps)
-        for run, step in outcome.newest.items():
-            self._newest[run] = max(step, self._newest.get(run, -1))
+        for directory, step in outcome.newest.items():
+            self._newest[directory] = max(step, self._newest.get(directory, -1))
         for known, found in (
             (self._gaps, outcome.gaps),
             (self._duplicates, outcome.duplicates),
@@ -145,8 +145,8 @@ class Report:
 
     def _not_closed(self) -> Iterator[dict[str, Any]]:
         """Runs that were killed or still write, and their unknown steps: up to where a later directory continues."""
-        for number, run in enumerate(self.runs):
-            after = max(newest_step(run.manifest), self._newest.get(number, -1))
+        for run in self.runs:
+            after = max(newest_step(run.manifest), self._newest.get(run.directory.name, -1))
             if was_killed(run.manifest) and steps_between(after, run.end, collected_every(run.manifest)) is not None:
                 yield {"rank": run.rank, "directory": run.directory.name, "after": after}
 
@@ -186,6 +186,8 @@ def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if len(listed) + more > 5:
             yield "", f"and {len(listed) + more - 5} more"
     yield from _ops_without_a_value(told["not_combined"]["listed"])
+    for one in told["notes"][:5]:
+        yield "notes", f"{one['about']}: {one['note']}"
 
 
 def _by_reason(listed: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

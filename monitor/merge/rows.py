@@ -82,7 +82,7 @@ class Told:
     """
 
     duplicates: dict[int, list[int]] = field(default_factory=dict)
-    newest: dict[int, int] = field(default_factory=dict)
+    newest: dict[str, int] = field(default_factory=dict)
     set_aside: list[SetAside] = field(default_factory=list)
 
 
@@ -102,8 +102,8 @@ def _rows_that_count(
 ) -> Iterator[tuple[pa.Table, bool]]:
     """Each step once: from a format that has partials, and of several files of the format the last."""
     seen: dict[int, str] = {}
-    for shard in sorted(shards, key=lambda one: (one.exact, one.path.suffix, one.steps, one.path.name), reverse=True):
-        form = shard.path.suffix
+    for shard in sorted(shards, key=lambda one: (one.exact, one.suffix, one.steps, one.path.name), reverse=True):
+        form = shard.suffix
         if _has_all(source.written, shard, steps, {step for step, other in seen.items() if other != form}):
             continue  # the same rows, or less of them
         try:
@@ -116,7 +116,8 @@ def _rows_that_count(
         told.duplicates.setdefault(source.rank, []).extend(step for step in there if seen.get(step) == form)
         fresh = [step for step in there if step not in seen and step < source.end and not source.abandoned.holds(step)]
         seen |= dict.fromkeys(fresh, form)
-        told.newest[source.run] = max(told.newest.get(source.run, -1), *fresh, -1)
+        directory = shard.path.parent.name
+        told.newest[directory] = max(told.newest.get(directory, -1), *fresh, -1)
         yield (table if fresh == there else table.filter(np.isin(column, fresh))), shard.exact
 
 

@@ -204,10 +204,7 @@ class _OpsOfRuns:
         return update / weight, one & other & (weight != 0)
 
     def _norm(self, op: str) -> tuple[Floats, Flags]:
-        values = self._values(op, 0.0)
-        norms = np.hypot.reduceat(values, self._starts)  # scales as it goes: no square overflows
-        poisoned = np.logical_or.reduceat(np.isnan(values), self._starts)  # to hypot infinity outweighs NaN
-        return np.where(poisoned, np.nan, norms), self._all(self._known(op))
+        return roots_of_squares(self._values(op, 0.0), self._starts), self._all(self._known(op))
 
     def _weighted(self, op: str) -> tuple[Floats, Flags]:
         known = self._known(op) & np.isfinite(self._share)
@@ -221,6 +218,22 @@ class _OpsOfRuns:
         squares = self._share * (np.square(self._of_parts("std")) + off * off)
         variance = np.add.reduceat(np.where(known & ~self._empty, squares, 0.0), self._starts)
         return np.sqrt(variance), self._there(known) & mean_known
+
+
+def roots_of_squares(values: Floats, starts: Index) -> Floats:
+    """The root of the sum of squares of each run of values that are not negative; squares cannot overflow.
+
+    Args:
+        starts: Where each run begins, ascending from 0.
+    """
+    if not len(starts):
+        return values
+    greatest = np.maximum.reduceat(values, starts)  # NaN, if there is one
+    scale = np.where((greatest > 0) & np.isfinite(greatest), greatest, 1.0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        scaled = values / np.repeat(scale, np.diff(starts, append=len(values)))
+        found: Floats = np.sqrt(np.add.reduceat(scaled * scaled, starts)) * scale
+    return found
 
 
 def _interleaved(exact: Statistics, others: Statistics, which: Flags) -> Statistics:

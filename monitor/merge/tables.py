@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -14,13 +15,13 @@ from numpy.typing import NDArray
 from pyarrow.ipc import new_file, open_file
 
 from monitor.merge.discovery import SetAside, leads_out
-from monitor.series import DIRECTION_KIND
+from monitor.series import DIRECTION_KIND, KINDS, shown_kind
 from monitor.sinks import files, hdf5, parquet
 from monitor.sinks.arrow import FILLED, HISTOGRAM, IDENTITY, PARTIAL_TYPES, TEXT, parsed
-from monitor.sinks.csv import read_csv
+from monitor.sinks.csv import COLUMN_TYPES, read_csv
 from monitor.sinks.csv_files import BEGINNING
 from monitor.sinks.files import StepSpan
-from monitor.sinks.spool import NotAShardError, ShardFormat
+from monitor.sinks.spool import PART, NotAShardError, ShardFormat
 from monitor.stats.features import own_columns
 from monitor.stats.histograms import LOSSES, MAGNITUDES
 from monitor.stats.ops import NUMERIC_OPS, has_op
@@ -237,11 +238,12 @@ BYTES_A_ROW: Final = 100
 FAR: Final = 2**62
 """Beyond any step."""
 
-NO_STEPS: Final = "its name is not that of steps"
-
-UNFINISHED: Final = "unfinished: the run was killed. A run with append_output into its directory recovers it"
+UNFINISHED: Final = (
+    "unfinished: the run still writes it, or was killed. A run with append_output into its directory recovers it"
+)
 
 _KIND: Final = re.compile(r"[a-z][a-z_]{0,63}")
+_CSV_KINDS: Final = frozenset(map(shown_kind, KINDS))
 
 EXACT: Final = {form.suffix: form for form in (hdf5.FORMAT, parquet.FORMAT)}
 """The formats whose shards hold partials, by the suffix of their files."""
@@ -266,9 +268,19 @@ class Shard:
     rows: int
 
     @property
+    def suffix(self) -> str:
+        """Of its format; that of an unfinished file has ``.part`` behind it."""
+        return self.path.with_suffix("").suffix + PART if self.is_part else self.path.suffix
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is unfinished."""
+        return self.path.suffix == PART
+
+    @property
     def exact(self) -> bool:
         """Whether it holds partials."""
-        return self.path.suffix in EXACT
+        return self.suffix.removesuffix(PART) in EXACT
 
     def read(self, steps: StepSpan, columns: Columns) -> pa.Table:
         """Its rows of these steps, with the columns of rows that are exact if it is, otherwise with those of rounded ones.
@@ -280,11 +292,21 @@ class Shard:
 
 
 def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
-    """The visible shards of a rank, and the files that look like ones and are not."""
-    found, aside = csv_shards_in(directory)
+    """The shards of a rank, and the files that look like ones and are not.
+
+    Of a run that was killed, or still writes, the whole steps of an unfinished file count, too: they are the last that it
+    recorded. Files of CSV are set aside while they are unfinished.
+    """
+    found: list[Shard] = []
+    aside = [SetAside(str(named.path), UNFINISHED) for named in files.parts_in(directory)]
+    for named in files.shards_in(directory):
+        if _KIND.fullmatch(named.kind):
+            try:
+                found.append(_csv_shard(named))
+            except ForeignError as error:
+                aside.append(SetAside(str(named.path), str(error)))
     for form in EXACT.values():
-        aside += [SetAside(str(path), UNFINISHED) for path, _ in form.parts_in(directory)]
-        for path, steps in form.shards_in(directory):
+        for path, steps in (*form.shards_in(directory), *form.parts_in(directory)):
             try:
                 found.extend(_kinds_of(path, form, steps, rank))
             except (ForeignError, NotAShardError, OSError) as error:
@@ -292,56 +314,61 @@ def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
     return found, aside
 
 
-def csv_shards_in(directory: Path, kinds: Collection[str] | None = None) -> tuple[list[Shard], list[SetAside]]:
-    """Those of CSV alone.
-
-    Args:
-        kinds: Those to look for; None: all.
-    """
-    found: list[Shard] = []
-    aside = [
-        SetAside(str(named.path), UNFINISHED) for named in files.parts_in(directory) if kinds is None or named.kind in kinds
-    ]
-    for named in files.shards_in(directory):
-        if not _KIND.fullmatch(named.kind) or (kinds is not None and named.kind not in kinds):
-            continue
-        if (reason := _refused(named.path)) is not None:
-            aside.append(SetAside(str(named.path), reason))
-        elif not _possible(named.steps):
-            aside.append(SetAside(str(named.path), NO_STEPS))
-        else:
-            found.append(Shard(named.path, named.kind, named.steps, named.path.stat().st_size // BYTES_A_ROW + 1))
-    return found, aside
+def _csv_shard(named: files.NamedShard) -> Shard:
+    _check(named.path, named.steps)
+    if named.kind not in _CSV_KINDS:
+        raise ForeignError(f"{named.kind!r} is no kind of rows")
+    return Shard(named.path, named.kind, named.steps, named.path.stat().st_size // BYTES_A_ROW + 1)
 
 
-def _possible(steps: StepSpan) -> bool:
-    return steps.first <= steps.last < FAR
-
-
-def _refused(path: Path) -> str | None:
-    """Why a file is not to be opened, if it is not. To open a pipe would wait for somebody to write to it."""
-    if leads_out(path):
-        return "it leads to another directory"
-    return None if path.is_file() else "it is not a file"
+def _check(path: Path, steps: StepSpan) -> None:
+    """Refuse a file that is not to be opened. To open a pipe would wait for somebody to write to it."""
+    if leads_out(path) or not path.is_file():
+        raise ForeignError("it leads to another directory" if leads_out(path) else "it is not a file")
+    if not steps.first <= steps.last < FAR:
+        raise ForeignError("its name is not that of steps")
 
 
 def _kinds_of(path: Path, form: ShardFormat, steps: StepSpan, rank: int) -> Iterator[Shard]:
-    if (reason := _refused(path)) is not None:
-        raise ForeignError(reason)
-    if not _possible(steps):
-        raise ForeignError(NO_STEPS)
-    facts, rows = form.look(path)
-    if facts.rank != rank:
-        raise ForeignError(f"it is of rank {facts.rank}")
+    _check(path, steps)
+    found = _look_at_part(path, form) if path.suffix == PART else _look_at(path, form)
+    if found is None:
+        return
+    written_by, rows = found
+    if written_by != rank:
+        raise ForeignError(f"it is of rank {written_by}")
     for kind, length in rows.items():
         if not _KIND.fullmatch(kind):
             raise ForeignError(f"{kind!r} is not a kind")
         yield Shard(path, kind, steps, length)
 
 
+_Look = tuple[int, dict[str, int]]
+"""The rank that wrote a file, and its rows by kind."""
+
+
+def _look_at_part(path: Path, form: ShardFormat) -> _Look | None:
+    found = form.look_at_part(path)
+    return None if found is None else (found[0].rank, found[1])
+
+
+def _look_at(path: Path, form: ShardFormat) -> _Look:
+    status = path.stat()
+    return _look_once(path, form, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=2**17)
+def _look_once(path: Path, form: ShardFormat, _size: int, _changed: int) -> _Look:
+    """A merge that follows a job looks at the same files again and again."""
+    facts, rows = form.look(path)
+    return facts.rank, rows
+
+
 def _read_exact_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Table:
     try:
-        rows = EXACT[shard.path.suffix].rows(shard.path, steps, shard.kind)
+        form = EXACT[shard.suffix.removesuffix(PART)]
+        read = form.rows_of_part if shard.is_part else form.rows
+        rows = read(shard.path, steps, shard.kind)
     except (NotAShardError, OSError) as error:
         raise ForeignError(_reason(error)) from error
     _check_steps(rows, shard)
@@ -351,12 +378,8 @@ def _read_exact_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Tab
     return rows.select(schema.names).cast(schema)
 
 
-def csv_rows(shard: Shard) -> pa.Table:
-    """All rows of a file of CSV, with all of its columns, as ``read_csv`` types them.
-
-    Raises:
-        ForeignError: it is torn, or not one of ours.
-    """
+def _csv_rows(shard: Shard) -> pa.Table:
+    """All rows of a file, with all of its columns, as ``read_csv`` types them."""
     try:
         _check_ends(shard.path)
         rows = read_csv(shard.path)
@@ -367,12 +390,14 @@ def csv_rows(shard: Shard) -> pa.Table:
         raise ForeignError("two of its columns have the same name")
     if not {"vpp_stage", "name", "step"} <= set(names) or any(rows[name].null_count for name in ("vpp_stage", "step")):
         raise ForeignError("a row lacks its chunk, its name or its step")
+    if foreign := [name for name in names if name not in COLUMN_TYPES]:
+        raise ForeignError(f"its columns are not those of a shard: {', '.join(foreign)[:200]!r}")
     _check_steps(rows, shard)
     return rows
 
 
 def _read_csv_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Table:
-    rows = csv_rows(shard)
+    rows = _csv_rows(shard)
     step = rows["step"].to_numpy()
     inside = (step >= steps.first) & (step <= steps.last)
     rows = rows if inside.all() else rows.filter(inside)

@@ -15,16 +15,15 @@ from rich.console import Console
 
 from monitor.cli import Job, Version, command_app
 from monitor.query.opened import OpenedRun, open_run
-from monitor.terminal import plain, say
-
-CLEAN, FLAWED, NOTHING = 0, 1, 2
-"""Exit statuses: answered; answered, but something is missing, or there are no rows; not answered."""
+from monitor.terminal import CLEAN, FLAWED, NOTHING, plain, say
 
 MOST_SHOWN: Final = 100
 """Rows of a table for a terminal."""
 
 MOST_SAID: Final = 20
 """Lines about what is missing."""
+
+MOST_NOTES: Final = 5
 
 app: Final = command_app()
 
@@ -77,7 +76,7 @@ def monitor_query(
 EXAMPLES: Final = (
     ("the curve of one tensor", "select step, rank, norm from {kind} where name = '…' order by step, rank"),
     ("the largest of a step", "select name, norm from global_{kind} where step = {step} order by norm desc limit 20"),
-    ("what differs between ranks", "select name, min(norm), max(norm) from {kind} where step = {step} group by name"),
+    ("what differs between ranks", "select name, min(norm), max(norm) from {spread} where step = {step} group by name"),
 )
 
 
@@ -93,11 +92,16 @@ def _list(opened: OpenedRun, console: Console) -> None:
         say(console, f"  {kind:<{width}}  {_steps(steps.get(kind, []))}")
     say(console, "tables")
     say(console, "  KIND and per_rank_KIND: rows of ranks. global_KIND: rows of whole tensors.")
+    for note in opened.notes[:MOST_NOTES]:
+        say(console, f"note  {note}")
     say(console, "examples")
-    kind = next((one for one in ("grad_reduced", "actv") if one in kinds), kinds[0])
+    kind, spread = (
+        next((one for one in known if one in kinds), kinds[0])
+        for known in (("grad_reduced", "actv"), ("grad_unreduced", "actv", "grad_reduced"))  # every rank writes the first two
+    )
     step = max((one[-1] for one in steps.get(kind, [])), default=0)
     for what, text in EXAMPLES:
-        say(console, f"  {what}:\n    {text.format(kind=kind, step=step)}")
+        say(console, f"  {what}:\n    {text.format(kind=kind, spread=spread, step=step)}")
 
 
 def _steps(ranges: Sequence[range]) -> str:

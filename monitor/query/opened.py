@@ -15,11 +15,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from monitor.failures import LOGGER
 from monitor.merge.execution import MergeError
+from monitor.merge.finished import Folder
 from monitor.merge.merge import REPORT_FILE
 from monitor.merge.report import summary
+from monitor.merge.statistics import roots_of_squares
 from monitor.merge.tables import order_by, starts_of_runs
-from monitor.query.sources import ALL, Flags, Folder, MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, ranges_of
+from monitor.query.sources import ALL, MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, RunSource, ranges_of
 
 MISSING: Final = (
     "missing ranks",
@@ -54,16 +57,30 @@ def open_run(path: str | PathLike[str], *, job: str | None = None) -> OpenedRun:
         QueryError: There is nothing to open, or there are several jobs.
         OSError: The directory cannot be read.
     """
-    folder = Folder(fspath(path))
-    names = folder.names()
-    if REPORT_FILE in names and {"per_rank", "global"} & set(names):
-        return OpenedRun(MergedSet(folder))
-    if folder.local is None:
-        raise QueryError(f"{path} is not a merged set. Directories of ranks are read from this machine only: merge them first.")
+    return OpenedRun(open_source(path, job))
+
+
+def open_source(path: str | PathLike[str], job: str | None = None, span: tuple[str, str] | None = None) -> RunSource:
+    """``open_run`` for other rooms of the package, which read rows of a run in batches (``monitor.query.batches``).
+
+    Args:
+        span: Timestamps of the ranks' directories, the first and the last; None: all.
+    """
     try:
-        return OpenedRun(RankDirectories(folder.local, job))
+        folder = Folder(fspath(path))
+        names = folder.names()
+        if REPORT_FILE in names and {"per_rank", "global"} & set(names):
+            merged = MergedSet(folder)
+            if span is not None or not str(merged.manifest.get("job_id")).startswith(job or ""):
+                raise QueryError(
+                    f"{path} is a merged set of job {merged.manifest.get('job_id')}: it has no other job, and no times."
+                )
+            return merged
+        if folder.local is not None:
+            return RankDirectories(folder.local, job, span)
     except MergeError as error:
         raise QueryError(f"{path} cannot be opened: {error}") from error
+    raise QueryError(f"{path} is not a merged set. Directories of ranks are read from this machine only: merge them first.")
 
 
 class OpenedRun:
@@ -73,8 +90,9 @@ class OpenedRun:
     has both. For directories of ranks, the first question about whole tensors merges that kind into a temporary directory.
     """
 
-    def __init__(self, source: MergedSet | RankDirectories) -> None:
+    def __init__(self, source: RunSource) -> None:
         self._source = source
+        self._said = len(source.set_aside)
 
     @property
     def kinds(self) -> list[str]:
@@ -108,13 +126,12 @@ class OpenedRun:
     @property
     def missing(self) -> list[str]:
         """What is known to be missing, a sentence each."""
-        said: list[str] = []
-        listed = False
-        for what, line in summary(self._source.told()):
-            listed = what in MISSING if what else listed
-            if listed:
-                said.append(f"{what}: {line}" if what else line)
-        return said
+        return missing_in(self._source.told())
+
+    @property
+    def notes(self) -> list[str]:
+        """What the ranks say about the numbers, for example that gradients were measured after clipping."""
+        return [f"{one['about']}: {one['note']}" for one in self._source.told()["notes"]]
 
     @property
     def joints(self) -> list[Mapping[str, Any]]:
@@ -220,9 +237,13 @@ class OpenedRun:
 
     def _read(self, choice: RowChoice) -> pa.Table:
         try:
-            return self._source.rows(choice)
+            found = self._source.rows(choice)
         except MergeError as error:
             raise QueryError(str(error)) from error
+        for one in self._source.set_aside[self._said :]:
+            LOGGER.warning("%s was not read: %s", one.path, one.reason)
+        self._said = len(self._source.set_aside)
+        return found
 
     def _merged(self, kind: str) -> MergedSet:
         return self._source.merged(kind, RowChoice(kind).span)
@@ -252,8 +273,24 @@ class OpenedRun:
         every = self._read(RowChoice(choice.kind, choice.whole, columns=("name",)))["name"].unique().to_pylist()
         for one in absent:
             if not any(map(NameFilter([one]).matches, every)):
-                close = get_close_matches(one, every, MOST_NAMED) or sorted(every)
-                raise QueryError(f"{choice.kind} has no tensor {one!r}. It has {len(every)}: {_listed(close)}.")
+                close = get_close_matches(one, every, MOST_NAMED)
+                hint = f"Close to it: {_listed(close)}" if close else f"It has {_listed(sorted(every))}"
+                raise QueryError(f"{choice.kind} has no tensor {one!r} among its {len(every)}. {hint}.")
+
+
+def missing_in(told: Mapping[str, Any]) -> list[str]:
+    """What is missing, a sentence each.
+
+    Args:
+        told: See ``Report.told``.
+    """
+    said: list[str] = []
+    listed = False
+    for what, line in summary(told):
+        listed = what in MISSING if what else listed
+        if listed:
+            said.append(f"{what}: {line}" if what else line)
+    return said
 
 
 def _listed(values: Sequence[object]) -> str:
@@ -313,8 +350,8 @@ class Lacking:
             reasons += [(said.format(**one), ranges_of(one["steps"]) if "steps" in one else [ALL]) for one in own]
             if (more := told[what]["count"] - len(told[what]["listed"])) > 0:
                 reasons.append((f"the report does not list {more} more of {what.replace('_', ' ')}", [ALL]))
-        dropped = [one for one in told["dropped"]["listed"] if "format" not in one]
-        return cls(reasons, [("rank {rank}: {reason}".format(**one), ranges_of(one["steps"])) for one in dropped])
+        dropped = [(_dropped(one), ranges_of(one["steps"])) for one in told["dropped"]["listed"]]
+        return cls(reasons, dropped)
 
     def at(self, steps: NDArray[np.int64]) -> list[str | None]:
         """What is missing at each step; None if nothing is."""
@@ -333,11 +370,17 @@ class Lacking:
         yield from ((step, str(_joined(reasons))) for step, reasons in sorted(found.items()))
 
 
+def _dropped(one: Mapping[str, Any]) -> str:
+    """An entry of the report's list, of all formats or of one."""
+    of_format = f", {one['format']}" if "format" in one else ""
+    return f"rank {one['rank']}{of_format}: {one['reason']}"
+
+
 def _joined(reasons: Sequence[str]) -> str | None:
     return "; ".join([*reasons[:3], *([f"and {len(reasons) - 3} more"] if len(reasons) > 3 else [])]) or None
 
 
-def _are_in(steps: NDArray[np.int64], ranges: Iterable[range]) -> Flags:
+def _are_in(steps: NDArray[np.int64], ranges: Iterable[range]) -> NDArray[np.bool_]:
     inside = np.zeros(len(steps), dtype=np.bool_)
     for one in ranges:
         inside |= (steps >= one.start) & (steps < one.stop) & ((steps - one.start) % one.step == 0)
@@ -398,15 +441,3 @@ def _counts(flags: pa.ChunkedArray, starts: NDArray[np.int64]) -> NDArray[np.int
     values = flags.to_numpy().astype(np.int64)
     counted: NDArray[np.int64] = np.add.reduceat(values, starts) if len(starts) else values
     return counted
-
-
-def roots_of_squares(values: NDArray[np.float64], starts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The root of the sum of squares of each run of values that are not negative; squares cannot overflow."""
-    if not len(starts):
-        return values
-    greatest = np.maximum.reduceat(values, starts)  # NaN, if there is one
-    scale = np.where((greatest > 0) & np.isfinite(greatest), greatest, 1.0)
-    with np.errstate(invalid="ignore"):
-        scaled = values / np.repeat(scale, np.diff(starts, append=len(values)))
-        found: NDArray[np.float64] = np.sqrt(np.add.reduceat(scaled * scaled, starts)) * scale
-    return found

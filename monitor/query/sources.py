@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import mkdtemp
 from typing import Any, Final, NamedTuple
 from weakref import finalize
 
@@ -21,19 +22,18 @@ from numpy.typing import NDArray
 from pyarrow.parquet import ParquetFile
 
 from monitor.coordinator.manifest_format import StepRanges
-from monitor.failures import LOGGER
 from monitor.merge import execution, merge
 from monitor.merge.combine import per_rank_rows
-from monitor.merge.discovery import SetAside, choose, discover, runs_of, unmerged_formats
-from monitor.merge.execution import MergeError
+from monitor.merge.discovery import SetAside, choose, discover, runs_of, unmerged_formats, without_manifests
+from monitor.merge.finished import Folder
 from monitor.merge.outputs import GLOBAL, PER_RANK, columns_of, read_merged
 from monitor.merge.report import Report
-from monitor.merge.rows import Told, gathered, read
-from monitor.merge.tables import Texts, order_by, read_file, starts_of_runs
+from monitor.merge.rows import Source, Told, gathered, read
+from monitor.merge.tables import Columns, Shard, Texts, order_by, read_file, starts_of_runs
 from monitor.merge.tensors import Catalogue
 from monitor.series import REPLICA_KIND
 from monitor.sinks.arrow import TEXT
-from monitor.sinks.files import StepSpan
+from monitor.sinks.files import ALL_STEPS, StepSpan
 
 
 class QueryError(ValueError):
@@ -171,63 +171,6 @@ SERIES: Final = pa.schema(
 # --- Merged sets.
 
 
-class Folder:
-    """A directory, local or behind a URL that fsspec opens.
-
-    Raises:
-        QueryError: It is behind a URL, and fsspec or the package for it is missing.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._files, self._root = None, path
-        if "://" in path:
-            try:
-                from fsspec.core import url_to_fs  # installed where there are URLs
-
-                self._files, self._root = url_to_fs(path)
-            except ImportError as error:
-                raise QueryError(f"{path} cannot be opened: {error}. Install fsspec and the package for this URL.") from error
-
-    @property
-    def local(self) -> Path | None:
-        """Where it is on this machine, if it is."""
-        return Path(self._root) if self._files is None else None
-
-    def names(self, below: str = "") -> list[str]:
-        """The names of what is in a directory below, sorted; empty if there is no such directory.
-
-        Raises:
-            OSError: It cannot be listed.
-        """
-        path = f"{self._root}/{below}"
-        try:
-            if self._files is None:
-                return sorted(one.name for one in Path(path).iterdir())
-            return sorted(str(one).rstrip("/").rpartition("/")[2] for one in self._files.ls(path, detail=False))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    @contextmanager
-    def opened(self, name: str) -> Iterator[Any]:
-        """A file to read: its path, or a file object if it is behind a URL."""
-        if self._files is None:
-            yield f"{self._root}/{name}"
-        else:
-            with self._files.open(f"{self._root}/{name}", "rb") as file:
-                yield file
-
-    @contextmanager
-    def copied(self, name: str) -> Iterator[Path]:
-        """A file on this machine: itself, or a copy for the time being."""
-        if self._files is None:
-            yield Path(self._root, name)
-            return
-        with TemporaryDirectory() as directory:
-            path = Path(directory, name.rpartition("/")[2])
-            self._files.get_file(f"{self._root}/{name}", str(path))
-            yield path
-
-
 class MergedFile(NamedTuple):
     """A file of a merged set, and what its name says."""
 
@@ -241,28 +184,46 @@ class MergedFile(NamedTuple):
 
 _NAME: Final = re.compile(r"(?P<kind>[a-z][a-z_]*)_(?P<first>\d{1,19})-(?P<last>\d{1,19})\.(?:h5|csv|parquet)")
 
+MOST_LISTINGS: Final = 10
+"""Attempts to read files that are replaced meanwhile."""
+
 _FOLDERS: Final = {True: "global", False: "per_rank"}
 """By whether they have rows of whole tensors."""
 
 
+RANKS_AT_A_TIME: Final = 128
+"""Of a merged set. A conversion has a file open for each of them."""
+
+
 class MergedSet:
-    """What ``trainermon merge`` has written.
+    """What ``trainermon merge`` has written, or writes while a job runs. Files that are replaced meanwhile are listed again.
+
+    A process that it is sent to opens it anew.
 
     Raises:
         QueryError: The report is damaged.
         OSError: The directory cannot be listed.
     """
 
+    set_aside: Sequence[SetAside] = ()
+
+    def __reduce__(self) -> tuple[Callable[[Folder], MergedSet], tuple[Folder]]:
+        return MergedSet, (self._folder,)
+
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        with folder.copied(merge.REPORT_FILE) as path:
+        self._list()
+
+    def _list(self) -> None:
+        """Find the files, and then read what is missing of their rows: the report is written before them."""
+        self._files = {whole: self._listed(below) for whole, below in _FOLDERS.items()}
+        self._footers: dict[tuple[str, object], Any] = {}
+        with self._folder.copied(merge.REPORT_FILE) as path:
             try:
                 self.manifest: Mapping[str, Any] = json.loads(path.read_bytes())
                 self.ranks: list[int] = list(map(int, self.manifest["ranks"]))
             except (ValueError, KeyError, TypeError) as error:
                 raise QueryError(f"{merge.REPORT_FILE} is damaged: {error}") from error
-        self._files = {whole: self._listed(below) for whole, below in _FOLDERS.items()}
-        self._footers: dict[str, Any] = {}
 
     def _listed(self, below: str) -> dict[str, list[MergedFile]]:
         """By kind, in order of steps."""
@@ -303,8 +264,18 @@ class MergedSet:
         """The rows of a kind that has some, in order of steps, with at least the columns asked for.
 
         Raises:
-            QueryError: A column does not exist.
+            QueryError: A column does not exist, or files were replaced again and again.
         """
+        for _ in range(MOST_LISTINGS):
+            try:
+                return self._rows(choice)
+            except FileNotFoundError:
+                self._list()
+            if choice.kind not in self._files[choice.whole]:
+                break
+        raise QueryError(f"the files of {choice.kind} were replaced while they were read. Try again.")
+
+    def _rows(self, choice: RowChoice) -> pa.Table:
         files = self._files[choice.whole][choice.kind]
         found = [rows for file in files if file.steps.meets(choice.span) for rows in self._of_file(file, choice)]
         if found:
@@ -313,13 +284,31 @@ class MergedSet:
         empty = pa.schema([schema.field(name) for name in choice.read_columns(schema.names)]).empty_table()
         return with_dictionaries(empty)
 
+    def scan(self, choice: RowChoice) -> MergedScan:
+        """``rows``, to be read by any process."""
+        return MergedScan(self, choice)
+
+    def recorded(self, kinds: Iterable[str]) -> Iterator[tuple[tuple[int, ...], list[Shard]]]:
+        """The files that have rows of ranks of these kinds, for some ranks at a time."""
+        files = [(kind, one) for kind in kinds for one in self._files[False].get(kind, ())]
+        shards = [Shard(Path(str(self._folder.local), one.path), kind, one.steps, merge.PIECE_ROWS) for kind, one in files]
+        for first in range(0, len(self.ranks) if shards else 0, RANKS_AT_A_TIME):
+            yield tuple(self.ranks[first : first + RANKS_AT_A_TIME]), shards
+
+    def configured(self, setting: str, ranks: Collection[int]) -> list[Any]:  # noqa: ARG002 - it does not say
+        """The values of a setting on these ranks, as far as they are known."""
+        return []
+
     def merged(self, kind: str, steps: StepSpan) -> MergedSet:  # noqa: ARG002 - it has all that there is
         """A merged set that has the kind in these steps."""
         return self
 
     def files(self, kind: str, *, whole: bool) -> list[Path]:
         """The Parquet files on this machine that have all rows of a kind, and nothing else; empty if there are none."""
-        files, root = self._files[whole].get(kind, []), self._folder.local
+        root = self._folder.local
+        if root is not None and not all((root / file.path).exists() for file in self._files[whole].get(kind, [])):
+            self._list()
+        files = self._files[whole].get(kind, [])
         return [root / file.path for file in files] if root is not None and all(file.is_parquet for file in files) else []
 
     def _of_file(self, file: MergedFile, choice: RowChoice) -> Iterator[pa.Table]:
@@ -342,14 +331,24 @@ class MergedSet:
 
     @contextmanager
     def _parquet(self, file: MergedFile) -> Iterator[ParquetFile]:
-        """Its footer is read once for all queries."""
-        known = self._footers.get(file.path)
+        """Its footer is read once for all queries, if it is not replaced meanwhile."""
+        before = self._identity(file)
+        known = self._footers.get((file.path, before))
         with (
             self._folder.opened(file.path) as source,
             ParquetFile(source, metadata=known, memory_map=isinstance(source, str)) as parquet,  # type: ignore[no-untyped-call]
         ):
-            self._footers[file.path] = parquet.metadata
+            if self._identity(file) != before:
+                raise FileNotFoundError(file.path)
+            self._footers[file.path, before] = parquet.metadata
             yield parquet
+
+    def _identity(self, file: MergedFile) -> object:
+        """What changes if a file of this machine is replaced."""
+        if self._folder.local is None:
+            return None
+        status = (self._folder.local / file.path).stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def _schema(self, file: MergedFile) -> pa.Schema:
         if file.is_parquet:
@@ -357,6 +356,17 @@ class MergedSet:
                 return parquet.schema_arrow
         with self._folder.copied(file.path) as path:
             return read_merged(path).schema
+
+
+class MergedScan(NamedTuple):
+    """Rows of a merged set that any process can read."""
+
+    source: MergedSet
+    choice: RowChoice
+
+    def read(self) -> tuple[pa.Table, list[SetAside]]:
+        """The rows, and the files that have none to give: a merged set is read whole or not at all."""
+        return self.source.rows(self.choice), []
 
 
 def _bounds_of_groups(metadata: Any, columns: Collection[str]) -> Iterator[dict[str, tuple[Any, Any]]]:
@@ -411,19 +421,24 @@ class RankDirectories:
     At first only manifests are read. The first question about rows lists all files and reads the series of all ranks, as a
     merge does. Then only files of the ranks, the kind and the steps asked for are read.
 
+    Directories without a manifest are read if no directory has one: other tools write such files. A merge leaves them out.
+
     Args:
         job: The beginning of the job's id; None if there is only one.
+        span: Timestamps of directories, the first and the last; None: all.
 
     Raises:
         MergeError: There is no directory of a rank, or more than one job.
     """
 
-    def __init__(self, base: Path, job: str | None = None) -> None:
-        self._base = base
-        self._found = discover(base)
+    def __init__(self, base: Path, job: str | None = None, span: tuple[str, str] | None = None) -> None:
+        self._base, self._span = base, span
+        found = discover(base, span)
+        self._is_merged = bool(found.jobs)
+        self._found = found if found.jobs or job else without_manifests(base, found, span)
         self._job = choose(self._found, job)
         self._runs = runs_of(self._found, self._job)
-        self._aside = [*self._found.set_aside, *unmerged_formats(self._runs)]
+        self.set_aside = [*self._found.set_aside, *unmerged_formats(self._runs)]
         self._merges: dict[tuple[str, StepSpan], MergedSet] = {}
 
     @property
@@ -446,13 +461,13 @@ class RankDirectories:
 
     def kinds(self, *, whole: bool) -> list[str]:
         """The kinds that have rows of whole tensors, or of ranks."""
-        return [kind for kind in sorted(self._plan.shards) if not whole or kind != REPLICA_KIND]
+        return [kind for kind in sorted(self._plan.shards) if not whole or (kind != REPLICA_KIND and self._is_merged)]
 
     def told(self) -> Mapping[str, Any]:
         """What there is and what is missing, as far as manifests and the files read so far show it."""
         _ = self._plan  # finds unfinished and damaged files
         missing = merge.missing_ranks(self._runs, self._found.others_of_the_launch(self._job))
-        return Report(self._job, self._runs[0].manifest.world_size, self._runs, missing, self._aside).told()
+        return Report(self._job, self._runs[0].manifest.world_size, self._runs, missing, self.set_aside).told()
 
     def series(self) -> pa.Table:
         """A row for each series of each rank, in the columns ``SERIES``."""
@@ -472,33 +487,46 @@ class RankDirectories:
             QueryError: A column does not exist.
             MergeError: Rows of whole tensors cannot be made.
         """
-        kept, plan = self._plan.columns(choice.kind), self._plan
-        schema = columns_of(kept, GLOBAL if choice.whole else PER_RANK)
-        columns = choice.read_columns(schema.names)
-        windows = plan.windows([choice.kind], choice.span)
-        if not windows:
-            return schema.empty_table().select(columns)
         if choice.whole:
-            return self._whole(choice, schema)
-        (piece,) = plan.pieces(windows[0])
-        of_kind, told = Catalogue.read(piece.catalogue, piece.kind, piece.others), Told()
-        sources = [replace(one, replicas=()) for one in piece.sources if choice.ranks is None or one.rank in choice.ranks]
-        parts = (part for source in sources for part in read([source], piece.steps, kept, of_kind, told))
-        chosen = [part for part in (_chosen(part, of_kind, choice) for part in parts) if len(part)]
-        self._set_aside(told.set_aside)
-        if not chosen:
-            return schema.empty_table().select(columns)
-        about = read_file(piece.runs)
-        rows, statistics = gathered(chosen, about["rank"].to_numpy(), of_kind, kept)
-        return per_rank_rows(kept, about, rows, statistics).select(columns)
+            return self._whole(choice)
+        found, set_aside = self.scan(choice).read()
+        self._set_aside(set_aside)
+        return found
 
-    def _whole(self, choice: RowChoice, schema: pa.Schema) -> pa.Table:
+    def scan(self, choice: RowChoice) -> RankScan:
+        """``rows`` of ranks, to be read by any process."""
+        kind, plan = choice.kind, self._plan
+        sources = tuple(self._sources(kind, choice.ranks, choice.span))
+        return RankScan(choice, plan.columns(kind), sources, plan.catalogues_of(kind), plan.about_runs)
+
+    def _sources(self, kind: str, ranks: Collection[int] | None, steps: StepSpan) -> Iterator[Source]:
+        of_runs = [one.rank for one in self._runs]
+        some = (range(bisect_left(of_runs, one), bisect_right(of_runs, one)) for one in sorted(ranks or ()))
+        for places in [range(len(of_runs))] if ranks is None else some:
+            yield from (replace(one, replicas=()) for one in self._plan.sources(kind, steps, places) if one.shards)
+
+    def recorded(self, kinds: Collection[str]) -> Iterator[tuple[tuple[int, ...], list[Shard]]]:
+        """The files that have rows of these kinds, for each rank."""
+        for rank in self.ranks:
+            shards = [one for kind in kinds for source in self._sources(kind, [rank], ALL_STEPS) for one in source.shards]
+            if shards:
+                yield (rank,), shards
+
+    def configured(self, setting: str, ranks: Collection[int]) -> list[Any]:
+        """The values of a setting on these ranks, as far as they are known."""
+        manifests = [one.manifest for one in self._runs if one.rank in ranks]
+        changed = [change.changed for one in manifests for change in one.configurations if setting in change.changed]
+        return [*(one.config[setting] for one in manifests if setting in one.config), *changed]
+
+    def _whole(self, choice: RowChoice) -> pa.Table:
+        known = columns_of(self._plan.columns(choice.kind), GLOBAL)
+        columns = choice.read_columns(known.names)
         try:
             return self.merged(choice.kind, choice.span).rows(choice)
-        except MergeError:
+        except execution.MergeError:
             if choice.steps == ALL:
                 raise
-        return schema.empty_table()  # files cover these steps and have no rows of them
+        return known.empty_table().select(columns)  # there are no rows of these steps
 
     def merged(self, kind: str, steps: StepSpan) -> MergedSet:
         """The kind in these steps, merged once into a directory that is removed with this object.
@@ -508,7 +536,7 @@ class RankDirectories:
         """
         if (kind, steps) not in self._merges:
             output = self._work / f"merged-{len(self._merges)}"
-            merge.merge(merge.Wanted(self._base, output, self._job, kinds=[kind], steps=steps, format="parquet"))
+            merge.merge(merge.Wanted(self._base, output, self._job, self._span, [kind], steps, "parquet"))
             self._merges[kind, steps] = MergedSet(Folder(str(output)))
         return self._merges[kind, steps]
 
@@ -533,16 +561,51 @@ class RankDirectories:
         return plan
 
     def _set_aside(self, found: Iterable[SetAside]) -> None:
-        for one in found:
-            if one not in self._aside:
-                self._aside.append(one)
-                LOGGER.warning("%s was not read: %s", one.path, one.reason)
+        self.set_aside += [one for one in found if one not in self.set_aside]
 
 
-def _chosen(rows: pa.Table, of_kind: Catalogue, choice: RowChoice) -> pa.Table:
+RunSource = MergedSet | RankDirectories
+
+
+@dataclass(frozen=True, slots=True)
+class RankScan:
+    """Rows of ranks that any process can read.
+
+    Attributes:
+        kept: The columns of the kind.
+        sources: The files of each directory.
+        catalogues: See ``Catalogue.read``.
+        about: A file about the directories, in the columns ``RUNS`` of ``monitor.merge.combine``.
+    """
+
+    choice: RowChoice
+    kept: Columns
+    sources: tuple[Source, ...]
+    catalogues: tuple[Path | None, Path | None]
+    about: Path
+
+    def read(self) -> tuple[pa.Table, list[SetAside]]:
+        """The rows, in order of steps, and the files that have none to give.
+
+        Raises:
+            QueryError: A column does not exist.
+        """
+        known = columns_of(self.kept, PER_RANK)
+        columns = self.choice.read_columns(known.names)
+        series, told = Catalogue.read(self.catalogues[0], self.kept.kind, self.catalogues[1]), Told()
+        parts = (part for one in self.sources for part in read([one], self.choice.span, self.kept, series, told))
+        chosen = [part for part in (_chosen(part, series, self.choice) for part in parts) if len(part)]
+        if not chosen:
+            return known.empty_table().select(columns), told.set_aside
+        about = read_file(self.about)
+        rows, statistics = gathered(chosen, about["rank"].to_numpy(), series, self.kept)
+        return per_rank_rows(self.kept, about, rows, statistics).select(columns), told.set_aside
+
+
+def _chosen(rows: pa.Table, series: Catalogue, choice: RowChoice) -> pa.Table:
     """The rows asked for, of a table of ``monitor.merge.rows.read``, where names that the catalogue knows are null."""
     if choice.names is None:
         return choice.filtered(rows)
     own = Texts.of(rows["name"].chunks)
-    names = of_kind.names_or(own, rows["series"].to_numpy()).arrow()
+    names = series.names_or(own, rows["series"].to_numpy()).arrow()
     return rows.filter(pa.array(choice.keeps(rows.set_column(rows.column_names.index("name"), "name", names))))

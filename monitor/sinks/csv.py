@@ -211,6 +211,11 @@ def fixed_from(ndigits: int) -> float:
     return max(_FIXED_FROM, _VISIBLE_FROM[ndigits]) if ndigits < len(_VISIBLE_FROM) else _FIXED_FROM
 
 
+def rounded(value: float, ndigits: int) -> float:
+    """The number that a reader gets for a value."""
+    return float(_text(value, fixed_from(ndigits), min(ndigits, MOST_DIGITS)))
+
+
 def _cells(column: Column, ndigits: int) -> list[str]:
     if isinstance(column, TextColumn):
         texts: list[str] = column.of.take(column.index).to_pylist()

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from pyarrow.compute import and_, equal  # type: ignore[attr-defined]
 from pyarrow.ipc import IpcReadOptions, IpcWriteOptions, new_stream, open_stream  # type: ignore[attr-defined]
 
 from monitor.sinks.arrow import FILLED, HISTOGRAM, SCHEMA, Measurements, ShardMetadata, completed
@@ -94,6 +95,9 @@ def joined(blocks: Sequence[SpoolBlock]) -> tuple[pa.Table, ShardMetadata]:
 
 # --- Names and content of the files of a format.
 
+PART: Final = ".part"
+"""How the name of an unfinished file ends."""
+
 MIB: Final = 1 << 20
 
 Source = bytes | Path
@@ -138,7 +142,7 @@ class ShardFormat:
 
     def part_name(self, record: StepSpan) -> str:
         """The name of the hidden file that becomes the record's shard."""
-        return f".{self.shard_name(record)}.part"
+        return f".{self.shard_name(record)}{PART}"
 
     def shards_in(self, directory: Path) -> Iterator[tuple[Path, StepSpan]]:
         """The files that a reader sees, with the steps in their names."""
@@ -153,10 +157,48 @@ class ShardFormat:
         pattern = rf"\.metrics_(\d+)-(\d+)(?:\.\d+)?{re.escape(self.suffix)}(?:\.part)?\.draft"
         return [path for path, _ in _matching(pattern, directory)]
 
+    def look_at_part(self, path: Path) -> tuple[ShardMetadata, dict[str, int]] | None:
+        """The same as ``look``, of the whole steps of an unfinished file; None if there are none yet.
+
+        Raises:
+            NotAShardError: the file is damaged.
+            OSError: it cannot be read.
+        """
+        if self.is_shard(path):
+            return self.look(path)
+        if (found := _whole_steps(path)) is None:
+            return None
+        rows, facts = found
+        return facts, {one["values"]: one["counts"] for one in rows["kind"].value_counts().to_pylist()}
+
+    def rows_of_part(self, path: Path, steps: StepSpan, kind: str) -> pa.Table:
+        """The rows of a kind in some of the whole steps of an unfinished file, in the order in which they were measured.
+
+        Raises:
+            NotAShardError: the file is damaged.
+            OSError: it cannot be read.
+        """
+        if self.is_shard(path):
+            return self.rows(path, steps, kind)
+        found = _whole_steps(path)
+        if found is None:
+            raise NotAShardError("it has no whole step")
+        step = found[0]["step"].to_numpy()
+        inside = pa.array((step >= steps.first) & (step <= steps.last))
+        return found[0].filter(and_(inside, equal(found[0]["kind"].cast(pa.string()), kind)))
+
     def is_shard(self, path: Path) -> bool:
         """Whether the file is of this format, and not the blocks of an unfinished shard."""
         with open(path, "rb") as file:
             return file.read(len(self.signature)) == self.signature
+
+
+def _whole_steps(path: Path) -> tuple[pa.Table, ShardMetadata] | None:
+    try:
+        blocks = list(read_blocks(path))
+        return joined(blocks) if blocks else None
+    except (ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise NotAShardError(f"its blocks are damaged: {error}") from error
 
 
 def _matching(pattern: str, directory: Path) -> Iterator[tuple[Path, StepSpan]]:

@@ -128,7 +128,7 @@ def test_another_shape_is_said_as_such(tmp_path: Path) -> None:
 def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
     status, said = compared(tmp_path, tmp_path)
     assert status == 2
-    assert "neither a precision dump nor CSV of a monitored run" in said.replace("\n", " ")
+    assert "neither a precision dump nor a monitored run" in said.replace("\n", " ")
 
 
 def test_the_same_nan_in_the_same_place_is_no_difference() -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import pytest
 from converted_job import job, plain
+from recorded_job import RecordedRank, merged
+from sink_rows import Measured
 from typer.testing import CliRunner
 
+from monitor.compare import runs
 from monitor.compare.cli import app
 
 
@@ -39,3 +43,69 @@ def test_runs_of_other_ranks_have_nothing_in_common(tmp_path: Path) -> None:
     status, said = compared(tmp_path / "a", tmp_path / "b")
     assert status == 2
     assert "no kind of rows and no rank in common" in said.replace("\n", " ")
+
+
+def trained(base: Path, format: str, last: float = 1 / 3, **options: object) -> Path:  # noqa: A002
+    """A run whose last number is as given."""
+    one = RecordedRank(base, format=format, **{"ops": ("norm", "mean", "nans", "shape"), "ndigits": 6, **options})  # type: ignore[arg-type]
+    for step in range(7):
+        values = [1 / 7 + step, 2e-9], [float("nan")], [], [1e17 / 3], [last if step == 6 else 1 / 3]
+        rows = [Measured(name, some) for name, some in zip("abcde", values, strict=True)]
+        one.write(step, {"actv": [Measured("x", [step / 9], micro) for micro in (0, 1)], "grad_reduced": rows})
+    one.close()
+    return base
+
+
+FORMATS = ("csv", "hdf5", "parquet")
+
+
+@pytest.mark.parametrize("left", FORMATS)
+@pytest.mark.parametrize("right", FORMATS)
+def test_runs_that_trained_alike_are_the_same_in_any_formats(tmp_path: Path, left: str, right: str) -> None:
+    sides = trained(tmp_path / "a", left), trained(tmp_path / "b", right)
+    assert compared(*sides) == (0, "the same: 49 tensors\n")
+
+
+@pytest.mark.parametrize("left", FORMATS)
+@pytest.mark.parametrize("right", FORMATS)
+def test_a_merged_set_is_compared_with_the_ranks_of_another_run(tmp_path: Path, left: str, right: str) -> None:
+    sides = trained(tmp_path / "a", left), trained(tmp_path / "b", right)
+    merged(sides[0], format="parquet")
+    assert compared(sides[0] / "merged", sides[1]) == (0, "the same: 49 tensors\n")
+    assert compared(sides[1], sides[0] / "merged") == (0, "the same: 49 tensors\n")
+
+
+@pytest.mark.parametrize(("left", "right"), [("csv", "hdf5"), ("hdf5", "csv"), ("parquet", "hdf5")])
+def test_a_difference_that_csv_shows_is_found_in_any_formats(tmp_path: Path, left: str, right: str) -> None:
+    sides = trained(tmp_path / "a", left), trained(tmp_path / "b", right, last=1 / 3 + 1e-5)
+    status, said = compared(*sides)
+    assert status == 1
+    assert said.startswith("1 differences among 49 tensors\nfirst: step 6, rank0: grad_reduced/0:e")
+
+
+def test_a_difference_below_the_last_digit_of_csv_is_one_between_exact_formats_alone(tmp_path: Path) -> None:
+    exact = trained(tmp_path / "exact", "hdf5")
+    near = [trained(tmp_path / one, one, last=1 / 3 + 1e-9) for one in ("csv", "parquet")]
+    assert [compared(exact, one)[0] for one in near] == [0, 1]
+
+
+@pytest.mark.parametrize(("left", "right"), [("csv", "csv"), ("csv", "hdf5"), ("hdf5", "parquet")])
+def test_how_many_rows_are_compared_at_a_time_changes_nothing(
+    tmp_path: Path, left: str, right: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = trained(tmp_path / "a", left), trained(tmp_path / "b", right, last=0.5)
+    whole = compared(*sides, "-o", tmp_path / "whole.csv")
+    monkeypatch.setattr(runs, "BATCH_ROWS", 1)
+    assert compared(*sides, "-o", tmp_path / "cut.csv") == whole
+    assert (tmp_path / "cut.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+
+def test_steps_of_one_side_alone_are_left_out_and_rows_of_one_side_alone_are_named(tmp_path: Path) -> None:
+    for side, steps, names in (("a", range(2, 9), "vw"), ("b", range(7), "wx")):
+        one = RecordedRank(tmp_path / side, format="hdf5", ops=("norm",))
+        for step in steps:
+            one.write(step, {"grad_reduced": [Measured(name) for name in (names if step == 3 else "w")]})
+        one.close()
+    compared(tmp_path / "a", tmp_path / "b", "-o", tmp_path / "found.csv")
+    found = [(row["step"], row["name"], row["what"]) for row in csv.DictReader((tmp_path / "found.csv").open())]
+    assert found == [("3", "grad_reduced/0:v", "missing"), ("3", "grad_reduced/0:x", "added")]

@@ -8,7 +8,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from monitor.convert.cli import database_app, tensorboard_app
-from monitor.convert.conversion import DATA_TYPES
+from monitor.query.batches import SHOWN_KINDS
 
 APPS = pytest.mark.parametrize("app", [tensorboard_app, database_app], ids=["tensorboard", "db"])
 
@@ -40,7 +40,7 @@ def test_one_of_a_job_whose_other_ranks_left_no_directory_ends_with_1_and_names_
     plain(tmp_path, rank=1, world=3)
     result = CliRunner().invoke(app, [str(tmp_path), "-o", str(tmp_path / "out")])
     assert result.exit_code == 1
-    assert "missing: no directory of rank 0, 2, of 3 ranks" in result.output
+    assert "missing ranks: 0, 2" in result.output
 
 
 @APPS
@@ -55,7 +55,7 @@ def test_ranks_that_recorded_no_row_end_with_1_as_not_looked_at(tmp_path: Path, 
 @APPS
 @pytest.mark.parametrize(
     "arguments",
-    [["--kinds", "actv"], ["--kinds", "nonsense"], ["--time-end", "Jan01_00-00-00"], ["--time-start", "now"], ["--job", "no"]],
+    [["--kinds", "actv"], ["--kinds", "nonsense"], ["--time-end", "Jan01_00-00-00"], ["--time-start", "now"]],
 )
 def test_where_nothing_is_converted_it_ends_with_2_one_line_and_nothing_left(
     job: Path, app: Typer, arguments: list[str]
@@ -77,7 +77,7 @@ def test_an_option_that_is_wrong_ends_with_2(job: Path, app: Typer) -> None:
 def test_the_help_says_what_to_do_with_the_result(app: Typer) -> None:
     said = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
     assert "sqlite3 OUTPUT/monitor_metrics.db" in said or "tensorboard --logdir OUTPUT" in said
-    assert all(kind in said for kind in DATA_TYPES)
+    assert all(kind in said for kind in SHOWN_KINDS)
     assert "Exit status" in said
     assert "default: (DIR/{time}_csv2" in said
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,9 +61,9 @@ class TestJobs:
     def test_two_jobs_are_named_and_one_is_chosen_by_its_id(self, tmp_path: Path) -> None:
         plain(tmp_path)
         plain(tmp_path, 1, job=OTHER_JOB, suffix="b" * 8)
-        with pytest.raises(ConversionError, match=rf"there are 2 jobs .* 1a2b3c4d.*, {OTHER_JOB}"):
+        with pytest.raises(ConversionError, match=rf"there are 2 jobs here(?s:.*) 1a2b3c4d(?s:.*) {OTHER_JOB}"):
             converted(tmp_path)
-        with pytest.raises(ConversionError, match="job 'e' is the beginning of 0 ids"):
+        with pytest.raises(ConversionError, match="'e' begins the ids of 0 jobs"):
             converted(tmp_path, job="e")
         assert ranks_of(tmp_path, job="ff") == [1]
 
@@ -87,9 +88,17 @@ class TestJobs:
                 if path.suffix != ".csv":
                     path.unlink()
         assert ranks_of(tmp_path) == [0, 1]
-        plain(tmp_path, 1, suffix="c" * 8)
+        shutil.copytree(directory, directory.with_name(f"{directory.name[:-1]}f"))
         with pytest.raises(ConversionError, match="rank 1 has 2 directories"):
             csv2db(CSV2DBConfig(tmp_path))
+
+    def test_beside_a_directory_with_a_manifest_those_without_one_are_set_aside(self, tmp_path: Path) -> None:
+        unknown = plain(tmp_path, 0)
+        (unknown / "manifest.json").unlink()
+        plain(tmp_path, 1)
+        result = converted(tmp_path)
+        assert result.ranks == (1,)
+        assert [one.path for one in result.set_aside] == [unknown.name]
 
     def test_a_directory_whose_manifest_is_damaged_is_set_aside(self, tmp_path: Path) -> None:
         (plain(tmp_path) / "manifest.json").write_text("{")
@@ -140,7 +149,7 @@ class TestFiles:
             (_file("grad_reduced_20-24.csv", "vpp_stage,name,step,rank\n0,w,20,1\n"), "columns"),
             (_file("grad_reduced_20-24.csv", "vpp_stage,name,step,norm,norm\n0,w,20,1,1\n"), "columns"),
             (_file("linear_hook_20-24.csv", "vpp_stage,name,step,sr\n0,w,20,much\n"), "invalid value 'much'"),
-            (_file("grad_reduced_20-24.csv", "vpp_stage,name,step,rank_of_it\n0,w,20,much\n"), "does not hold numbers"),
+            (_file("grad_reduced_20-24.csv", "vpp_stage,name,step,rank_of_it\n0,w,20,much\n"), "columns"),
             (_file("grad_reduced_24-20.csv", HEADER), "steps"),
             (_file("sqlite_master_0-4.csv", HEADER + "0,w,0,1\n"), "no kind"),
             (_file(".grad_reduced_20-24.csv.part", HEADER), "unfinished"),
@@ -174,10 +183,12 @@ class TestFiles:
         assert result.set_aside == ()
         assert query(result.output, "SELECT metric_name FROM monitoring_metrics") == [("grad_reduced",), ("other",)]
 
-    def test_a_file_of_another_format_beside_them_does_not_matter(self, tmp_path: Path) -> None:
-        directory = plain(tmp_path, format=["csv", "hdf5"])
-        (directory / "metrics_0-4.h5").write_text("torn")
-        assert converted(tmp_path).set_aside == ()
+    def test_where_a_file_of_one_format_is_torn_the_rows_come_from_the_other(self, tmp_path: Path) -> None:
+        torn = plain(tmp_path, format=["csv", "hdf5"]) / "metrics_0-4.h5"
+        torn.write_text("torn")
+        result = converted(tmp_path)
+        assert [one.path for one in result.set_aside] == [str(torn)]
+        assert query(result.output, "SELECT step, norm FROM grad_reduced") == [(0, 1.0), (1, 1.0), (2, 1.0)]
 
 
 class TestArguments:
@@ -193,7 +204,7 @@ class TestArguments:
             ({"time_start": "yesterday"}, "'yesterday' is not a timestamp"),
             ({"time_end": "Feb30_00-00-00"}, "'Feb30_00-00-00' is not a timestamp"),
             ({"time_start": 3}, "time_start is 3"),
-            ({"data_type_list": ["actv"]}, "has no CSV rows of actv"),
+            ({"data_type_list": ["actv"]}, "has no rows of actv"),
         ],
     )
     def test_what_cannot_be_meant_is_said_in_one_sentence_and_nothing_is_left(

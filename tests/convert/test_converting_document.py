@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from monitor.cli import app
 from monitor.convert import CSV2DBConfig
 from monitor.convert.cli import database_app
-from monitor.convert.conversion import DATA_TYPES
 from monitor.pytorch import TrainerMon
+from monitor.query.batches import SHOWN_KINDS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "converting.md").read_text(encoding="utf-8")
 CALLS, READING = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
@@ -112,4 +112,4 @@ def test_every_argument_and_every_kind_is_explained() -> None:
     rows = "".join(re.findall(r"^\|.*\|$", TEXT, flags=re.MULTILINE))
     explained = set(re.findall(r"`([\w.]+)`", rows))
     assert {field.name for field in fields(CSV2DBConfig)} <= explained
-    assert set(DATA_TYPES) <= explained
+    assert set(SHOWN_KINDS) <= explained

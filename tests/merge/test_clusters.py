@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from recorded_job import alone, files, merged, sharded
 from monitor.merge import execution
 from monitor.merge.execution import MergeError
 from monitor.merge.merge import Wanted, merge
+from monitor.merge.parts import Part, finish, merge_part
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,18 @@ def test_the_work_is_done_by_the_cluster(tmp_path: Path, cluster: LocalCluster) 
     merged(tmp_path, rows=10, dask=cluster.scheduler_address)
     done = {key for key, _, became, *_ in cluster.scheduler.transition_log if became == "memory" and key.startswith("reduce")}
     assert len(done) == len(files(tmp_path / "merged" / "global")) > 3
+
+
+def test_parts_are_done_by_a_cluster_and_not_behind_a_url(tmp_path: Path, cluster: LocalCluster) -> None:
+    sharded(tmp_path, steps=20)
+    wanted = Wanted(tmp_path, tmp_path / "parts", rows=20, dask=cluster.scheduler_address)
+    for part in (Part(1, 2), Part(2, 2)):
+        merge_part(wanted, part, lambda _done, _all: None)
+    finish(wanted)
+    merged(tmp_path, rows=20)
+    assert files(tmp_path / "parts") == files(tmp_path / "merged")
+    with pytest.raises(MergeError, match="--dask cannot write to a URL"):
+        merge_part(replace(wanted, output="memory://parts"), Part(1, 2), lambda _done, _all: None)
 
 
 @pytest.mark.usefixtures("impatient")

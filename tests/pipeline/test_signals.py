@@ -241,9 +241,10 @@ class TestRestoring:
     """In this process, which must come out of each test as it went in."""
 
     @pytest.fixture(autouse=True)
-    def same_before_and_after(self):
+    def same_before_and_after(self, tmp_path_factory):
         for left in PROCESS.live():  # by a test that ran in this process before
             left.close()
+        assert pipeline_in(tmp_path_factory.mktemp("next")).close()  # restores what one left that was closed in another thread
         before = signal.getsignal(signal.SIGTERM)
         yield
         assert signal.getsignal(signal.SIGTERM) is before

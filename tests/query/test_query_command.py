@@ -121,6 +121,16 @@ def test_what_is_missing_is_said_and_ends_with_1(tmp_path: Path) -> None:
     assert "gaps: rank 1 has no actv at step 1" in errors.splitlines()
 
 
+def test_what_ranks_note_about_numbers_is_listed(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path)
+    one.write(0, {"grad_reduced": [Measured("w")]})
+    one.manifest.note("grad_reduced", "after clipping")
+    one.close()
+    for path in (tmp_path, merged_into(tmp_path, "parquet")):
+        assert open_run(path).notes == ["grad_reduced: after clipping"]
+        assert "note  grad_reduced: after clipping" in ran(path)[1].splitlines()
+
+
 def test_without_duckdb_the_error_names_the_extra_to_install(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(QueryError, match=r"pip install 'trainermon\[sql\]'"):

@@ -73,7 +73,8 @@ def test_the_examples_of_the_page_run_in_their_order() -> None:
     for one in blocks(TEXT, "python"):
         if "run.sql" not in one or find_spec("duckdb"):
             exec(one, found)
-    assert found["curve"].num_rows == 10
+    assert found["curve"].num_rows == len(found["in_pandas"]) == len(found["in_polars"]) == 10
+    assert found["highest"].fetchall() == [(max(found["curve"]["norm"].to_pylist()),)]
     assert found["largest"].num_rows == 4
     assert found["early"].num_rows == 15
 

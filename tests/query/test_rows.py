@@ -13,7 +13,7 @@ import pyarrow.compute
 import pyarrow.parquet
 import pytest
 from queried_job import STEPS, merged_into, record
-from recorded_job import RecordedRank, alone, sharded
+from recorded_job import JOB, RecordedRank, alone, sharded
 from sink_rows import Measured
 
 from monitor import QueryError, open_run, read_hdf5
@@ -112,8 +112,8 @@ def test_rows_of_whole_tensors_have_shards_combined(run: OpenedRun) -> None:
     ("asked", "said"),
     [
         ({"kind": "grad"}, "there are no rows of ranks of kind 'grad'. There are rows of ranks of actv, grad_reduced."),
-        ({"name": "c.output"}, "actv has no tensor 'c.output'. It has 2: "),
-        ({"name": ["a.output", "x*"]}, "actv has no tensor 'x\\*'. It has 2: a.output, b.output."),
+        ({"name": "c.output"}, "actv has no tensor 'c.output' among its 2. Close to it: "),
+        ({"name": ["a.output", "x*"]}, "actv has no tensor 'x\\*' among its 2. It has a.output, b.output."),
         ({"columns": ["norm", "nrm"]}, "actv has no column 'nrm'. It has kind, rank, dp,"),
         ({"ranks": [0, 7]}, "there is no rank 7. There are 0, 1."),
         ({"ranks": 0, "per_rank": False}, "rows of whole tensors are not of single ranks"),
@@ -232,7 +232,7 @@ def test_a_merged_set_of_any_format_opens_behind_a_url(base: Path) -> None:
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(QueryError, match="there is no directory here of a rank"):
+    with pytest.raises(QueryError, match="there is no directory of a rank in"):
         open_run(tmp_path)
     with pytest.raises(QueryError, match="cannot be read"):
         open_run(tmp_path / "nowhere")
@@ -249,6 +249,25 @@ def test_one_of_several_jobs_is_chosen_by_its_id(tmp_path: Path) -> None:
         open_run(tmp_path)
     assert open_run(tmp_path, job="b").rows("grad_reduced")["name"].to_pylist() == ["second"]
     assert open_run(tmp_path, job="b").rows("grad_reduced", per_rank=False)["name"].to_pylist() == ["second"]
+
+
+def test_a_merged_set_of_another_job_is_refused(base: Path) -> None:
+    assert open_run(base / "merged-csv", job=JOB[:4]).kinds == ["actv", "grad_reduced"]
+    with pytest.raises(QueryError, match=f"is a merged set of job {JOB}: it has no other job"):
+        open_run(base / "merged-csv", job="f")
+
+
+def test_directories_without_a_manifest_are_read_if_none_has_one(tmp_path: Path) -> None:
+    for path in record(tmp_path, "csv").glob("*/*"):
+        if path.suffix != ".csv":
+            path.unlink()
+    run = open_run(tmp_path)
+    assert (run.ranks, run.kinds, run.missing) == ([0, 1], ["actv", "grad_reduced"], [])
+    assert run.rows("grad_reduced", name="w", steps=0, columns=["rank", "norm"])["norm"].to_pylist()[0] == 5.0
+    with pytest.raises(QueryError, match="there are no rows of whole tensors"):
+        run.rows("grad_reduced", per_rank=False)
+    (next(tmp_path.iterdir()) / "manifest.json").write_text("{}")
+    assert len(open_run(tmp_path).ranks) == 1
 
 
 def test_what_is_missing_is_said_as_the_merge_says_it(tmp_path: Path) -> None:

@@ -55,6 +55,15 @@ def test_a_step_that_every_rank_dropped_is_listed_with_the_reason(tmp_path: Path
     assert by_step(tmp_path) == {0: (5.0, None), 1: (None, "rank 0: queue full"), 2: (5.0, None)}
 
 
+def test_a_step_that_its_only_format_lost_is_listed_with_the_reason(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path)
+    for step in (0, 2):
+        one.write(step, {"grad_reduced": [Measured("w", [3.0, 4.0])]})
+    one.manifest.lost(1, "csv", "No space left on device")
+    one.close()
+    assert by_step(tmp_path)[1] == (None, "rank 0, csv: No space left on device")
+
+
 def test_without_the_directory_of_a_rank_no_step_has_a_number(tmp_path: Path) -> None:
     one = RecordedRank(tmp_path, 0, 2)
     one.write(0, {"grad_reduced": [Measured("w")]})

@@ -20,10 +20,7 @@ from monitor.anomalies.ranking.report import advice, counts, listing, notes
 from monitor.cli import Version, command_app, one_directory
 from monitor.coordinator.output import write_whole
 from monitor.merge.execution import MergeError
-from monitor.terminal import say
-
-WELL, NOT_WELL, NOTHING = 0, 1, 2
-"""Exit statuses: everything was judged and no rule fired; a rule fired, or something was not judged; nothing was read."""
+from monitor.terminal import CLEAN, FLAWED, NOTHING, say
 
 ANALYSIS_FILE: Final = "anomaly_analyse.json"
 
@@ -85,7 +82,7 @@ def monitor_rank_anomalies(
         say(Console(stderr=True), f"Nothing was ranked: {error}", style="red")
         raise typer.Exit(NOTHING) from error
     _print(ranking, output, Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH))
-    raise typer.Exit(WELL if ranking.is_well else NOT_WELL)
+    raise typer.Exit(CLEAN if ranking.is_well else FLAWED)
 
 
 def _write(ranking: Ranking, output: Path) -> None:
