@@ -279,7 +279,17 @@ class TestBounds:
 
     @pytest.mark.parametrize("count", [1, 3])
     def test_a_range_has_two_timestamps(self, problems: Refused, count: int) -> None:
-        assert "expected [] or two timestamps" in problems({"append_output": ["Dec03_21-34-40"] * count})
+        said = problems({"append_output": ["Dec03_21-34-40"] * count})
+        assert 'expected "auto", [] or two timestamps' in said
+
+    @pytest.mark.parametrize("value", ["latest", "", ["auto", "auto"], ["auto", "Dec03_21-34-40"], True, {}])
+    def test_what_to_append_to_is_automatic_or_a_range_and_nothing_else(self, problems: Refused, value: object) -> None:
+        (line,) = [line for line in problems({"append_output": value}).splitlines() if "append_output" in line][:1]
+        assert "is not allowed: expected" in line
+
+    def test_another_word_than_auto_is_refused_in_one_line_that_names_what_is_allowed(self, problems: Refused) -> None:
+        said = problems({"append_output": "latest"})
+        assert 'append_output: "latest" is not allowed: expected "auto", [] or two timestamps like Dec03_21-34-40' in said
 
     def test_a_code_line_is_a_regular_expression(self, problems: Refused) -> None:
         assert 'cc_codeline[0]: "train.py[" is not allowed: it is not a regular expression' in problems(

@@ -2,6 +2,7 @@
 
 from monitor.config.loading import ConfigError, load_config
 from monitor.config.model import (
+    AUTO,
     Alert,
     AlertRule,
     CcDistribution,
@@ -15,6 +16,7 @@ from monitor.config.model import (
 )
 
 __all__ = [
+    "AUTO",
     "Alert",
     "AlertRule",
     "CcDistribution",

@@ -21,7 +21,9 @@ from pydantic import (
     PlainValidator,
     SerializerFunctionWrapHandler,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
     field_serializer,
     field_validator,
     model_serializer,
@@ -106,7 +108,18 @@ def _is_timestamp(text: str) -> bool:
 
 def _none_or_two(range_: tuple[str, ...]) -> tuple[str, ...]:
     if len(range_) not in (0, 2):
-        raise ValueError("expected [] or two timestamps, the first and the last to continue")
+        raise ValueError('expected "auto", [] or two timestamps, the first and the last to continue')
+    return range_
+
+
+AUTO: Final = ("auto",)
+"""``append_output`` as ``"auto"``, in the form of the field's other values."""
+
+_APPENDED: Final = '"auto", [] or two timestamps like Dec03_21-34-40'
+
+
+def _auto_or_range(value: object, check: ValidatorFunctionWrapHandler) -> tuple[str, ...]:
+    range_: tuple[str, ...] = AUTO if value in (AUTO[0], AUTO) else check(value)
     return range_
 
 
@@ -143,10 +156,12 @@ Ranks = Annotated[
     BeforeValidator(lambda value: () if value is None else value),
 ]
 Patterns = Annotated[tuple[Annotated[str, AfterValidator(_regular_expression)], ...], Field(strict=False)]
-TimestampRange = Annotated[
+Appended = Annotated[
     tuple[Annotated[str, AfterValidator(_timestamp)], ...],
-    Field(strict=False, json_schema_extra={"allowed": "[] or two timestamps like Dec03_21-34-40"}),
+    Field(strict=False),
     AfterValidator(_none_or_two),
+    WrapValidator(_auto_or_range),
+    WithJsonSchema({"type": "string or list", "allowed": _APPENDED, "items": {"type": "string"}}),
 ]
 Formats = Annotated[
     tuple[str, ...],
@@ -355,8 +370,9 @@ class Settings(_StrictModel):
     """Decimals of a value in CSV."""
     step_count_per_record: Annotated[Positive, OUTPUT] = 1
     """Steps in each file. Not set: 100 for `hdf5` and `parquet`."""
-    append_output: Annotated[TimestampRange, OUTPUT] = ()
-    """Continue in the rank directories whose timestamps lie in this range, ends included. Empty: start new ones."""
+    append_output: Annotated[Appended, OUTPUT] = ()
+    """Continue in the rank directories whose timestamps lie in this range, ends included. Empty: start new ones. `"auto"`:
+    continue in the newest directory of the same model and number of ranks; a run that starts at step 0 begins a new one."""
     squash_name: Annotated[bool, OUTPUT] = False
     """Record short names: `63.mlp` for `module.encoder.layers.63.mlp`. Names that would share a short one stay full."""
     stack_info: Annotated[bool, STRUCTURE] = False
@@ -390,6 +406,10 @@ class Settings(_StrictModel):
     replica_check: Annotated[bool | None, RANKS] = None
     """Measure the replicas that another rank writes, too: alert rules judge them, and their norms are kept, so that replicas
     that differ are found afterwards. Null: only where there are alert rules."""
+
+    @field_serializer("append_output")
+    def _auto_as_written(self, range_: tuple[str, ...]) -> str | list[str]:
+        return AUTO[0] if range_ == AUTO else list(range_)
 
     @property
     def checks_replicas(self) -> bool:

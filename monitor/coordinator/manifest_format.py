@@ -250,12 +250,14 @@ class RecordedModel:
         names: Digest of the names of all parameters of this rank; stages of a pipeline differ.
         number: How many recordings of the role this process had begun before.
         ordinal: How many recordings of any role this process had begun before.
+        shapes: Digest of the shapes of these parameters, as this rank holds them; "" if they are not known.
     """
 
     role: str
     names: str
     number: int = 0
     ordinal: int = 0
+    shapes: str = ""
 
     @property
     def key(self) -> str:
@@ -269,9 +271,9 @@ class Recordings:
     def __init__(self) -> None:
         self._begun: Counter[str] = Counter()
 
-    def begin(self, role: str, names: Iterable[str]) -> RecordedModel:
+    def begin(self, role: str, names: Iterable[str], shapes: Iterable[str] = ()) -> RecordedModel:
         """Count and identify a new recording."""
-        watched = RecordedModel(role, _digest(names), self._begun[role], self._begun.total())
+        watched = RecordedModel(role, _digest(names), self._begun[role], self._begun.total(), _digest(shapes))
         self._begun[role] += 1
         return watched
 
@@ -401,10 +403,11 @@ class WatchedRecord(StrictRecord):
     role: str
     names: str
     number: Natural
+    shapes: str = ""
 
     @classmethod
     def of(cls, watched: RecordedModel) -> WatchedRecord:
-        return cls(role=watched.role, names=watched.names, number=watched.number)
+        return cls(role=watched.role, names=watched.names, number=watched.number, shapes=watched.shapes)
 
 
 class SeriesReference(StrictRecord):
@@ -442,6 +445,7 @@ class EarlierRun(StrictRecord):
 
     Attributes:
         first_step: As in ``ManifestRecord``: the run's steps begin here and end before the first step of the next run.
+        last_step: The last step that was written when the next run began; None if there was none, and in earlier versions.
         series: The series that the run measured. The file stays.
     """
 
@@ -451,6 +455,7 @@ class EarlierRun(StrictRecord):
     saved: str
     closed: bool
     first_step: Natural | None
+    last_step: Natural | None = None
     series: SeriesReference | None
 
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+from monitor.config import AUTO
 from monitor.coordinator import manifest_format as schema
-from monitor.coordinator.output import DirectoryLock, RankDirectory, lock_directory, prepare, remove_drafts, timestamp_fields
+from monitor.coordinator.output import (
+    OUTPUT_VARIABLE,
+    DirectoryLock,
+    RankDirectory,
+    lock_directory,
+    prepare,
+    remove_drafts,
+    timestamp_fields,
+)
 from monitor.failures import LOGGER, Failures
 from monitor.formats import FORMATS
 from monitor.sinks import recovery_of
@@ -103,7 +111,7 @@ def last_manifest(directory: Path) -> schema.ManifestRecord | None:
 def _begun(directory: Path) -> float:
     """Seconds since 1970."""
     known = _known(directory)
-    return directory.stat().st_mtime if known is None else datetime.fromisoformat(known.started).timestamp()
+    return directory.stat().st_mtime if known is None else moment(known.started)
 
 
 def _known(directory: Path) -> schema.ManifestRecord | None:
@@ -145,7 +153,7 @@ class Timeline:
     def restored(cls, record: schema.ManifestRecord) -> Timeline:
         """The timeline of an earlier run, to be continued by this run."""
         line = cls()
-        line._resumed, line._killed = True, _was_killed(record)
+        line._resumed, line._killed = True, was_killed(record)
         line._interval = collected_every(record)
         steps = record.steps
         line._written, line._skipped, line._incomplete, line._abandoned = (
@@ -280,8 +288,16 @@ class Earlier:
         """From the last run's manifest; None: it left no manifest."""
         if record is None:
             return cls(Timeline.found())
-        last = schema.EarlierRun(**{name: getattr(record, name) for name in schema.EarlierRun.model_fields})
-        return cls(Timeline.restored(record), (*record.resumed, last)[-MOST_EARLIER_RUNS:], record.failures, record.notes)
+        shared = schema.EarlierRun.model_fields.keys() & schema.ManifestRecord.model_fields.keys()
+        last = schema.EarlierRun(**{name: getattr(record, name) for name in shared})
+        earlier = cls(Timeline.restored(record), (*record.resumed, last)[-MOST_EARLIER_RUNS:], record.failures, record.notes)
+        return earlier.ended()
+
+    def ended(self) -> Earlier:
+        """The same record, in which the last run ends with the newest step of the timeline."""
+        *before, last = self.runs
+        newest = self.timeline.newest
+        return replace(self, runs=(*before, last.model_copy(update={"last_step": newest if newest >= 0 else None})))
 
     @property
     def series_files(self) -> frozenset[str]:
@@ -301,7 +317,7 @@ def steps_between(known: int, resumed: int, interval: int) -> schema.StepRange |
     return schema.StepRange(known + interval, last, interval if last > known + interval else 1) if last > known else None
 
 
-def _was_killed(record: schema.ManifestRecord) -> bool:
+def was_killed(record: schema.ManifestRecord) -> bool:
     """Whether the last run that reported steps, or a run after it, did not end cleanly."""
     runs: list[schema.ManifestRecord | schema.EarlierRun] = [record, *reversed(record.resumed)]
     for run in runs:
@@ -352,6 +368,30 @@ class ResolvedDirectory:
     earlier: Earlier = field(default_factory=Earlier)
 
 
+@dataclass(frozen=True, slots=True)
+class RestartedRun:
+    """A run that may continue an earlier one, and what ``"append_output": "auto"`` recognises the earlier one by.
+
+    Every rank chooses alone. The ranks choose alike, because a job's manifests have all of this on each of its ranks.
+
+    Attributes:
+        watched: The recorded model; None if it is not known.
+        groups: Ranks of the groups that this rank belongs to, by role.
+        start_step: Number of the first step.
+    """
+
+    watched: schema.RecordedModel | None = None
+    world_size: int = 1
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    start_step: int = 0
+
+    def resembles(self, record: schema.ManifestRecord) -> bool:
+        """Whether a manifest of the same rank is of the same model, on as many ranks, in the same groups."""
+        model = None if self.watched is None else schema.WatchedRecord.of(self.watched)
+        groups = {role: tuple(ranks) for role, ranks in self.groups.items()}
+        return model is not None and (record.watched, record.world_size, record.groups) == (model, self.world_size, groups)
+
+
 def resolve_rank_directory(
     base: Path,
     rank: int,
@@ -360,22 +400,28 @@ def resolve_rank_directory(
     span: Sequence[str],
     formats: Sequence[str],
     failures: Failures,
-    watched: schema.RecordedModel | None = None,
+    this: RestartedRun | None = None,
 ) -> ResolvedDirectory:
     """Choose the directory of ``rank``. If an earlier directory cannot be used, log why and make a new one.
 
     Args:
         timestamp: When the job began.
         recording: How many recordings this process has begun before.
-        span: ``append_output``: two timestamps, or None.
+        span: ``append_output``: two timestamps, ``AUTO``, or empty.
         formats: The formats to be written.
-        watched: The recorded model.
+        this: What is known of this run, if anything is.
 
     Raises:
         OutputError: a new directory cannot be made or written.
     """
-    choose = partial(preferred, recording=recording, watched=watched)
-    taken = _reuse_earlier(base, rank, choose, (span[0], span[1]), formats, failures) if span else None
+    known = this or RestartedRun()
+
+    def choose() -> Path | None:
+        if tuple(span) == AUTO:
+            return _newest_alike(base, rank, known)
+        return _in_span(base, rank, (span[0], span[1]), recording, known.watched)
+
+    taken = _reuse_earlier(choose, rank, formats, failures) if span else None
     return taken or _new(base / str(RankDirectory.new(timestamp, rank)), failures)
 
 
@@ -389,21 +435,67 @@ def _new(directory: Path, failures: Failures) -> ResolvedDirectory:
 
 
 def _reuse_earlier(
-    base: Path, rank: int, choose: Callable[[Sequence[Path]], Path], span: Span, formats: Sequence[str], failures: Failures
+    choose: Callable[[], Path | None], rank: int, formats: Sequence[str], failures: Failures
 ) -> ResolvedDirectory | None:
     try:
-        found = directories(base, rank, span)
-        if not found:
-            said = "[rank %d] append_output: this rank has no directory from %s to %s. It begins a new one."
-            LOGGER.warning(said, rank, *span)
-            return None
-        chosen = choose(found)
-        if len(found) > 1:
-            LOGGER.info("[rank %d] append_output: %d directories are in the range; using %s.", rank, len(found), chosen.name)
-        return _locked(chosen, rank, formats)
+        chosen = choose()
+        return None if chosen is None else _locked(chosen, rank, formats)
     except Exception as error:
         failures.report("appending to an earlier directory", error, "This rank begins a new one.")
         return None
+
+
+def _in_span(base: Path, rank: int, span: Span, recording: int, watched: schema.RecordedModel | None) -> Path | None:
+    found = directories(base, rank, span)
+    if not found:
+        LOGGER.warning("[rank %d] append_output: this rank has no directory from %s to %s. It begins a new one.", rank, *span)
+        return None
+    chosen = preferred(found, recording, watched)
+    if len(found) > 1:
+        LOGGER.info("[rank %d] append_output: %d directories are in the range; using %s.", rank, len(found), chosen.name)
+    return chosen
+
+
+def _newest_alike(base: Path, rank: int, this: RestartedRun) -> Path | None:
+    """The directory that a restart continues; None, with the reason logged, if it begins a new one."""
+    every = [base / name for name in os.listdir(base) if (found := RankDirectory.parse(name)) and found.rank == rank]
+    alike = [(path, record) for path in every if (record := _known(path)) is not None and this.resembles(record)]
+    alike.sort(key=lambda one: (moment(one[1].started), one[0].name))
+    reason = _why_anew(alike, this) if alike else _NO_OTHER if every else ""
+    if alike and not reason:
+        return alike[-1][0]
+    say = LOGGER.warning if reason and (alike or this.start_step) else LOGGER.info
+    said = "[rank %d] append_output: %sA new directory begins at step %d."
+    say(said, rank, f"{reason}. " if reason else "", this.start_step)
+    return None
+
+
+_NO_OTHER: Final = "no directory of this rank is of the same model, the same number of ranks and the same groups"
+
+
+def _why_anew(alike: Sequence[tuple[Path, schema.ManifestRecord]], this: RestartedRun) -> str:
+    """Why the last of these directories, in order of time, is not continued; "" if it is."""
+    *others, (newest, record) = alike
+    together = [path.name for path, other in others if moment(other.saved) > moment(record.started)]
+    if together:
+        both = f"{newest.name} and {together[-1]} were written at the same time, so it is not known which of them to continue"
+        return f"{both}. Give each job an output directory of its own ({OUTPUT_VARIABLE})"
+    if this.start_step:
+        return ""
+    last = newest_step(record)
+    kept = f"training starts at step 0, so {newest.name} is left as it is"
+    return (
+        f"{kept}. To continue after its step {last}, pass the step of the checkpoint as start_iteration" if last >= 0 else kept
+    )
+
+
+def moment(text: str) -> float:
+    """Seconds since 1970.
+
+    Raises:
+        ValueError, OverflowError: It is not a moment in ISO 8601.
+    """
+    return datetime.fromisoformat(text).timestamp()
 
 
 def _locked(directory: Path, rank: int, formats: Sequence[str]) -> ResolvedDirectory | None:
@@ -432,6 +524,7 @@ def _recover_files(directory: Path, rank: int, formats: Sequence[str], begun_ns:
         LOGGER.warning("[rank %d] a process that was killed left %s damaged. The file was set aside.", rank, path)
     earlier = Earlier.of(record)
     earlier.timeline.correct(found.ranges, found.held, found.cut)
+    earlier = earlier.ended() if earlier.runs else earlier
     if record is not None and not record.closed:
         said = "[rank %d] append_output: the run that recorded to %s did not end cleanly. The last step in its files is %d."
         LOGGER.warning(said, rank, directory.name, earlier.timeline.newest)

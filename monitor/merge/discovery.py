@@ -7,9 +7,9 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,10 +18,11 @@ from pydantic import Field
 from monitor.coordinator import manifest_format
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, Natural, StrictRecord
 from monitor.coordinator.output import RankDirectory, timestamp_fields
-from monitor.coordinator.resume import Span, in_order
+from monitor.coordinator.resume import Span, in_order, moment
 from monitor.coordinator.series_file import MeasuredSeries, read_series
 from monitor.formats import FORMATS
 from monitor.merge.execution import MergeError
+from monitor.merge.restarts import RunPart, continued_jobs, cut, parts_of
 
 NO_END: Final = 2**63 - 1
 
@@ -45,11 +46,13 @@ class RankRun:
 
     Attributes:
         end: Steps from here on are those of a later directory of the same rank, whose run was resumed before them.
+        line: The runs of the job and of those that it continued, in order of time; empty if it continued none.
     """
 
     directory: Path
     manifest: ManifestRecord
     end: int = NO_END
+    line: tuple[RunPart, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -118,10 +121,12 @@ class Found:
 
     Attributes:
         jobs: Directories by job id.
+        continued: By job, the earlier job that it continued in directories of its own.
     """
 
     jobs: Mapping[str, tuple[RankRun, ...]]
     set_aside: tuple[SetAside, ...]
+    continued: Mapping[str, str] = field(default_factory=dict)
 
     def others_of_the_launch(self, job: str) -> set[int]:
         """Ranks that have recordings of the same launch, and none of this job."""
@@ -131,12 +136,36 @@ class Found:
 
     def job_ids(self) -> list[str]:
         """The ids of jobs that no later job continues, in order of time."""
-        carried_on = {
+        return self._in_time(set(self.jobs) - self.carried_on - set(self.continued.values()) or self.jobs)
+
+    def matching(self, beginning: str | None) -> list[str]:
+        """The ids that begin so, also of jobs that a later one continued; None: those that no later job continues."""
+        if beginning is None:
+            return self.job_ids()
+        every = (set(self.jobs) - self.carried_on) or self.jobs
+        return self._in_time(job for job in every if job.startswith(beginning))
+
+    def line_of(self, job: str) -> list[str]:
+        """The ids of a job and of all that it continued, in whichever directories."""
+        found: dict[str, None] = {}
+        waiting = [job]
+        while waiting:
+            one = waiting.pop()
+            if one in self.jobs and one not in found:
+                found[one] = None
+                waiting += [run.job_id for each in self.jobs[one] for run in each.manifest.resumed]
+                waiting += [self.continued[one]] if one in self.continued else []
+        return list(found)
+
+    @property
+    def carried_on(self) -> set[str]:
+        """The jobs whose directories a later job continued."""
+        return {
             run.job_id for job, runs in self.jobs.items() for one in runs for run in one.manifest.resumed if run.job_id != job
         }
-        return sorted(
-            set(self.jobs) - carried_on or self.jobs, key=lambda job: (min(_started(one) for one in self.jobs[job]), job)
-        )
+
+    def _in_time(self, jobs: Iterable[str]) -> list[str]:
+        return sorted(jobs, key=lambda job: (min(_started(one) for one in self.jobs[job]), job))
 
 
 def discover(base: Path, span: Span | None = None) -> Found:
@@ -166,22 +195,24 @@ def discover(base: Path, span: Span | None = None) -> Found:
             jobs.setdefault(run.manifest.job_id, []).append(run)
     found, unmatched = matched({job: tuple(runs) for job, runs in jobs.items()})
     aside += [SetAside(run.directory.name, reason) for run, reason in unmatched]
-    return Found(found, tuple(aside))
+    later = continued_jobs({job: [run.manifest for run in runs] for job, runs in found.items()}) if len(found) > 1 else {}
+    return Found(found, tuple(aside), later)
 
 
 def choose(found: Found, job: str | None) -> str:
     """The id of the job to merge.
 
     Args:
-        job: Its beginning, or None where there is only one.
+        job: Its beginning, or None where there is only one that no later job continues.
 
     Raises:
         MergeError: there is none, or more than one.
     """
-    ids = [one for one in found.job_ids() if one.startswith(job or "")]
+    ids = found.matching(job)
     if len(ids) == 1:
         return ids[0]
-    known = "\n".join(f"  --job {one}  {_described(found.jobs[one])}" for one in found.job_ids())
+    every = found.matching("")
+    known = "\n".join(f"  --job {one}  {_described(found.jobs[one])}" for one in every)
     if not known:
         why = sorted({f"\n  {one.path}: {one.reason}" for one in found.set_aside})
         raise MergeError("there is no directory here of a rank with a manifest that can be merged" + "".join(why[:5]))
@@ -190,13 +221,26 @@ def choose(found: Found, job: str | None) -> str:
 
 
 def runs_of(found: Found, job: str) -> tuple[RankRun, ...]:
-    """The directories of a job and of those that it carried on: by rank, and of a rank in order of time."""
-    carried_on = {run.job_id for one in found.jobs[job] for run in one.manifest.resumed}
-    runs = [run for one in sorted({job, *carried_on} & set(found.jobs)) for run in found.jobs[one]]
-    by_rank: dict[int, list[RankRun]] = {}
+    """The directories of a job and of those that it continued: by rank, and of a rank in order of time."""
+    jobs = [found.jobs[one] for one in found.line_of(job)]
+    runs = [run for each in jobs for run in each]
+    by_rank: dict[int, list[RankRun]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: (run.rank, _started(run), run.directory.name)):
-        by_rank.setdefault(run.rank, []).append(run)
-    return tuple(run for rank in by_rank.values() for run in _ended(rank))
+        by_rank[run.rank].append(run)
+    ranks = [_ended(rank) for rank in by_rank.values()]
+    if len(jobs) == 1 and not any(run.manifest.resumed for run in runs):
+        return tuple(chain.from_iterable(ranks))
+    together = all(len({run.manifest.job_id for run in each}) == 1 for each in jobs)  # else ranks have ids of their own
+    lines = [runs] if together else ranks
+    return tuple(run for line in lines for run in _in_line(line, ranks if together else [line]))
+
+
+def _in_line(line: Iterable[RankRun], ranks: Iterable[Sequence[RankRun]]) -> Iterator[RankRun]:
+    """Directories of ranks without the steps that a later run of the line began anew, on this rank or on another."""
+    parts = parts_of(run.manifest for run in line)
+    for run in chain.from_iterable(ranks):
+        end, manifest = cut(run.manifest, parts)
+        yield replace(run, end=min(end, run.end), manifest=manifest, line=parts)
 
 
 def unmerged_formats(runs: Iterable[RankRun]) -> list[SetAside]:
@@ -240,15 +284,15 @@ def _run_in(directory: Path, rank: int) -> RankRun:
     manifest_format.parsed(_UsedConfig, json.dumps(manifest.config).encode(), path)
     run = RankRun(directory, manifest)
     try:
-        _started(run)
+        moment(manifest.started), moment(manifest.saved)
     except (ValueError, OverflowError) as error:
-        raise ManifestError(f"{path} is damaged: started: {error}") from error
+        raise ManifestError(f"{path} is damaged: started or saved: {error}") from error
     return run
 
 
 def _started(run: RankRun) -> float:
     """Seconds since 1970."""
-    return datetime.fromisoformat(run.manifest.started).timestamp()
+    return moment(run.manifest.started)
 
 
 def _described(runs: Sequence[RankRun]) -> str:

@@ -12,9 +12,10 @@ from itertools import islice
 from typing import Any, Final
 
 from monitor.coordinator.manifest_format import StepRange, StepRanges, StepsRecord, without_pairs
-from monitor.coordinator.resume import collected_every, newest_step, steps_between
+from monitor.coordinator.resume import collected_every, newest_step, steps_between, was_killed
 from monitor.merge.combine import NOT_RECORDED, Disagreement, Outcome
 from monitor.merge.discovery import NO_END, RankRun, SetAside
+from monitor.merge.restarts import joints
 from monitor.series import NO_MICRO_STEP
 
 MOST_LISTED: Final = 1000
@@ -101,6 +102,7 @@ class Report:
             "skipped_steps": _ranges(self._skipped()),
             "duplicate_steps": _listed(self._stepwise(self._duplicates, "rank")),
             "replaced_steps": _listed(self._replaced()),
+            "joints": _listed(self._joints()),
             "set_aside": _listed(
                 {"path": one.path, "reason": one.reason}
                 for one in sorted(self.set_aside, key=lambda one: (one.path, one.reason))
@@ -145,8 +147,14 @@ class Report:
         """Runs that were killed or still write, and their unknown steps: up to where a later directory continues."""
         for run in self.runs:
             after = max(newest_step(run.manifest), self._newest.get(run.directory.name, -1))
-            if not run.manifest.closed and steps_between(after, run.end, collected_every(run.manifest)) is not None:
+            if was_killed(run.manifest) and steps_between(after, run.end, collected_every(run.manifest)) is not None:
                 yield {"rank": run.rank, "directory": run.directory.name, "after": after}
+
+    def _joints(self) -> Iterator[dict[str, Any]]:
+        """Where a restart continued an earlier run."""
+        first = self.runs[0]
+        for one in joints(first.line, collected_every(first.manifest)) if first.line else ():
+            yield {**one._asdict(), "redone": _spelled_steps(one.redone)}
 
     def _replaced(self) -> Iterator[dict[str, Any]]:
         """What an earlier run wrote, and a later one that was resumed before it did again."""
@@ -166,11 +174,15 @@ def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if told["missing_ranks"]:
         yield "missing ranks", ", ".join(map(str, told["missing_ranks"][:20])) + _more(len(told["missing_ranks"]) - 20)
     for what, line in _LINES.items():
-        listed, more = told[what]["listed"], told[what]["count"] - len(told[what]["listed"])
+        about = told.get(what, _listed(()))  # an earlier version wrote no joints
+        listed, more = about["listed"], about["count"] - len(about["listed"])
         if what == "set_aside":
             listed = list(_by_reason(listed))
         for one in listed[:5]:
-            yield what.replace("_", " "), line.format(**{**one, "at": _said(one.get("steps", {"ranges": []}))})
+            yield (
+                what.replace("_", " "),
+                line.format(**{**one, "at": _said(one.get("steps", one.get("redone", {"ranges": []})))}),
+            )
         if len(listed) + more > 5:
             yield "", f"and {len(listed) + more - 5} more"
     yield from _ops_without_a_value(told["not_combined"]["listed"])
@@ -200,6 +212,7 @@ def _ops_without_a_value(listed: Iterable[Mapping[str, Any]]) -> Iterator[tuple[
 
 
 _LINES: Final = {
+    "joints": "job {job_id:.8} continued job {continued:.8} at step {step}; known to be recorded again: {at}",
     "gaps": "rank {rank} has no {kind} at {at}",
     "dropped": "rank {rank}, {at}: {reason}",
     "not_closed": "rank {rank}, {directory}: not ended cleanly, or still writing; steps after {after} may be missing",

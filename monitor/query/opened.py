@@ -134,6 +134,12 @@ class OpenedRun:
         return [f"{one['about']}: {one['note']}" for one in self._source.told()["notes"]]
 
     @property
+    def joints(self) -> list[Mapping[str, Any]]:
+        """Where restarts continued earlier runs: ``job_id continued step redone``, in order of time."""
+        joints: list[Mapping[str, Any]] = self._source.told().get("joints", {}).get("listed", [])
+        return joints
+
+    @property
     def tables(self) -> list[str]:
         """The tables of ``sql``."""
         return list(self._tables)

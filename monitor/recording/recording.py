@@ -212,7 +212,6 @@ class Recording:
 
     Args:
         where: The position of this process in its job, once it is known.
-        start_step: Number of the first step.
         listening: Create watchers of each step's rows in addition to the alert rules, by the name for failure messages.
 
     Attributes:
@@ -227,13 +226,12 @@ class Recording:
         spec: RecordingSpec,
         where: Callable[[], ProcessTopology],
         backend: RecordingBackend,
-        start_step: int = 0,
         listening: Mapping[str, WatcherFactory] = MappingProxyType({}),
     ) -> None:
         self._spec, self._failures = spec, spec.failures
         self._where = where
         self._backend = backend
-        self._start_step = start_step
+        self._start_step = spec.start_step
         self.series = SeriesTable()
         reader = backend.factories.new_reader(
             self.series,
@@ -471,6 +469,16 @@ def names_of(framework: FrameworkAdapter, backend: RecordingBackend) -> Iterator
     for chunk, root in enumerate(framework.chunks):
         for name, _ in backend.modules.parts(root).parameters:
             yield f"{chunk}:{clean_name(name)}"
+
+
+def shapes_of(framework: FrameworkAdapter, backend: RecordingBackend) -> Iterator[str]:
+    """The shapes of all parameters, chunk by chunk; "" for a parameter that has none yet."""
+    for root in framework.chunks:
+        for _, parameter in backend.modules.parts(root).parameters:
+            try:
+                yield str(tuple(parameter.shape))
+            except Exception:  # torch raises one for a parameter that is not initialised
+                yield ""
 
 
 def _training(framework: FrameworkAdapter, backend: RecordingBackend) -> tuple[str, str]:

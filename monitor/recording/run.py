@@ -17,11 +17,11 @@ from typing import Any, Final, Protocol
 from monitor.anomalies.listeners import Alarm, Alerts, EndOnlyListener, EventFiles
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import FindingListener, Scanner
-from monitor.config import MonitorConfig
+from monitor.config import AUTO, MonitorConfig
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import RecordedModel
 from monitor.coordinator.output import IdentityStore, JobIdentity, agree, prepare, rotate_stale_output
-from monitor.coordinator.resume import resolve_rank_directory
+from monitor.coordinator.resume import RestartedRun, resolve_rank_directory
 from monitor.failures import Failures
 from monitor.pipeline.delivery import Watcher
 from monitor.pipeline.pipeline import Pipeline, PipelineLimits
@@ -60,6 +60,7 @@ class RecordingSpec:
         config_path: Its file; "" if there is none.
         base: The directory of all ranks and runs.
         recorded: Identifies the model on all ranks, which agree on a name of the run by it.
+        start_step: Number of the first step.
     """
 
     config: MonitorConfig
@@ -67,6 +68,7 @@ class RecordingSpec:
     base: Path
     recorded: RecordedModel
     failures: Failures
+    start_step: int = 0
 
 
 class Run:
@@ -109,7 +111,7 @@ class Run:
             config.append_output,
             config.formats,
             failures,
-            recorded,
+            RestartedRun(recorded, place.world_size, place.groups, spec.start_step),
         )
         self.directory = mine.directory
         self.resumes_after = mine.earlier.timeline.newest
@@ -134,6 +136,8 @@ class Run:
             recorded,
         )
         self.manifest = Manifest(self.directory, facts, series, failures, mine.earlier, mine.lock)
+        if config.append_output == AUTO:  # a restart finds the directory by its manifest, however early this run is killed
+            failures.guarded("saving the first manifest", self.manifest.save)()
         self.pipeline: Pipeline[SealedTable] = Pipeline(
             self._sinks_for(config),
             self.manifest,

@@ -20,7 +20,7 @@ from monitor.recording.arguments import count, given
 from monitor.recording.attached_model import AttachmentSpec, ModelNames
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
 from monitor.recording.recorder import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
-from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of, with_recording_off
+from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of, shapes_of, with_recording_off
 from monitor.recording.run import RecordingSpec, RunEnded
 from monitor.recording.startup_estimate import announce
 from monitor.recording.step_clock import Schedule
@@ -181,7 +181,7 @@ class ModelMonitor:
     def _watched(self, framework: FrameworkAdapter, groups: tuple[Any, Any]) -> RecordedModel:
         find = self._failures.guarded("telling this model from others", role_of)
         role = find(framework, self._backend, *groups, self._process_group) or framework.name
-        return RECORDINGS.begin(role, names_of(framework, self._backend))
+        return RECORDINGS.begin(role, names_of(framework, self._backend), shapes_of(framework, self._backend))
 
     def _first_config(self, shared: Recording | None) -> MonitorConfig:
         """The configuration that applies when a model is attached."""
@@ -224,8 +224,8 @@ class ModelMonitor:
         dp_group, tp_group = groups
         groups_of = watch.framework.groups
         where = partial(self._backend.job.place, groups_of, len(watch.chunks), pp=self._process_group, dp=dp_group, tp=tp_group)
-        spec = RecordingSpec(self._config, self._config_path, self._base, watched, self._failures)
-        recording = Recording(spec, where, self._backend, start, self._listening)
+        spec = RecordingSpec(self._config, self._config_path, self._base, watched, self._failures, start)
+        recording = Recording(spec, where, self._backend, self._listening)
         if self._backend.job.is_settled() and watch.ownership.monitored:
             recording.open()
         try:

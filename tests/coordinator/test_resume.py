@@ -20,6 +20,7 @@ from monitor.coordinator.resume import (
     KILLED,
     MOST_EARLIER_RUNS,
     Earlier,
+    RestartedRun,
     Timeline,
     directories,
     last_manifest,
@@ -466,3 +467,74 @@ class TestHome:
         taken = self.settle(tmp_path, *WINTER)
         assert listed(taken.earlier.timeline.manifest_fields()["steps"].written) == [0, 1, 2, 3]
         self.released(taken)
+
+
+class TestAuto:
+    MODEL = RecordedModel("torch/Net", "1" * 16)
+
+    def earlier(self, base, number=0, steps=range(3), saved=None, watched=MODEL, **facts):
+        """A directory of rank 0 that a killed run left, which began at this minute."""
+        path = base / f"Mar01_00-{number:02}-00-rank0-{number:08x}"
+        path.mkdir(parents=True)
+        rank = Rank(path, number, watched=watched)
+        rank.write(*steps)
+        rank.manifest.save()
+        known = json.loads((path / "manifest.json").read_text())
+        known |= {f"{one}ed": f"2026-03-01T00:{at:02}:00+00:00" for one, at in (("start", number), ("sav", saved or number))}
+        (path / "manifest.json").write_text(json.dumps(known | facts))
+        return path
+
+    def settle(self, base, start=3, **this):
+        this = RestartedRun(**{"watched": self.MODEL, "start_step": start} | this)
+        found = resolve_rank_directory(base, 0, "Mar02_00-00-00", 0, ("auto",), ("csv",), Failures(), this)
+        found.lock.release()
+        return found
+
+    def test_a_restart_continues_in_the_newest_directory_of_the_same_model_and_number_of_ranks(self, tmp_path):
+        self.earlier(tmp_path, 0)
+        newest = self.earlier(tmp_path, 1)
+        self.earlier(tmp_path, 2, watched=RecordedModel("torch/Net", "2" * 16))
+        self.earlier(tmp_path, 3, watched=RecordedModel("torch/Net", "1" * 16, number=1))
+        self.earlier(tmp_path, 7, watched=RecordedModel("torch/Net", "1" * 16, shapes="3" * 16))
+        self.earlier(tmp_path, 4, world_size=2)
+        self.earlier(tmp_path, 5, groups={"dp": [0, 1]})
+        self.earlier(tmp_path, 6, watched=None)
+        found = self.settle(tmp_path)
+        assert (found.directory, found.earlier.timeline.newest) == (newest, 2)
+        assert [(run.first_step, run.last_step) for run in found.earlier.runs] == [(0, 2)]
+
+    def test_the_first_run_begins_a_directory_and_says_so(self, tmp_path, caplog):
+        caplog.set_level("INFO")
+        assert self.settle(tmp_path, start=0).earlier.runs == ()
+        assert "append_output: A new directory begins at step 0." in caplog.text
+        assert "WARNING" not in caplog.text
+
+    def test_a_restart_that_finds_only_others_begins_a_directory_and_warns(self, tmp_path, caplog):
+        other = self.earlier(tmp_path, world_size=2)
+        assert self.settle(tmp_path).directory != other
+        said = "no directory of this rank is of the same model, the same number of ranks and the same groups"
+        assert f"append_output: {said}. A new directory begins at step 3." in caplog.text
+
+    def test_a_run_from_step_0_leaves_the_earlier_directory_as_it_is_and_names_start_iteration(self, tmp_path, caplog):
+        earlier = self.earlier(tmp_path)
+        assert self.settle(tmp_path, start=0).directory != earlier
+        assert f"{earlier.name} is left as it is. To continue after its step 2, pass the step of the checkpoint" in caplog.text
+
+    def test_of_two_jobs_that_ran_at_the_same_time_neither_is_continued(self, tmp_path, caplog):
+        both = {self.earlier(tmp_path, 0, saved=5), self.earlier(tmp_path, 1, saved=3)}
+        assert self.settle(tmp_path).directory not in both
+        assert "were written at the same time, so it is not known which of them to continue" in caplog.text
+        assert "MONITOR_OUTPUT_DIR" in caplog.text
+
+    def test_a_directory_that_is_being_written_is_not_continued(self, tmp_path, caplog):
+        earlier = self.earlier(tmp_path)
+        held = lock_directory(earlier)
+        assert self.settle(tmp_path).directory != earlier
+        held.release()
+        assert f"another process, or this one, is writing {earlier.name}. This rank begins a new directory." in caplog.text
+
+    def test_a_directory_without_a_readable_manifest_is_not_continued(self, tmp_path):
+        earlier = self.earlier(tmp_path)
+        (earlier / "manifest.json").write_text("{")
+        assert self.settle(tmp_path).directory != earlier
+        assert (earlier / "manifest.json").read_text() == "{"

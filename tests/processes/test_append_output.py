@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -19,8 +20,10 @@ from pyarrow.parquet import read_table
 from recorded import Recorded, hidden, listed, rank_directories
 from typer.testing import CliRunner
 
+from monitor import OpenedRun, open_run
 from monitor.coordinator.resume import KILLED
 from monitor.merge.cli import app as merge_command
+from monitor.merge.merge import Wanted, merge
 from monitor.sinks.csv_files import CsvRows
 from monitor.sinks.hdf5 import read_hdf5
 
@@ -326,3 +329,68 @@ def test_a_merge_names_a_run_that_was_killed_and_exits_1(launcher: Launcher) -> 
     outcome = CliRunner().invoke(merge_command, [str(job.base)])
     assert outcome.exit_code == 1
     assert "not ended cleanly" in outcome.output
+
+
+RowKey = tuple[Any, ...]
+
+
+def rows_of(run: OpenedRun, kind: str, *, per_rank: bool) -> dict[RowKey, dict[str, Any]]:
+    """By what identifies a row, which no two rows share."""
+    rows = run.rows(kind, per_rank=per_rank).to_pylist()
+    found = {(row["step"], row["rank" if per_rank else "ranks"], row["name"], row["micro_step"]): row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def said_to_be_missing(told: dict[str, Any]) -> set[int]:
+    """Steps, of any rank and kind."""
+    ranges = [one for what in ("dropped", "gaps") for entry in told[what]["listed"] for one in entry["steps"]["ranges"]]
+    after = [range(entry["after"] + 1, STEPS) for entry in told["not_closed"]["listed"]]
+    return {
+        step for steps in (*(range(first, last + 1, interval) for first, last, interval in ranges), *after) for step in steps
+    }
+
+
+@pytest.mark.parametrize("format_", sampled(["hdf5", "parquet", "csv"], 1, 2))
+def test_five_kills_and_requeues_with_auto_are_one_line_of_steps(launcher: Launcher, format_: str) -> None:
+    """The numbers are those of a run that nothing interrupted. What a kill lost is missing, and the merge says so."""
+    config = CONFIG | {"append_output": "auto", "format": format_, "step_count_per_record": 4}
+    whole, job = (Job(launcher, launcher.base / name, config, ranks=2) for name in ("whole", "job"))
+    whole.run(0)
+    moments = random.Random(format_)
+    starts = [0]
+    for _ in range(5):
+        interrupt(job.start(starts[-1], STEPS, "waits"), starts[-1], moments)
+        reached = max(starts[-1], job.checkpointed())
+        starts.append(reached if moments.random() < 0.5 else moments.randint(reached // 2, reached))
+    job.run(starts[-1])
+    told, _ = (merge(Wanted(one.base, one.base / "merged")).told() for one in (job, whole))
+    lost = said_to_be_missing(told)
+    assert lost <= {step for before, after in itertools.pairwise([*starts, STEPS]) for step in range(before, after)}
+    assert {one["step"] for one in told["joints"]["listed"]} <= set(starts)
+    assert len(rank_directories(job.base)) <= 2 * starts.count(0)
+    for name in ("", "merged"):
+        ours, theirs = open_run(job.base / name), open_run(whole.base / name)
+        for kind in theirs.kinds:
+            for per_rank in (True, False) if name else (True,):
+                expected, found = (rows_of(one, kind, per_rank=per_rank) for one in (theirs, ours))
+                whole_steps = [{key: row for key, row in rows.items() if key[0] not in lost} for rows in (found, expected)]
+                assert whole_steps[0] == whole_steps[1]
+                assert not per_rank or all(expected[key] == row for key, row in found.items())
+
+
+def test_without_append_output_the_same_command_requeued_after_a_kill_is_one_line_of_steps(launcher: Launcher) -> None:
+    config = CONFIG | {"append_output": [], "format": "parquet", "step_count_per_record": 1}
+    job = Job(launcher, launcher.base / "job", config, ranks=2)
+    runs = job.start(0)
+    for one in runs:
+        one.wait_for("delivered 6")
+        one.send(signal.SIGKILL)
+    assert [one.end().status for one in runs] == [-signal.SIGKILL] * 2
+    job.run(4, 10)
+    run = open_run(job.base)
+    rows = rows_of(run, "grad_reduced", per_rank=True)
+    assert {(step, rank) for step, rank, *_ in rows} == {(step, rank) for step in range(10) for rank in run.ranks}
+    told = merge(Wanted(job.base, job.base / "merged")).told()
+    (joint,) = told["joints"]["listed"]
+    assert (joint["step"], told["not_closed"]["count"]) == (4, 0)
