@@ -30,10 +30,15 @@ from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Ranks
 from monitor.sinks.files import ALL_STEPS, StepSpan
 from monitor.stats.histograms import HISTOGRAM_OPS
 
-PIECE_ROWS: Final = 250_000
-"""What a worker holds at a time, unless a single step of a kind has more."""
+PIECE_ROWS: Final = 500_000
+"""What a worker holds at a time, unless a single step of a kind has more. A question about one tensor reads a part of every
+piece's file, so fewer pieces make it faster.
+"""
 
-PIECES_AT_A_TIME: Final = 16
+SHARE_ROWS: Final = 250_000
+"""What a worker reads of shards at a time to put it in order."""
+
+PIECES_AT_A_TIME: Final = 8
 """For each worker. So many rows lie on the disk unpacked, unless the shards of one record hold more."""
 
 REPORT_FILE: Final = "report.json"
@@ -84,25 +89,26 @@ def merge(wanted: Wanted, progress: Progress = lambda _done, _all: None) -> Repo
         MergeError: there is nothing to merge, or nothing to merge it into.
         OSError: the disk or the directory does not allow it.
     """
-    found = discover(wanted.base, wanted.span)
-    job = choose(found, wanted.job)
-    with draft_of(wanted.output, "merge", "another directory with -o") as draft:
-        draft.mkdir()
-        return _merged(wanted, job, runs_of(found, job), found, draft, progress)
+    # Its processes begin while this one looks for the job.
+    with engine(wanted.workers, wanted.dask, needs=reduce.__module__) as (executor, workers):
+        found = discover(wanted.base, wanted.span)
+        job = choose(found, wanted.job)
+        with draft_of(wanted.output, "merge", "another directory with -o") as draft:
+            draft.mkdir()
+            return _merged(wanted, job, found, draft, progress, workers, partial(run, executor, workers))
 
 
-def _merged(wanted: Wanted, job: str, runs: Sequence[RankRun], found: Found, draft: Path, progress: Progress) -> Report:
+def _merged(wanted: Wanted, job: str, found: Found, draft: Path, progress: Progress, workers: int, do: Do) -> Report:
+    runs = runs_of(found, job)
     work = draft / "work"
     for directory in (work, draft / "per_rank", draft / "global"):
         directory.mkdir()
     missing = missing_ranks(runs, found.others_of_the_launch(job))
     report = Report(job, runs[0].manifest.world_size, runs, missing, [*found.set_aside, *unmerged_formats(runs)])
-    with engine(wanted.workers, wanted.dask) as (executor, workers):
-        do = partial(run, executor, workers)
-        plan, set_aside = planned(job, runs, work, draft, do, suffix=SUFFIXES[wanted.format], rows=wanted.rows)
-        report.set_aside += set_aside
-        plan.check(wanted.kinds)
-        _carry_out(plan, plan.windows(wanted.kinds, wanted.steps), workers, report, progress, do)
+    plan, set_aside = planned(job, runs, work, draft, do, suffix=SUFFIXES[wanted.format], rows=wanted.rows)
+    report.set_aside += set_aside
+    plan.check(wanted.kinds)
+    _carry_out(plan, plan.windows(wanted.kinds, wanted.steps), workers, report, progress, do)
     if not report.steps:
         whole = wanted.kinds is None and wanted.steps == ALL_STEPS and not report.set_aside
         raise NothingRecordedError(_no_rows(job)) if whole else MergeError(_why_nothing(job, report))
@@ -258,7 +264,7 @@ class Planner:
         first, end, density = self._spans(there, steps)
         rows = density * (np.searchsorted(self.recorded, end) - np.searchsorted(self.recorded, first))
         of_run = np.bincount(there["run"].to_numpy(), rows)
-        share = (np.cumsum(of_run) - of_run) // self.rows
+        share = (np.cumsum(of_run) - of_run) // min(self.rows, SHARE_ROWS)
         starts = np.flatnonzero(np.diff(share, prepend=-1)).tolist()
         for one, other in itertools.pairwise([*starts, len(of_run)]):
             yield range(one, other)
