@@ -6,8 +6,10 @@ The files are those of a job of which every rank holds a part of each gradient a
 project's own sinks and manifests, 100 steps to a record. They are merged by the command itself, in a process of its own with
 its workers: rows a second of wall time and of CPU time (user and system, of all processes, from the start of the interpreter to
 the end), and the most memory that all of these processes have resident together at a time, looked at a hundred times a second;
-what several of them share counts as often as they are. Beside it what people do without: the CSV files read one after the
-other, put together and written as one file, with polars, and with pandas where that is installed.
+what several of them share counts as often as they are. Beside it what people do without: the files of all ranks put together
+and written as one file of Parquet, with polars, and with pandas where that is installed. From Parquet polars sorts them by
+kind, name, step and rank, from CSV it does not. The merge and what it is held against take turns; the figures are medians over
+the rounds, and ratios are medians of the ratios of each round.
 
 First the same number of rows from more and more ranks, then the same ranks for more and more steps.
 """
@@ -23,11 +25,12 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 # One thread to compute: no library may add its own.
@@ -35,6 +38,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 
 import numpy as np
 from formats import complete
+from stepping import rotated
 from tables import Progress, aligned, save
 from writer import ELEMENTS, NDIGITS, OPS, gradients
 
@@ -53,18 +57,23 @@ IDENTITY = JobIdentity("1a2b3c4d" * 4, "Dec03_21-34-40")
 
 MERGE = "from monitor.merge.cli import app; app()"
 CONCAT = {
-    "polars": """
+    ("polars", "csv"): """
 import sys, glob, polars as pl
 files = sorted(glob.glob(sys.argv[1] + "/*-rank*/*.csv"))
 pl.concat([pl.read_csv(path) for path in files], how="diagonal").write_parquet(sys.argv[2])
 """,
-    "pandas": """
+    ("polars", "parquet"): """
+import sys, glob, polars as pl
+files = sorted(glob.glob(sys.argv[1] + "/*-rank*/*.parquet"))
+pl.scan_parquet(files).sort("kind", "name", "step", "rank").sink_parquet(sys.argv[2])
+""",
+    ("pandas", "csv"): """
 import sys, glob, pandas as pd
 files = sorted(glob.glob(sys.argv[1] + "/*-rank*/*.csv"))
 pd.concat([pd.read_csv(path) for path in files]).to_parquet(sys.argv[2])
 """,
 }
-"""What people do without: it keeps rows apart, combines nothing and needs memory for all."""
+"""What people do without, by the format that it reads: it keeps rows apart, combines nothing and needs memory for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one merge takes.
+    """What a merge takes.
 
     Attributes:
         by: ``monitor`` or what it is held against.
@@ -91,6 +100,7 @@ class Cost:
         cpu: Seconds, of all processes.
         memory: Bytes, of all processes, at the peak.
         sizes: Bytes that were read, and bytes that were written.
+        times: Wall time and CPU time of ``monitor`` as multiples of these; None of itself.
     """
 
     job: Job
@@ -100,6 +110,7 @@ class Cost:
     cpu: float
     memory: int
     sizes: tuple[int, int]
+    times: tuple[float, float] | None = None
 
 
 def main() -> None:
@@ -132,9 +143,21 @@ def measured(jobs: Sequence[Job], options: argparse.Namespace, progress: Progres
                 base = Path(directory) / "ranks"
                 progress.show("recording", f"{job.ranks} ranks, {job.steps} steps, {source}")
                 record(job, source, base, options.workers)
-                for by in ("monitor", *(options.beside if source == "csv" else ())):
-                    progress.show("merging", f"{job.ranks} ranks, {job.steps} steps, {source}, {by}")
-                    yield merged(job, by, source, base, Path(directory) / by, options)
+                every = ("monitor", *(by for by in options.beside if (by, source) in CONCAT))
+                found: dict[str, list[Cost]] = {by: [] for by in every}
+                for number in range(options.rounds):
+                    progress.show("merging", f"{job.ranks} ranks, {job.steps} steps, {source}, round {number + 1}")
+                    for by in rotated(every, number):
+                        found[by].append(merged(job, by, source, base, Path(directory) / by, options))
+                yield from (over_rounds(found["monitor"], found[by]) for by in every)
+
+
+def over_rounds(monitor: Sequence[Cost], other: Sequence[Cost]) -> Cost:
+    """Medians of what was measured in several rounds; the ratios are those of each round."""
+    wall, cpu, memory = (median(getattr(one, name) for one in other) for name in ("wall", "cpu", "memory"))
+    times = [(ours.wall / one.wall, ours.cpu / one.cpu) for ours, one in zip(monitor, other, strict=True)]
+    ratios = None if other is monitor else (median(one for one, _ in times), median(one for _, one in times))
+    return replace(other[0], wall=wall, cpu=cpu, memory=int(memory), times=ratios)
 
 
 def record(job: Job, source: str, base: Path, processes: int) -> None:
@@ -183,7 +206,7 @@ def merged(job: Job, by: str, source: str, base: Path, output: Path, options: ar
     if by == "monitor":
         command = ["-c", MERGE, str(base), "-o", str(output), "--workers", str(options.workers), "--format", options.output]
     else:
-        command = ["-c", CONCAT[by], str(base), str(output)]
+        command = ["-c", CONCAT[by, source], str(base), str(output)]
     wall, cpu, memory = watched([sys.executable, *command], {"POLARS_MAX_THREADS": str(options.workers)})
     cost = Cost(job, by, source, wall, cpu, memory, (size(base), size(output)))
     shutil.rmtree(output) if output.is_dir() else output.unlink()
@@ -230,7 +253,21 @@ def size(path: Path) -> int:
 
 
 def table(costs: Sequence[Cost]) -> str:
-    header = ("by", "from", "ranks", "steps", "rows", "wall s", "rows/s", "CPU µs a row", "peak MB", "read MB", "written MB")
+    header = (
+        "by",
+        "from",
+        "ranks",
+        "steps",
+        "rows",
+        "wall s",
+        "rows/s",
+        "CPU µs a row",
+        "peak MB",
+        "read MB",
+        "written MB",
+        "monitor ×",
+        "CPU ×",
+    )
     return aligned(header, [cells(cost) for cost in costs], names=2)
 
 
@@ -238,7 +275,8 @@ def cells(cost: Cost) -> tuple[str, ...]:
     job = cost.job
     sizes = (f"{number / 1e6:,.0f}" for number in (cost.memory, *cost.sizes))
     times = f"{cost.wall:.1f}", f"{job.rows / cost.wall:,.0f}", f"{cost.cpu / job.rows * 1e6:.2f}"
-    return (cost.by, cost.source, str(job.ranks), str(job.steps), f"{job.rows:,}", *times, *sizes)
+    ratios = ("", "") if cost.times is None else (f"{each:.2f}" for each in cost.times)
+    return (cost.by, cost.source, str(job.ranks), str(job.steps), f"{job.rows:,}", *times, *sizes, *ratios)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -248,12 +286,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--lengths", type=int, nargs="*", default=[50, 100, 200, 400], help="steps of the second table")
     parser.add_argument(
-        "--formats", nargs="+", choices=("hdf5", "csv", "parquet"), default=["hdf5", "csv"], help="of the ranks"
+        "--formats", nargs="+", choices=("hdf5", "csv", "parquet"), default=["parquet", "hdf5", "csv"], help="of the ranks"
     )
     parser.add_argument("--output", choices=("parquet", "hdf5", "csv"), default="parquet", help="format to write")
     parser.add_argument("--workers", type=int, default=2)
-    beside = [name for name in CONCAT if find_spec(name)]
-    parser.add_argument("--beside", nargs="*", choices=beside, default=beside, help="what to hold it against, from CSV")
+    beside = [name for name in dict.fromkeys(name for name, _ in CONCAT) if find_spec(name)]
+    parser.add_argument("--beside", nargs="*", choices=beside, default=beside, help="what to hold it against")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="for the files, some 4 GB")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     return parser.parse_args()

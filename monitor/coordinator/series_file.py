@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 
 from monitor.coordinator import manifest_format
-from monitor.series import KIND_TABLE, LOCAL, Placement, Ranks, Series, SeriesTable, Shard
+from monitor.series import KIND_TABLE, LOCAL, REPLICA_KIND, Placement, Ranks, Series, SeriesTable, Shard
 from monitor.stats.table import KindRows, StepRows, TensorLayout
 
 SERIES_LIMIT: Final = 256 * 2**20
@@ -100,6 +100,63 @@ class MeasuredSeries:
     layout: TensorLayout | None
     varies: bool
     placement: Placement = LOCAL
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredColumns:
+    """Entries of a series table as columns: each kind, layout and placement once, and its number for each series.
+
+    Attributes:
+        name: Of each series.
+        kind, vpp_stage, layout, placement: int64, shape ``(series,)``. ``layout`` is ``NOT_MEASURED`` and ``placement``
+            ``LOCAL_PLACEMENT`` where there is none.
+        varies: Whether the series was measured in another layout since, same shape.
+    """
+
+    kinds: Sequence[str]
+    layouts: Sequence[TensorLayout]
+    placements: Sequence[Placement]
+    name: Sequence[str]
+    kind: NDArray[np.int64]
+    vpp_stage: NDArray[np.int64]
+    layout: NDArray[np.int64]
+    placement: NDArray[np.int64]
+    varies: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, series: Sequence[MeasuredSeries]) -> MeasuredColumns:
+        kinds, kind = _coded(one.series.kind for one in series)
+        layouts, layout = _coded(one.layout for one in series if one.layout is not None)
+        # By object: a lookup by content would hash sets of thousands of ranks for each series.
+        placed = {id(one.placement): one.placement for one in series}
+        numbers = {key: number for number, key in enumerate(placed)}
+        of_layout = iter(layout)
+        return cls(
+            kinds,
+            layouts,
+            [*placed.values()],
+            [one.series.name for one in series],
+            np.array(kind, dtype=np.int64),
+            np.array([one.series.vpp_stage for one in series], dtype=np.int64),
+            np.array([NOT_MEASURED if one.layout is None else next(of_layout) for one in series], dtype=np.int64),
+            np.array([numbers[id(one.placement)] for one in series], dtype=np.int64),
+            np.array([one.varies for one in series], dtype=np.bool_),
+        )
+
+    def measured(self) -> tuple[list[str], NDArray[np.int64], Sequence[str], NDArray[np.bool_]]:
+        """What is measured: kinds, and of each series the number of its kind, its name, and whether it is a replica.
+
+        A replica has the kind and the name of what it replicates.
+        """
+        kinds, kind, names = list(self.kinds), self.kind, self.name
+        replica = kind == (kinds.index(REPLICA_KIND) if REPLICA_KIND in kinds else len(kinds))
+        if replica.any():
+            numbers, kind, names = {one: number for number, one in enumerate(kinds)}, kind.copy(), list(names)
+            for at in np.flatnonzero(replica).tolist():
+                of, _, names[at] = names[at].partition("/")
+                kind[at] = numbers.setdefault(of, len(numbers))
+            kinds = list(numbers)
+        return kinds, kind, names, replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,12 +350,24 @@ class SeriesColumns(manifest_format.StrictRecord):
         for one in self.placements:
             yield [one.replicas, one.unclaimed, one.shard.ranks if one.shard else 0], self.groups
 
+    def measured(self) -> MeasuredColumns:
+        """The same as arrays. ``vpp_stage`` must fit into 64 bits."""
+        varies = np.zeros(len(self.name), dtype=np.bool_)
+        varies[list(self.varies)] = True
+        numbers = (self.kind, self.vpp_stage, self.layout, self._placement())
+        kind, vpp_stage, layout, placement = (np.array(each, dtype=np.int64) for each in numbers)
+        layouts = [TensorLayout(shape, dtype) for shape, dtype in self.layouts]
+        placements = [one.placement(self.groups) for one in self.placements]
+        return MeasuredColumns(self.kinds, layouts, placements, self.name, kind, vpp_stage, layout, placement, varies)
+
+    def _placement(self) -> tuple[int, ...]:
+        return self.placement or (LOCAL_PLACEMENT,) * len(self.name)
+
     def series(self) -> tuple[MeasuredSeries, ...]:
         layouts = [TensorLayout(shape, dtype) for shape, dtype in self.layouts]
         varies = frozenset(self.varies)
         placed = [one.placement(self.groups) for one in self.placements]
-        placement = self.placement or (LOCAL_PLACEMENT,) * len(self.name)
-        columns = zip(self.kind, self.vpp_stage, self.name, self.layout, placement, strict=True)
+        columns = zip(self.kind, self.vpp_stage, self.name, self.layout, self._placement(), strict=True)
         return tuple(
             MeasuredSeries(
                 Series(self.kinds[kind], vpp_stage, name),

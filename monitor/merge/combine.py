@@ -111,6 +111,11 @@ class Piece:
     def kind(self) -> str:
         return self.columns.kind
 
+    @property
+    def by_name(self) -> bool:
+        """Whether rows stand in order of names in the files."""
+        return self.outputs[0].suffix in outputs.SORTED
+
     def write(self, rows: pa.Table, facts: dict[str, Any], path: Path) -> None:
         """Write rows to one of the outputs.
 
@@ -167,7 +172,7 @@ def reduce(piece: Piece) -> Outcome:
     catalogue, told = Catalogue.read(piece.catalogue, piece.kind, piece.others), Told()
     runs = tables.read_file(piece.runs)
     recorded = of_piece(piece.shares, piece.number) or read(piece.sources, piece.steps, piece.columns, catalogue, told)
-    rows, statistics = gathered(recorded, runs["rank"].to_numpy(), catalogue, piece.columns)
+    rows, statistics = gathered(recorded, runs["rank"].to_numpy(), catalogue, piece.columns, by_name=piece.by_name)
     outcome = Outcome.of_reading(told)
     recorded.clear()
     _combine(piece, rows, statistics, runs, outcome)
@@ -192,13 +197,15 @@ def _combine(piece: Piece, rows: Rows, statistics: Statistics, runs: pa.Table, o
 
 def _steps_and_gaps(rows: Rows) -> tuple[list[int], dict[int, list[int]]]:
     """The steps, and by rank those that some rank has rows of and this one has not, though it measures this kind."""
-    step, rank, writers = rows.column("step"), rows.rank, rows.catalogue.writers
-    starts = tables.starts_of_runs([step, rank])
-    steps, place = np.unique(step[starts], return_inverse=True)
-    who = np.searchsorted(writers, rank[starts])
-    known = np.append(writers, UNKNOWN)[who] == rank[starts]
+    writers = rows.catalogue.writers
+    step, rank = (
+        column[tables.starts_of_runs([rows.column("step"), rows.rank])] for column in (rows.column("step"), rows.rank)
+    )
+    steps = tables.distinct(step)
+    who = np.searchsorted(writers, rank)
+    known = np.append(writers, UNKNOWN)[who] == rank
     there = np.zeros((len(writers), len(steps)), dtype=np.bool_)
-    there[who[known], place[known]] = True
+    there[who[known], np.searchsorted(steps, step[known])] = True
     lacking = np.flatnonzero(~there.all(axis=1))
     return steps.tolist(), {int(writers[which]): steps[~there[which]].tolist() for which in lacking.tolist()}
 
@@ -254,12 +261,14 @@ def per_rank_rows(kept: tables.Columns, runs: pa.Table, rows: Rows, statistics: 
 
 def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome) -> pa.Table:
     """One row for each tensor of which every part is there."""
-    order, copies, key = _copies(rows)
+    order, copies, key = _copies(rows, by_name=piece.by_name)
     differ = _compare_copies(piece, rows, statistics, order, copies, outcome)
     chosen = copies[~rows.replica[order[copies]]]  # the first copy of each part
     starts = tables.starts_of_runs([column[chosen] for column in key])
-    tensors = combined(statistics, order[chosen], starts)
-    rows = rows.only(order[chosen])
+    every = len(chosen) == len(rows) and bool((np.diff(order) == 1).all())
+    which = slice(None) if every else order[chosen]
+    tensors = combined(statistics, which, starts)
+    rows = rows.only(which)
     terms, unlike = _terms(rows, starts), _any(differ[chosen], starts)
     complete = _complete(rows, tensors, starts) | terms | unlike
     outcome.incomplete = _by_name(rows, starts[~complete])
@@ -274,15 +283,19 @@ def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome)
     return made
 
 
-def _copies(rows: Rows) -> tuple[Index, Index, list[Index]]:
+def _copies(rows: Rows, *, by_name: bool) -> tuple[Index, Index, list[Index]]:
     """The rows that the catalogue knows in order of tensors and parts, and of one part as the ranks stand, replicas last.
+
+    Args:
+        by_name: Names come before steps.
 
     Returns:
         The rows' numbers; where in these the copies of each part begin; step, micro-step and tensor of each.
     """
     known = np.flatnonzero(rows.series != UNKNOWN)
     columns = [rows.column("step"), rows.micro_step(), rows.known("tensor"), rows.known("part"), rows.replica.astype(np.int64)]
-    order = tables.order_by(columns if len(known) == len(rows) else [column[known] for column in columns])
+    by = [rows.catalogue.texts("global_name", rows.series).places(), *columns] if by_name else columns
+    order = tables.order_by(by if len(known) == len(rows) else [column[known] for column in by])
     order = known if order is None else known[order]
     key = [column[order] for column in columns[:4]]
     return order, tables.starts_of_runs(key), key[:3]
@@ -401,7 +414,7 @@ def _of_each(places: pa.ChunkedArray, runs: Index) -> pa.ChunkedArray:
 
 
 def _table(columns: dict[str, pa.Array], texts: dict[str, tables.Texts], schema: pa.Schema) -> pa.Table:
-    chosen_texts = {name: text.in_use() for name, text in texts.items()}
+    chosen_texts = {name: text.column() for name, text in texts.items()}
     return pa.table([{**columns, **chosen_texts}[one.name] for one in schema], schema=schema)
 
 

@@ -19,7 +19,7 @@ from monitor.coordinator import manifest_format
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, Natural, StrictRecord
 from monitor.coordinator.output import RankDirectory, timestamp_fields
 from monitor.coordinator.resume import Span, in_order, moment
-from monitor.coordinator.series_file import MeasuredSeries, read_series
+from monitor.coordinator.series_file import MeasuredColumns, MeasuredSeries, SeriesColumns, read_columns
 from monitor.formats import FORMATS
 from monitor.merge.execution import MergeError
 from monitor.merge.restarts import RunPart, continued_jobs, cut, parts_of
@@ -73,7 +73,8 @@ class RankRun:
         found: dict[object, MeasuredSeries] = {}
         moved = set()
         for reference in self._references():
-            for one in self._read(reference):
+            columns = self._read(reference)
+            for one in columns.series() if columns else ():
                 known = found.setdefault(one.series, one)
                 if known.placement != one.placement:
                     moved.add(one.series)
@@ -86,25 +87,29 @@ class RankRun:
         for run in reversed(self.manifest.resumed):
             yield self.manifest.model_copy(update={"series": run.series})
 
-    def _read(self, manifest: ManifestRecord) -> Sequence[MeasuredSeries]:
+    def measured(self) -> MeasuredColumns:
+        """``series`` as columns, an order of magnitude faster where no earlier run recorded here. Raises as it does."""
+        columns = None if self.manifest.resumed else self._read(self.manifest)
+        return MeasuredColumns.of(self.series()) if columns is None else columns.measured()
+
+    def _read(self, manifest: ManifestRecord) -> SeriesColumns | None:
         if manifest.series is not None:
             _check_file(self.directory / manifest.series.file)
-        found = read_series(self.directory, manifest)
-        if not all(map(_possible, found)):
+        found = read_columns(self.directory, manifest)
+        if found is not None and not _possible(found):
             raise ManifestError(f"the series of {self.directory} are damaged: a chunk or a shape cannot be that large")
         return found
 
 
-def _possible(one: MeasuredSeries) -> bool:
-    shapes = [() if one.layout is None else one.layout.shape]
-    if one.placement.shard is not None:
-        shapes.append(one.placement.shard.global_shape)
-    return one.series.vpp_stage < MOST_CHUNKS and all(math.prod(shape) < MOST_ELEMENTS for shape in shapes)
+def _possible(series: SeriesColumns) -> bool:
+    shapes = [shape for shape, _ in series.layouts]
+    shapes += [one.shard.global_shape for one in series.placements if one.shard is not None]
+    return max(series.vpp_stage, default=0) < MOST_CHUNKS and all(math.prod(shape) < MOST_ELEMENTS for shape in shapes)
 
 
 def leads_out(path: Path) -> bool:
     """Whether ``path`` is a link to somewhere else."""
-    return os.path.dirname(os.path.realpath(path)) != os.path.realpath(path.parent)
+    return path.is_symlink() and os.path.dirname(os.path.realpath(path)) != os.path.realpath(path.parent)
 
 
 def _check_file(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import re
@@ -15,12 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from itertools import islice
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 from filelock import FileLock, Timeout
+from pyarrow import set_memory_pool, system_memory_pool
 
 # --- What stops a merge.
 
@@ -129,12 +132,13 @@ class InProcess(Executor):
 
 
 @contextmanager
-def engine(workers: int = 1, dask: str | None = None) -> Iterator[tuple[Executor, int]]:
+def engine(workers: int = 1, dask: str | None = None, needs: str = "json") -> Iterator[tuple[Executor, int]]:
     """An executor, and how many tasks it works on at a time.
 
     Args:
         workers: Processes; 1: this one.
         dask: Address of the scheduler of a cluster, which sees the same files under the same paths.
+        needs: A module that processes import at once.
 
     Raises:
         MergeError: there is no such cluster, or the package for it is not installed, or a process that did the work has died.
@@ -143,7 +147,7 @@ def engine(workers: int = 1, dask: str | None = None) -> Iterator[tuple[Executor
         with _cluster(dask) as cluster:
             yield cluster
     elif workers > 1:
-        with _pool(workers) as pool:
+        with _pool(workers, needs) as pool:
             yield pool, workers
     else:
         with InProcess() as here:
@@ -151,12 +155,14 @@ def engine(workers: int = 1, dask: str | None = None) -> Iterator[tuple[Executor
 
 
 @contextmanager
-def _pool(workers: int) -> Iterator[Executor]:
+def _pool(workers: int, needs: str) -> Iterator[Executor]:
     # A forked child of a process with threads may hang; a new interpreter does not.
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent) as pool:
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_work, initargs=(needs,)) as pool:
             try:
+                for _ in range(workers):  # each starts a process, which gets ready while this one looks for work
+                    pool.submit(os.getpid)
                 yield pool
             except BaseException:
                 pool.shutdown(cancel_futures=True)  # what has not begun is wanted no more
@@ -178,6 +184,32 @@ def _began_with_interrupt(error: BaseException) -> bool:
 
 
 _DIED: Final = "a process that did the work has died: most often the system ends one when memory runs out."
+
+
+def _begin_work(needs: str) -> None:
+    _follow_parent()
+    keep_freed_memory()
+    import_module(needs)
+
+
+def keep_freed_memory() -> None:
+    """Have this process keep memory that it frees, for a process that does nothing but merge.
+
+    Each piece of work allocates columns of megabytes by the hundred. The C library would return each to the system, which would
+    clear every page again: a tenth of the time.
+    """
+    set_memory_pool(system_memory_pool())
+    with suppress(AttributeError, OSError):  # another C library than glibc
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, KEPT_BLOCK)
+        library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+"""Of ``mallopt``."""
+
+KEPT_BLOCK: Final = 32 << 20
+"""Bytes of the largest block that is kept; glibc allows no more."""
 
 
 def _follow_parent() -> None:

@@ -26,7 +26,7 @@ from monitor.formats import FORMATS
 from monitor.merge.discovery import NO_END, Found, RankRun, choose, discover, runs_of
 from monitor.merge.execution import MergeError, alone, is_empty
 from monitor.merge.finished import DONE, FinishedWindow, FinishedWindows, Folder, is_url
-from monitor.merge.merge import REPORT_FILE, Progress, Wanted, Window, missing_ranks, planned_merge
+from monitor.merge.merge import REPORT_FILE, Progress, Wanted, Window, crew_of, missing_ranks, planned_merge
 from monitor.merge.parts import command_of, difference_of, options_of
 from monitor.merge.report import Report
 from monitor.sinks.files import StepSpan
@@ -443,7 +443,8 @@ class Rounds:
 
     def _round(self, found: Found, job: str, horizon: int | None) -> Report:
         draft = self._target.draft()
-        with planned_merge(self._wanted, found, job, draft, horizon) as work:
+        with crew_of(self._wanted) as crew:
+            work = planned_merge(self._wanted, found, job, draft, crew, horizon)
             if horizon is not None:  # the files that ranks are writing are not there to be recovered
                 work.report.set_aside[:] = [one for one in work.report.set_aside if not Path(one.path).name.startswith(".")]
                 self._name_unknown(set(self._wanted.kinds or ()) - {*work.plan.shards, *work.plan.catalogues})

@@ -6,7 +6,8 @@ import itertools
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import file_digest, sha256
@@ -32,10 +33,15 @@ from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Ranks
 from monitor.sinks.files import ALL_STEPS, StepSpan
 from monitor.stats.histograms import HISTOGRAM_OPS
 
-PIECE_ROWS: Final = 250_000
-"""What a worker holds at a time, unless a single step of a kind has more."""
+PIECE_ROWS: Final = 500_000
+"""What a worker holds at a time, unless a single step of a kind has more. A question about one tensor reads a part of every
+piece's file, so fewer pieces make it faster.
+"""
 
-PIECES_AT_A_TIME: Final = 16
+SHARE_ROWS: Final = 250_000
+"""What a worker reads of shards at a time to put it in order."""
+
+PIECES_AT_A_TIME: Final = 8
 """For each worker. So many rows lie on the disk unpacked, unless the shards of one record hold more."""
 
 REPORT_FILE: Final = "report.json"
@@ -87,16 +93,17 @@ def merge(wanted: Wanted, progress: Progress = lambda _done, _all: None) -> Repo
         MergeError: there is nothing to merge, or nothing to merge it into.
         OSError: the disk or the directory does not allow it.
     """
-    found = discover(wanted.base, wanted.span)
-    job = choose(found, wanted.job)
-    with draft_of(Path(wanted.output), "merge", "another directory with -o") as draft:
-        draft.mkdir()
-        with planned_merge(wanted, found, job, draft) as work:
+    with crew_of(wanted) as crew:  # its processes begin while this one looks for the job
+        found = discover(wanted.base, wanted.span)
+        job = choose(found, wanted.job)
+        with draft_of(Path(wanted.output), "merge", "another directory with -o") as draft:
+            draft.mkdir()
+            work = planned_merge(wanted, found, job, draft, crew)
             for window, outcomes in work.done(work.windows, progress):
                 work.add(window, outcomes)
-        report = work.finished_report()
-        shutil.rmtree(work.plan.work)
-        (draft / REPORT_FILE).write_text(report.spelled())
+            report = work.finished_report()
+            shutil.rmtree(work.plan.work)
+            (draft / REPORT_FILE).write_text(report.spelled())
     return report
 
 
@@ -150,8 +157,20 @@ class PlannedMerge:
         return self.report
 
 
-@contextmanager
-def planned_merge(wanted: Wanted, found: Found, job: str, output: Path, horizon: int | None = None) -> Iterator[PlannedMerge]:
+Crew = tuple[Executor, int]
+"""An executor, and how many tasks it works on at a time."""
+
+
+def crew_of(wanted: Wanted) -> AbstractContextManager[Crew]:
+    """Who does the work of a merge, while the context lasts.
+
+    Raises:
+        MergeError: See ``monitor.merge.execution.engine``.
+    """
+    return engine(wanted.workers, wanted.dask, needs=reduce.__module__)
+
+
+def planned_merge(wanted: Wanted, found: Found, job: str, output: Path, crew: Crew, horizon: int | None = None) -> PlannedMerge:
     """Find out what is to be done to merge a job.
 
     Args:
@@ -170,15 +189,14 @@ def planned_merge(wanted: Wanted, found: Found, job: str, output: Path, horizon:
         directory.mkdir()
     missing = missing_ranks(runs, found.others_of_the_launch(job))
     report = Report(job, runs[0].manifest.world_size, runs, missing, [*found.set_aside, *unmerged_formats(runs)])
-    with engine(wanted.workers, wanted.dask) as (executor, workers):
-        do = partial(run, executor, workers)
-        plan, set_aside = planned(job, runs, work, output, do, suffix=SUFFIXES[wanted.format], rows=wanted.rows)
-        report.set_aside += set_aside
-        if horizon is None:
-            plan.check(wanted.kinds)
-        else:
-            plan = plan.up_to(horizon)
-        yield PlannedMerge(wanted, plan, plan.windows(wanted.kinds, wanted.steps), report, workers, do)
+    do = partial(run, *crew)
+    plan, set_aside = planned(job, runs, work, output, do, suffix=SUFFIXES[wanted.format], rows=wanted.rows)
+    report.set_aside += set_aside
+    if horizon is None:
+        plan.check(wanted.kinds)
+    else:
+        plan = plan.up_to(horizon)
+    return PlannedMerge(wanted, plan, plan.windows(wanted.kinds, wanted.steps), report, crew[1], do)
 
 
 def planned(
@@ -315,7 +333,7 @@ class Planner:
         first, end, density = self._spans(there, steps)
         rows = density * (np.searchsorted(self.recorded, end) - np.searchsorted(self.recorded, first))
         of_run = np.bincount(there["run"].to_numpy(), rows)
-        share = (np.cumsum(of_run) - of_run) // self.rows
+        share = (np.cumsum(of_run) - of_run) // min(self.rows, SHARE_ROWS)
         starts = np.flatnonzero(np.diff(share, prepend=-1)).tolist()
         for one, other in itertools.pairwise([*starts, len(of_run)]):
             yield range(one, other)

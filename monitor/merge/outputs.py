@@ -65,6 +65,9 @@ _OPS: Final = pa.schema([*((op, pa.float64()) for op in _NUMBERS), (MAGNITUDES, 
 
 SUFFIXES: Final[dict[Format, str]] = {"hdf5": ".h5", "csv": ".csv", "parquet": ".parquet"}
 
+SORTED: Final = (SUFFIXES["parquet"],)
+"""The suffixes of files whose rows stand in order of names. The others have them in order of steps."""
+
 _FORMULA: Final = r"^[=+\-@\t\r]"
 """What a spreadsheet takes for the beginning of a formula."""
 
@@ -119,6 +122,7 @@ def _write_hdf5(rows: pa.Table, path: Path) -> None:
         for name in rows.column_names:
             column = rows[name].combine_chunks()
             if pa.types.is_dictionary(column.type):
+                column = Texts.of([column]).in_use()
                 texts = np.array(column.dictionary.to_pylist(), dtype=object)
                 file.create_dataset(f"{name}_values", data=texts, dtype=h5py.string_dtype())
                 column = column.indices
@@ -182,11 +186,13 @@ def _write_parquet(rows: pa.Table, path: Path) -> None:
     with ParquetWriter(  # type: ignore[no-untyped-call]
         str(path),
         rows.schema.remove_metadata(),
-        compression="zstd",
+        compression={name: "zstd" if name in floats else "snappy" for name in rows.column_names},
         use_dictionary=others,
         use_byte_stream_split=floats,
+        write_statistics=["kind", *keys, *floats],
         write_page_index=True,
         write_page_checksum=True,
+        write_batch_size=ROW_GROUP,
         store_schema=False,
         sorting_columns=[SortingColumn(rows.column_names.index(name)) for name in keys],
     ) as file:

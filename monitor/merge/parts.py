@@ -23,7 +23,7 @@ from monitor.merge.combine import Outcome
 from monitor.merge.discovery import choose, discover
 from monitor.merge.execution import MergeError, NothingRecordedError, alone, is_empty, run
 from monitor.merge.finished import FinishedWindow, FinishedWindows, Folder
-from monitor.merge.merge import REPORT_FILE, PlannedMerge, Progress, Wanted, Window, planned_merge
+from monitor.merge.merge import REPORT_FILE, PlannedMerge, Progress, Wanted, Window, crew_of, planned_merge
 from monitor.merge.outputs import SUFFIXES
 from monitor.sinks.files import ALL_STEPS
 
@@ -303,9 +303,9 @@ def _shared(wanted: Wanted, count: int | None = None) -> Iterator[SharedMerge]:
         raise MergeError("The parts have {}, and --finish has {}. Give --finish the options of the parts.".format(*difference))
     with (
         TemporaryDirectory(prefix=".work-", dir=place.local, ignore_cleanup_errors=True) as draft,
-        planned_merge(wanted, found, job, Path(draft)) as planned,
+        crew_of(wanted) as crew,
     ):
-        yield SharedMerge(planned, place, Path(draft))
+        yield SharedMerge(planned_merge(wanted, found, job, Path(draft), crew), place, Path(draft))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,8 +46,12 @@ IDENTITY: Final = [
     (CALLS, pa.int64()),  # 0 where the row combines none
 ]
 
-_MOSTLY_ZERO: Final = {True: (CALLS, *(one.name for one in PARTIAL_TABLE if one.seldom)), False: (CALLS,)}
-"""Columns of exact rows, and of rounded ones."""
+_OFTEN_ALIKE: Final = ("vpp_stage", "micro_step", "call_id", CALLS)
+_OFTEN_ALIKE_IF_EXACT: Final = (*_OFTEN_ALIKE, COLUMNS[COUNT], *(one.name for one in PARTIAL_TABLE if one.seldom))
+"""Columns of numbers that a file leaves out if all its rows have the same number."""
+
+_ALIKE: Final = b"alike"
+"""The key of the metadata that says, as JSON, what is in the columns that were left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +214,13 @@ def put_in_order(share: Share) -> Told:
     tables = read(share.sources, share.steps, share.columns, catalogue, told)
     schemas = share.columns.exact(IDENTITY), share.columns.rounded(IDENTITY)
     for schema, path in zip(schemas, files_of(share.output), strict=True):
-        columns = {one.name: [table[one.name] for table in tables if table.schema == schema] for one in schema}
-        tables = [table for table in tables if table.schema != schema]
-        if columns["step"]:
-            _write(columns, schema, share.pieces, path)
+        if own := [table for table in tables if table.schema == schema]:
+            _write(own, share.pieces, path)
     return told
 
 
 def of_piece(shares: Sequence[Path], piece: int) -> list[pa.Table]:
-    """What was put down for one piece, in tables as of ``read``; what is zero, or nothing, may be left out."""
+    """What was put down for one piece, in tables as of ``read``; see ``_OFTEN_ALIKE``."""
     tables = (read_batch(path, piece) for share in shares for path in files_of(share) if path.exists())
     return [table for table in tables if len(table)]
 
@@ -234,29 +235,36 @@ def files_of(output: Path) -> tuple[Path, Path]:
     return output.with_name(f"{output.name}-exact.arrow"), output.with_name(f"{output.name}-rounded.arrow")
 
 
-def _write(columns: dict[str, list[pa.ChunkedArray]], schema: pa.Schema, pieces: Sequence[StepSpan], path: Path) -> None:
-    """A batch a piece.
-
-    Args:
-        columns: Each in parts. It is emptied, so that nothing is held twice but the column at hand.
-    """
-    step = np.concatenate([part.to_numpy() for part in columns["step"]])
-    order = order_by([step])
-    edges = np.searchsorted(step if order is None else step[order], [*(one.first for one in pieces), pieces[-1].last + 1])
-    made = {one.name: _in_order(columns.pop(one.name), one.type, order) for one in schema}
-    zero = _MOSTLY_ZERO[is_exact(schema.names)]
-    made = {name: column for name, column in made.items() if name not in zero or column.to_numpy().any()}
-    if HISTOGRAM in made and made[HISTOGRAM].null_count == len(made[HISTOGRAM]):
-        del made[HISTOGRAM]
-    rows = pa.RecordBatch.from_arrays([*made.values()], names=[*made])
-    write_file(path, (rows.slice(first, end - first) for first, end in pairwise(edges.tolist())), rows.schema)
+def _write(tables: Sequence[pa.Table], pieces: Sequence[StepSpan], path: Path) -> None:
+    """A batch a piece: of each table in turn the rows of its steps."""
+    rows = pa.concat_tables(map(_in_order_of_steps, tables)).unify_dictionaries()
+    often = _OFTEN_ALIKE_IF_EXACT if is_exact(rows.column_names) else _OFTEN_ALIKE
+    alike = {name: value for name in often if (value := _same(rows[name])) is not None}
+    left_out = [*alike, *(name for name in (HISTOGRAM,) if name in rows.column_names and rows[name].null_count == len(rows))]
+    rows = rows.drop_columns(left_out).replace_schema_metadata({_ALIKE: json.dumps(alike)})
+    batches = rows.to_batches()
+    bounds = [*(one.first for one in pieces), pieces[-1].last + 1]
+    edges = [np.searchsorted(batch["step"].to_numpy(), bounds).tolist() for batch in batches]
+    write_file(path, (_one_batch(batches, edges, number) for number in range(len(pieces))), rows.schema)
 
 
-def _in_order(parts: list[pa.ChunkedArray], kind: pa.DataType, order: Index | None) -> pa.Array:
-    column = pa.chunked_array([chunk for part in parts for chunk in part.chunks], type=kind).unify_dictionaries()
-    parts.clear()
-    joined = column.combine_chunks()
-    return joined if order is None else joined.take(pa.array(order))
+def _in_order_of_steps(table: pa.Table) -> pa.Table:
+    order = order_by([table["step"].to_numpy()])
+    return (table if order is None else table.take(pa.array(order))).combine_chunks()
+
+
+def _one_batch(batches: Sequence[pa.RecordBatch], edges: Sequence[Sequence[int]], piece: int) -> pa.RecordBatch:
+    parts = [batch.slice(of[piece], of[piece + 1] - of[piece]) for batch, of in zip(batches, edges, strict=True)]
+    return pa.concat_batches(parts)
+
+
+def _same(column: pa.ChunkedArray) -> float | None:
+    """The number that all rows of a column have, if there is one."""
+    values = [chunk.to_numpy() for chunk in column.chunks]
+    if not all((each == values[0][0]).all() for each in values):
+        return None
+    number: float = values[0][0].item()
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,14 +324,17 @@ class Rows:
         )
 
 
-def gathered(tables: Sequence[pa.Table], ranks: Index, catalogue: Catalogue, kept: Columns) -> tuple[Rows, Statistics]:
+def gathered(
+    tables: Sequence[pa.Table], ranks: Index, catalogue: Catalogue, kept: Columns, *, by_name: bool = False
+) -> tuple[Rows, Statistics]:
     """The rows of these tables in order of steps, of one step as the tables stand.
 
     Args:
         tables: In order of ranks, as ``monitor.merge.rows.read`` gives them.
         ranks: Of each directory of the job.
+        by_name: In order of names, and for one name of steps.
     """
-    found = _Gathering(tables)
+    found = _Gathering(tables, catalogue if by_name else None)
     run, series = found.column("run"), found.column("series")
     texts = {name: found.texts(name) for name in ("shape", "dtype")}
     columns = {name: found.column(name) for name in ("step", "micro_step", "call_id", "vpp_stage", CALLS)}
@@ -333,17 +344,20 @@ def gathered(tables: Sequence[pa.Table], ranks: Index, catalogue: Catalogue, kep
 
 
 class _Gathering:
-    """Columns of several tables as one, in order of steps."""
+    """Columns of several tables as one, in order of steps; given a catalogue, in order of names and steps."""
 
-    def __init__(self, tables: Sequence[pa.Table]) -> None:
+    def __init__(self, tables: Sequence[pa.Table], names_of: Catalogue | None) -> None:
         self._tables = tables
         self._order: Index | slice = slice(None)
-        order = order_by([self.column("step")])
+        keys = [self.column("step")]
+        if names_of is not None:
+            keys.insert(0, names_of.names_or(self.texts("name"), self.column("series")).places())
+        order = order_by(keys)
         if order is not None:
             self._order = order
 
     def column(self, name: str) -> Index:
-        """Of whole numbers; zero where it is left out."""
+        """Of whole numbers, also where it is left out."""
         values: Index = self._joined(partial(_numbers, name), np.int64)
         return values
 
@@ -352,9 +366,10 @@ class _Gathering:
 
     def statistics(self, kept: Columns, elements: Index) -> Statistics:
         exact = self._joined(lambda table: np.full(len(table), _is_exact(table)), np.bool_)
-        partials = np.ones((len(COLUMNS), len(exact)))
+        partials = np.empty((len(COLUMNS), len(exact)))
+        partials[WRITES] = 1
         for number, name in enumerate(PARTIALS, WRITES + 1):
-            partials[number] = self._joined(partial(_partial, name, number), np.float64)
+            self._joined(partial(_partial, name, number), np.float64, partials[number])
         count = np.where(exact, partials[COUNT], np.where(elements < 0, np.nan, elements))
         made = Statistics.derived(kept.ops, count, Partials(partials, self._histograms() if kept.histogram else None), exact)
         if not exact.all():
@@ -370,9 +385,18 @@ class _Gathering:
         counts: Counts = np.concatenate([nothing, *map(_counts, self._tables)])[self._order]
         return counts
 
-    def _joined(self, of: Callable[[pa.Table], NDArray[Any]], kind: type[np.generic]) -> NDArray[Any]:
+    def _joined(
+        self, of: Callable[[pa.Table], NDArray[Any]], kind: type[np.generic], output: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
         values = np.concatenate([np.empty(0, kind), *(of(table) for table in self._tables)], dtype=kind)
-        return values[self._order]
+        if isinstance(self._order, slice):
+            values = values[self._order]
+            if output is not None:
+                output[:] = values
+            return values
+        return np.take(
+            values, self._order, out=output, mode="clip"
+        )  # with the default mode, numpy would fill a copy of `output`
 
 
 def _is_exact(table: pa.Table) -> bool:
@@ -385,15 +409,17 @@ def _counts(table: pa.Table) -> Counts:
 
 
 def _partial(name: str, number: int, table: pa.Table) -> NDArray[Any]:
-    """One partial of each row: zero if the file leaves it out, the empty value if the row has no partials."""
+    """One partial of each row: the empty value if the row has no partials."""
     if not _is_exact(table):
         return np.full(len(table), EMPTY[number])
     return _numbers(name, table)
 
 
 def _numbers(name: str, table: pa.Table) -> NDArray[Any]:
-    numbers: NDArray[Any] = table[name].to_numpy() if name in table.column_names else np.zeros(len(table), dtype=np.int64)
-    return numbers
+    if name in table.column_names:
+        numbers: NDArray[Any] = table[name].to_numpy()
+        return numbers
+    return np.full(len(table), json.loads(table.schema.metadata[_ALIKE])[name])
 
 
 def _op(op: str, table: pa.Table) -> Floats:

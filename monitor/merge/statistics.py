@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from monitor.series import KIND_TABLE
 from monitor.stats.histograms import LOSSES, MAGNITUDES, Counts
-from monitor.stats.ops import derive, has_histogram
+from monitor.stats.ops import derive_all, has_histogram
 from monitor.stats.partials import COUNT, EMPTY, Floats, Partials, combine_groups
 
 Flags = NDArray[np.bool_]
@@ -54,9 +54,10 @@ class Statistics:
     def derived(cls, ops: tuple[str, ...], count: Floats, partials: Partials, exact: Flags) -> Statistics:
         """Ops of the rows that are ``exact``, from their partials."""
         values, known = np.empty((len(ops), len(exact))), np.empty((len(ops), len(exact)), dtype=np.bool_)
+        numbers = derive_all([op for op in ops if op != MAGNITUDES], partials)
         for index, op in enumerate(ops):
-            values[index], there = _counted(partials) if op == MAGNITUDES else derive(op, partials)
-            known[index] = there & exact
+            values[index], there = _counted(partials) if op == MAGNITUDES else numbers.pop(op)
+            np.logical_and(there, exact, out=known[index])
         return cls(ops, count, values, known, partials, exact)
 
     def set_op(self, op: str, values: Floats, known: Flags) -> None:
@@ -71,10 +72,10 @@ class Statistics:
     def take(self, rows: Index | Flags | slice) -> Statistics:
         return self._of(rows, self.partials.take(rows))
 
-    def ops_of(self, rows: Index) -> Statistics:
+    def ops_of(self, rows: Index | slice) -> Statistics:
         """The same without partials, which are more than half of all, but for histograms."""
         histogram = self.partials.histogram
-        return self._of(rows, _nothing(len(rows), None if histogram is None else histogram[rows]))
+        return self._of(rows, _nothing(len(self.count[rows]), None if histogram is None else histogram[rows]))
 
     def _of(self, rows: Index | Flags | slice, partials: Partials) -> Statistics:
         return Statistics(self.ops, self.count[rows], self.values[:, rows], self.known[:, rows], partials, self.exact[rows])
@@ -86,14 +87,14 @@ class Statistics:
         return pa.array(np.ascontiguousarray(self.values[at]), mask=None if known.all() else ~known)
 
 
-def combined(rows: Statistics, order: Index, starts: Index) -> Statistics:
+def combined(rows: Statistics, order: Index | slice, starts: Index) -> Statistics:
     """Of the unions of runs of rows.
 
     Args:
         order: Which rows, those of a run next to each other.
         starts: Where each run begins in ``order``, ascending from 0; no run is empty.
     """
-    if len(starts) == len(order):
+    if len(starts) == len(rows.count[order]):
         return rows.ops_of(order)
     parts = rows.take(order)
     exact = np.logical_and.reduceat(parts.exact, starts)

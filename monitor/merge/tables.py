@@ -17,7 +17,7 @@ from pyarrow.ipc import new_file, open_file
 from monitor.merge.discovery import SetAside, leads_out
 from monitor.series import DIRECTION_KIND, KINDS, shown_kind
 from monitor.sinks import files, hdf5, parquet
-from monitor.sinks.arrow import FILLED, HISTOGRAM, IDENTITY, PARTIAL_TYPES, TEXT, parsed
+from monitor.sinks.arrow import FILLED, HISTOGRAM, IDENTITY, PARTIAL_TYPES, TEXT, parsed, places_in_order
 from monitor.sinks.csv import COLUMN_TYPES, read_csv
 from monitor.sinks.csv_files import BEGINNING
 from monitor.sinks.files import StepSpan
@@ -115,6 +115,14 @@ def starts_of_runs(columns: Sequence[Index]) -> Index:
     return np.flatnonzero(changes)
 
 
+def distinct(numbers: Index) -> Index:
+    """Each number once, ascending. Numbers that are close to each other are marked and not sorted."""
+    low, high = (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, 0)
+    if high - low > 8 * len(numbers):
+        return np.unique(numbers)
+    return np.flatnonzero(np.bincount(numbers - low)) + low
+
+
 def _packed(columns: Sequence[Index]) -> Index | None:
     """All of them in one number for each row; None where that has not enough bits."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
@@ -185,12 +193,21 @@ class Texts:
         known = [one for one in parts if one.null_count < len(one)]
         if not known:
             return cls(np.full(sum(map(len, parts)), NONE, dtype=np.int32), pa.array([], type=pa.string()))
-        column = pa.chunked_array(parts, type=TEXT).unify_dictionaries().combine_chunks()
+        column = pa.chunked_array(parts, type=TEXT).unify_dictionaries().combine_chunks() if len(parts) > 1 else parts[0]
         codes = column.indices.fill_null(NONE) if column.null_count else column.indices
         return cls(codes.to_numpy(), column.dictionary)
 
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Texts:
         return Texts(self.codes[rows], self.values)
+
+    def places(self) -> Index:
+        """For each row, the place of its text among all values in order of their UTF-8. Rows without text come last."""
+        places: Index = np.append(places_in_order(self.values), len(self.values))[self.codes]
+        return places
+
+    def column(self) -> pa.DictionaryArray:
+        missing = self.codes == NONE
+        return pa.DictionaryArray.from_arrays(pa.array(self.codes, mask=missing if missing.any() else None), self.values)
 
     def arrow(self) -> pa.StringArray:
         return self.values.take(pa.array(self.codes, mask=self.codes == NONE))
@@ -375,7 +392,8 @@ def _read_exact_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Tab
     schema = columns.exact(_IDENTITY)
     if columns.histogram and HISTOGRAM not in rows.column_names:
         rows = rows.append_column(HISTOGRAM, pa.nulls(len(rows), FILLED))
-    return rows.select(schema.names).cast(schema)
+    rows = rows.select(schema.names)
+    return rows if rows.schema.equals(schema) else rows.cast(schema)
 
 
 def _csv_rows(shard: Shard) -> pa.Table:

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from pyarrow.compute import index_in  # type: ignore[attr-defined]
 
 from monitor.coordinator.manifest_format import ManifestError
-from monitor.coordinator.series_file import MeasuredSeries
+from monitor.coordinator.series_file import MeasuredColumns, MeasuredSeries
 from monitor.merge.discovery import RankRun, SetAside
 from monitor.merge.tables import NONE, Shard, Texts, order_by, read_file, shards_in, starts_of_runs, write_file
-from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Placement, Ranks
+from monitor.series import CALL_KIND, DIRECTION_KIND, LOCAL, Placement, Ranks
 from monitor.sinks.arrow import TEXT
 
 # --- What lies in the directories of some ranks: their shards, and their series in columns.
@@ -126,20 +126,12 @@ def look(visit: Visit) -> Findings:
     """
     shards, aside = _shards(visit)
     groups = _Groups()
-    with_shares: set[int] = set()
-    rows: dict[str, list[tuple[object, ...]]] = {}
-    names: dict[int, set[str]] = {}
-    for runs in _by_rank(visit.runs):
-        for order, one in enumerate(_series_of(runs, aside)):
-            kind, name = _measured(one)
-            stage = _stage(runs[-1], one)
-            if kind == DIRECTION_KIND:
-                with_shares.add(runs[-1].rank)
-            if stage != UNKNOWN:
-                names.setdefault(stage, set()).add(name)
-            rows.setdefault(kind, []).append((runs[-1].rank, order, *_row(one, name, stage, groups)))
-    every = sorted([*shards, *_shares(shards, with_shares, visit)], key=lambda row: row[0])
-    return Findings(_table(every, SHARDS), _written(rows, visit.directory), groups.known(), names, aside)
+    survey = _Survey()
+    for _, of_rank in itertools.groupby(visit.runs, key=lambda run: run.rank):
+        runs = tuple(of_rank)
+        survey.add(runs[-1], _series_of(runs, aside), groups)
+    every = sorted([*shards, *_shares(shards, survey.ranks_of(DIRECTION_KIND), visit)], key=lambda row: row[0])
+    return Findings(_table(every, SHARDS), survey.written(visit.directory), groups.known(), survey.names, aside)
 
 
 def _shares(shards: Iterable[_ShardRow], ranks: Collection[int], visit: Visit) -> Iterator[_ShardRow]:
@@ -159,60 +151,84 @@ def _shards(visit: Visit) -> tuple[list[_ShardRow], list[SetAside]]:
     return [(run, one.kind, one.path.name, *one.steps, one.rows) for run, one in found], aside
 
 
-def _by_rank(runs: Sequence[RankRun]) -> Iterator[list[RankRun]]:
-    by_rank: dict[int, list[RankRun]] = {}
-    for run in runs:
-        by_rank.setdefault(run.rank, []).append(run)
-    yield from by_rank.values()
-
-
-def _series_of(runs: Sequence[RankRun], aside: list[SetAside]) -> Iterable[MeasuredSeries]:
+def _series_of(runs: Sequence[RankRun], aside: list[SetAside]) -> MeasuredColumns:
     """Of a rank; of several directories the last one tells, and what it does not know the ones before."""
     known: dict[object, MeasuredSeries] = {}
     for run in reversed(runs):
         try:
+            if len(runs) == 1:
+                return run.measured()
             for one in run.series():
                 known.setdefault(one.series, one)
         except ManifestError as error:
             aside.append(SetAside(run.directory.name, f"its series are not known: {error}"))
-    return known.values()
+    return MeasuredColumns.of([*known.values()])
 
 
-def _measured(one: MeasuredSeries) -> tuple[str, str]:
-    """The kind and the name of what is measured: a replica's are those of what it replicates."""
-    if one.series.kind != REPLICA_KIND:
-        return one.series.kind, one.series.name
-    kind, _, name = one.series.name.partition("/")
-    return kind, name
+class _Survey:
+    """Series of some ranks.
+
+    Attributes:
+        names: Of all of them, by stage of the pipeline.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int, set[str]] = {}
+        self._numbers: dict[str, list[dict[str, NDArray[Any]]]] = {}
+        self._texts: dict[str, list[str]] = {}
+
+    def add(self, run: RankRun, series: MeasuredColumns, groups: _Groups) -> None:
+        """Add those of a rank, whose last directory is ``run``."""
+        kinds, kind, names, replica = series.measured()
+        columns = {"replica": replica, **_facts(run, series, groups)}
+        for stage in np.unique(columns["stage"][columns["stage"] != UNKNOWN]).tolist():
+            self.names.setdefault(stage, set()).update(map(names.__getitem__, np.flatnonzero(columns["stage"] == stage)))
+        for number, one in enumerate(kinds):
+            order = np.flatnonzero(kind == number)
+            if len(order):
+                own = {"rank": np.full(len(order), run.rank), "order": order, **{n: c[order] for n, c in columns.items()}}
+                self._numbers.setdefault(one, []).append(own)
+                self._texts.setdefault(one, []).extend(map(names.__getitem__, order.tolist()))
+
+    def ranks_of(self, kind: str) -> set[int]:
+        return {int(each["rank"][0]) for each in self._numbers.get(kind, ())}
+
+    def written(self, directory: Path) -> dict[str, Path]:
+        """Files with the columns ``SERIES``, by kind."""
+        directory.mkdir(exist_ok=True)  # a cluster does a task again whose worker it has lost
+        # By number: a kind in a manifest may be anything.
+        paths = (directory / f"{number}.arrow" for number in count())
+        files = dict(zip(self._numbers, paths, strict=False))
+        for kind, path in files.items():
+            parts = self._numbers[kind]
+            columns = {name: np.concatenate([each[name] for each in parts]) for name in parts[0]} | {"name": self._texts[kind]}
+            write_file(path, pa.table([_column(columns[one.name], one.type) for one in SERIES], schema=SERIES), SERIES)
+        return files
 
 
-def _stage(run: RankRun, one: MeasuredSeries) -> int:
-    pipeline, chunk = run.manifest.pipeline, one.series.vpp_stage
-    return pipeline.stages[chunk] if pipeline is not None and chunk < len(pipeline.stages) else UNKNOWN
-
-
-def _row(one: MeasuredSeries, name: str, stage: int, groups: _Groups) -> tuple[object, ...]:
-    """The columns of ``SERIES`` but the first two."""
-    placement = one.placement
-    elements = UNKNOWN if one.layout is None or one.varies else math.prod(one.layout.shape)
-    size = elements if placement.shard is None else math.prod(placement.shard.global_shape)
-    numbers = map(groups.number, _groups_of(placement))
-    replica = one.series.kind == REPLICA_KIND
-    return one.series.vpp_stage, name, replica, stage, elements, size, *numbers, placement.partial, placement.assumed
+def _facts(run: RankRun, series: MeasuredColumns, groups: _Groups) -> dict[str, NDArray[Any]]:
+    """The columns of ``SERIES`` that its number of layout, placement and chunk says."""
+    pipeline = run.manifest.pipeline
+    stages = np.array([*(pipeline.stages if pipeline is not None else ()), UNKNOWN])
+    layouts = np.array([*(math.prod(one.shape) for one in series.layouts), UNKNOWN])
+    elements = np.where(series.varies, UNKNOWN, layouts[series.layout])
+    placed = [*series.placements, LOCAL]  # LOCAL_PLACEMENT is the last one
+    whole = np.array([UNKNOWN if one.shard is None else math.prod(one.shard.global_shape) for one in placed])[series.placement]
+    numbers = np.array([[*map(groups.number, _groups_of(one))] for one in placed])[series.placement]
+    return {
+        "vpp_stage": series.vpp_stage,
+        "stage": stages[np.minimum(series.vpp_stage, len(stages) - 1)],
+        "elements": elements,
+        "size": np.where(whole == UNKNOWN, elements, whole),
+        **dict(zip(_GROUPS, numbers.T, strict=True)),
+        "term": np.array([one.partial for one in placed])[series.placement],
+        "assumed": np.array([one.assumed for one in placed])[series.placement],
+    }
 
 
 def _groups_of(placement: Placement) -> tuple[Ranks, Ranks, Ranks]:
+    """In the order of ``_GROUPS``."""
     return placement.replicas, placement.unclaimed, placement.shard.ranks if placement.shard else ()
-
-
-def _written(rows: dict[str, list[tuple[object, ...]]], directory: Path) -> dict[str, Path]:
-    directory.mkdir(exist_ok=True)  # a cluster does a task again whose worker it has lost
-    # By number: a kind in a manifest may be anything.
-    paths = (directory / f"{number}.arrow" for number in count())
-    files = dict(zip(rows, paths, strict=False))
-    for kind, path in files.items():
-        write_file(path, _table(rows[kind], SERIES), SERIES)
-    return files
 
 
 def _table(rows: Sequence[tuple[object, ...]], schema: pa.Schema) -> pa.Table:

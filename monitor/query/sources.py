@@ -63,6 +63,11 @@ class NameFilter:
     def matches(self, name: str) -> bool:
         return name in self.given or (self._globs is not None and self._globs.match(name) is not None)
 
+    @property
+    def bounds(self) -> tuple[str, str]:
+        """The least and the greatest name that may match."""
+        return min(low for low, _ in self._bounds), max(high for _, high in self._bounds)
+
     def meets(self, first: str, last: str) -> bool:
         """Whether a name from ``first`` to ``last``, in the order of code points, may match."""
         return any(low <= last and first <= high for low, high in self._bounds)
@@ -134,18 +139,21 @@ class RowChoice:
     def filtered(self, rows: pa.Table) -> pa.Table:
         """Those of the rows that are asked for."""
         keep = self.keeps(rows)
-        return rows if keep.all() else rows.filter(pa.array(keep))
+        there = np.flatnonzero(keep)
+        if len(there) and there[-1] - there[0] + 1 == len(there):  # of one tensor rows stand together: nothing is copied
+            return rows.slice(there[0], len(there))
+        return rows.filter(pa.array(keep))
 
     def keeps(self, rows: pa.Table) -> Flags:
         """Whether each row is asked for; by its rank only if there is that column."""
+        keep: Flags = np.ones(len(rows), dtype=np.bool_) if self.names is None else self.names.rows(rows["name"])
         step = rows["step"].to_numpy()
-        keep: Flags = (step >= self.steps.start) & (step < self.steps.stop)
+        if self.steps != ALL:
+            keep &= (step >= self.steps.start) & (step < self.steps.stop)
         if self.steps.step > 1:
             keep &= (step - self.steps.start) % self.steps.step == 0
         if self.ranks is not None and "rank" in rows.column_names:
             keep &= np.isin(rows["rank"].to_numpy(), list(self.ranks))
-        if self.names is not None:
-            keep &= self.names.rows(rows["name"])
         return keep
 
 
@@ -192,6 +200,11 @@ MOST_LISTINGS: Final = 10
 
 _FOLDERS: Final = {True: "global", False: "per_rank"}
 """By whether they have rows of whole tensors."""
+
+_TEXTS: Final = {
+    _FOLDERS[whole]: [one.name for one in schema if one.type == TEXT] for whole, schema in ((True, GLOBAL), (False, PER_RANK))
+}
+"""Columns of text. They are read with a dictionary for each row group, so that each text is made and compared once."""
 
 
 RANKS_AT_A_TIME: Final = 128
@@ -326,9 +339,7 @@ class MergedSet:
     def _of_parquet(self, file: MergedFile, choice: RowChoice) -> Iterator[pa.Table]:
         """The row groups that may have rows, and of these the columns that are needed."""
         with self._parquet(file) as parquet:
-            columns = choice.read_columns(parquet.schema_arrow.names)
-            every = _bounds_of_groups(parquet.metadata, choice.constrained)
-            groups = [number for number, bounds in enumerate(every) if choice.may_be_in(bounds)]
+            columns, groups = choice.read_columns(parquet.schema.names), list(_row_groups(parquet.metadata, choice))
             if groups:
                 rows = parquet.read_row_groups(groups, columns=columns, use_threads=False)  # type: ignore[no-untyped-call]
                 yield with_dictionaries(choice.filtered(rows))
@@ -336,12 +347,12 @@ class MergedSet:
     @contextmanager
     def _parquet(self, file: MergedFile) -> Iterator[ParquetFile]:
         """Its footer is read once for all queries, if it is not replaced meanwhile."""
-        before = self._identity(file)
+        before, texts = self._identity(file), _TEXTS[file.path.partition("/")[0]]
         known = self._footers.get((file.path, before))
         with (
             self._folder.opened(file.path) as source,
             ParquetFile(  # type: ignore[no-untyped-call]
-                source, metadata=known, memory_map=isinstance(source, str), page_checksum_verification=True
+                source, metadata=known, read_dictionary=texts, page_checksum_verification=True
             ) as parquet,
         ):
             if self._identity(file) != before:
@@ -375,13 +386,25 @@ class MergedScan(NamedTuple):
         return self.source.rows(self.choice), []
 
 
-def _bounds_of_groups(metadata: Any, columns: Collection[str]) -> Iterator[dict[str, tuple[Any, Any]]]:
-    """Of each row group the least and the greatest value of these columns, where the footer has them."""
-    places = {metadata.schema.column(place).name: place for place in range(metadata.num_columns)} if columns else {}
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        every = {name: group.column(places[name]).statistics for name in columns if name in places}
-        yield {name: (one.min, one.max) for name, one in every.items() if one is not None and one.has_min_max}
+def _row_groups(footer: Any, choice: RowChoice) -> Iterator[int]:
+    """The row groups that may have rows. Those of a name stand together in a file that says that it is in order of names."""
+    every, columns = range(footer.num_row_groups), choice.constrained
+    places = {name: place for place, name in enumerate(footer.schema.names) if name in columns}
+
+    def bounds(number: int, columns: Collection[str] = columns) -> dict[str, tuple[Any, Any]]:
+        """The least and the greatest value of these columns, where the footer has them."""
+        group = footer.row_group(number)
+        found = {name: group.column(places[name]).statistics for name in columns if name in places}
+        return {name: (one.min, one.max) for name, one in found.items() if one is not None and one.has_min_max}
+
+    order = footer.row_group(0).sorting_columns if every else ()
+    if choice.names is not None and order and (order[0].column_index, order[0].descending) == (places.get("name"), False):
+        low, high = choice.names.bounds
+        no_name = (_LAST_CHARACTER, _LAST_CHARACTER)  # null comes last
+        first = bisect_left(every, low, key=lambda number: bounds(number, ["name"]).get("name", no_name)[1])
+        end = bisect_right(every, high, lo=first, key=lambda number: bounds(number, ["name"]).get("name", no_name)[0])
+        every = every[first:end]
+    yield from (number for number in every if choice.may_be_in(bounds(number)))
 
 
 def _codes(column: pa.ChunkedArray) -> NDArray[np.int64]:

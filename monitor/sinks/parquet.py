@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,9 @@ from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS
 GROUP_ROWS: Final = 16_384
 """Rows of a row group, the unit of reading: 128 KB of a column."""
 
+LEAST_ROWS: Final = GROUP_ROWS // 4
+"""Of a row group before the next kind. Each group describes thirty columns in 7 KB."""
+
 AT_ONCE: Final = 4096
 """Rows whose histograms are unpacked at a time: 9 MB."""
 
@@ -54,9 +58,23 @@ def image(blocks: Iterable[spool.SpoolBlock]) -> memoryview:
     schema = _schema(rows, ops, facts)
     sink = pa.BufferOutputStream()
     with ParquetWriter(sink, schema, **_encodings(schema)) as file:  # type: ignore[no-untyped-call]
-        for start in range(0, len(rows), GROUP_ROWS):
-            file.write_table(_row_group(rows.slice(start, GROUP_ROWS), ops, facts.rank, schema))
+        for start, end in pairwise(_cuts(rows)):
+            file.write_table(_row_group(rows.slice(start, end - start), ops, facts.rank, schema))
     return memoryview(sink.getvalue())
+
+
+def _cuts(rows: pa.Table) -> list[int]:
+    """Where row groups begin, and the end.
+
+    A kind begins a row group, unless the one before would be small. So a reader of one kind unpacks little else.
+    """
+    kind = rows["kind"].chunk(0).indices.to_numpy()
+    cuts = [0]
+    for end in (*(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(kind)):
+        cuts += range(cuts[-1] + GROUP_ROWS, end, GROUP_ROWS)
+        if end - cuts[-1] >= LEAST_ROWS or end == len(kind):
+            cuts.append(end)
+    return cuts
 
 
 def _sorted(blocks: Iterable[spool.SpoolBlock]) -> tuple[pa.Table, arrow.ShardMetadata]:

@@ -38,7 +38,7 @@ class Partial:
         empty: Its number for a tensor without elements.
         whole: Whether files store it as an integer.
         power: Its sums are divided by 2 to the power of this times ``exponent``.
-        seldom: Whether it is 0 in almost all rows. Temporary files of the merge then leave it out.
+        seldom: Whether it is 0 in almost all rows. Temporary files of the merge may then leave it out.
         costly: Whether it is measured only if an op asks for it. HDF5 files then leave it out.
     """
 

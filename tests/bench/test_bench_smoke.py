@@ -188,11 +188,13 @@ def test_formats_prints_what_a_million_rows_take_in_each_format(tmp_path: Path) 
 
 def test_merging_prints_what_the_command_takes_and_what_reading_the_same_files_takes(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    size = ("--rows", "240", "--steps", "4", "--ranks", "3", "--lengths", "--formats", "csv", "--workers", "1")
-    done = run("merge.py", *size, "--beside", "polars", "--directory", str(tmp_path), "--json", str(figures))
+    size = ("--rows", "240", "--steps", "4", "--ranks", "3", "--lengths", "--formats", "parquet", "csv", "--workers", "1")
+    done = run("merge.py", *size, "--rounds", "1", "--beside", "polars", "--directory", str(tmp_path), "--json", str(figures))
     assert done.returncode == 0, done.stderr
     rows = cells_of(done.stdout)
-    assert [row[:5] for row in rows] == [[by, "csv", "3", "4", "240"] for by in ("monitor", "polars")]
+    both = [(by, source) for source in ("parquet", "csv") for by in ("monitor", "polars")]
+    assert [row[:5] for row in rows] == [[*each, "3", "4", "240"] for each in both]
+    assert [float(row[-1]) > 0 for row in rows if row[0] == "polars"] == [True, True]
     assert all(cost["memory"] > 10_000_000 and cost["cpu"] > 0 for cost in json.loads(figures.read_text()))
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 

@@ -286,3 +286,26 @@ def test_placements_in_many_groups_take_time_for_each_and_not_for_each_pair_and_
     assert Group.looked_up < 4 * len(series)
     read_back = read_series(tmp_path, manifest_of(reference))
     assert [one.placement for one in read_back] == [table.placement(one) for one in series]
+
+
+PLACEMENTS = st.sampled_from([LOCAL, Placement(replicas=(0, 1)), Placement(shard=Shard((0, 1), (8, 8), (4, 0)), partial=True)])
+ENTRIES = st.builds(
+    MeasuredSeries,
+    st.builds(Series, st.sampled_from(["actv", "replica", "grad_reduced"]), st.integers(0, 2), st.text(max_size=3)),
+    st.sampled_from([None, MATRIX, VECTOR]),
+    st.booleans(),
+    PLACEMENTS,
+)
+
+
+@given(st.lists(ENTRIES, max_size=8))
+def test_columns_of_series_hold_what_their_entries_hold(entries):
+    columns = series_file.MeasuredColumns.of(entries)
+    layouts, placements = [*columns.layouts, None], [*columns.placements, LOCAL]
+    numbers = zip(
+        *(each.tolist() for each in (columns.kind, columns.vpp_stage, columns.layout, columns.placement)), strict=True
+    )
+    assert entries == [
+        MeasuredSeries(Series(columns.kinds[kind], chunk, name), layouts[layout], varies, placements[placement])
+        for (kind, chunk, layout, placement), name, varies in zip(numbers, columns.name, columns.varies.tolist(), strict=True)
+    ]

@@ -16,7 +16,7 @@ from sink_rows import Measured
 from monitor.merge.combine import Disagreement, Outcome
 from monitor.merge.discovery import SetAside, choose, discover
 from monitor.merge.finished import FinishedWindow
-from monitor.merge.merge import Wanted, Window, planned_merge
+from monitor.merge.merge import Wanted, Window, crew_of, planned_merge
 from monitor.sinks.files import StepSpan
 
 NAN_BESIDE_A_NUMBER = Disagreement("actv", "w", 3, 0, 1, 0, "norm", math.nan, math.inf)
@@ -66,7 +66,8 @@ def fingerprints(base: Path, **wanted: object) -> dict[tuple[str, StepSpan], str
     found, draft = discover(base), base / "draft"
     draft.mkdir()
     asked = Wanted(base, base / "merged", **{"rows": 20, **wanted})  # type: ignore[arg-type]
-    with planned_merge(asked, found, choose(found, None), draft) as work:
+    with crew_of(asked) as crew:
+        work = planned_merge(asked, found, choose(found, None), draft, crew)
         prints = {(one.kind, one.steps): work.plan.fingerprint(one) for one in work.windows}
     for path in (*draft.glob("work/*/*"), *draft.glob("work/*")):
         path.rmdir() if path.is_dir() else path.unlink()

@@ -5,7 +5,7 @@ import pyarrow as pa
 from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
 
-from monitor.merge.tables import NONE, Texts, order_by, starts_of_runs
+from monitor.merge.tables import NONE, Texts, distinct, order_by, starts_of_runs
 
 rows = st.integers(0, 60)
 small, any_number = st.integers(-3, 3), st.integers(-(2**62), 2**62)
@@ -37,6 +37,19 @@ def test_a_run_begins_where_a_row_is_not_like_the_one_before(data: st.DataObject
     keys = data.draw(columns(length, small))
     listed = list(zip(*(key.tolist() for key in keys), strict=True))
     assert starts_of_runs(keys).tolist() == [i for i in range(length) if i == 0 or listed[i] != listed[i - 1]]
+
+
+@given(st.lists(st.integers(-(2**40), 2**40) | st.integers(0, 9)))
+def test_each_number_is_found_once_in_order(numbers: list[int]) -> None:
+    assert distinct(np.array(numbers, dtype=np.int64)).tolist() == sorted(set(numbers))
+
+
+@given(st.lists(st.sampled_from([None, "b", "a", "é", "c"]), max_size=30))
+def test_places_of_texts_are_in_order_of_utf8_and_null_comes_last(texts: list[str | None]) -> None:
+    values = ["c", "é", "a", "b"]
+    codes = np.array([NONE if text is None else values.index(text) for text in texts], dtype=np.int32)
+    order = np.argsort(Texts(codes, pa.array(values)).places(), kind="stable")
+    assert [texts[row] for row in order] == sorted(texts, key=lambda text: (text is None, (text or "").encode()))
 
 
 @given(st.lists(st.sampled_from([None, "a", "b", "c"]), max_size=30))

@@ -291,6 +291,15 @@ def test_what_is_missing_is_said_as_the_merge_says_it(tmp_path: Path) -> None:
     assert open_run(tmp_path / "other").missing == ["missing ranks: 1, 2", "dropped: rank 0, step 1: queue full"]
 
 
+def test_rows_of_a_name_are_found_in_files_that_are_not_in_order_of_names(tmp_path: Path) -> None:
+    path = merged_into(record(tmp_path), "parquet")
+    expected = open_run(path).rows("grad_reduced", name="w").num_rows
+    for file in path.glob("per_rank/grad_reduced_*.parquet"):
+        rows = pyarrow.parquet.read_table(file).sort_by([("step", "descending"), ("rank", "descending")])
+        pyarrow.parquet.write_table(rows, file, row_group_size=2)
+    assert open_run(path).rows("grad_reduced", name="w").num_rows == expected > 0
+
+
 def test_a_name_with_the_characters_of_a_glob_matches_itself() -> None:
     assert NameFilter(["a[0]"]).matches("a[0]")
     assert NameFilter(["a[0]"]).meets("a", "b")

@@ -291,6 +291,24 @@ class TestForeign:
         with pytest.raises(NotAShardError, match=said):
             read_hdf5(shard)
 
+    def test_bytes_that_were_read_before_as_another_type_are_not_taken_for_it(self, shard: Path) -> None:
+        assert read_hdf5(shard)["count"].to_pylist()
+        with h5py.File(shard, "r+") as file:
+            counts = file["actv/count"][...]
+            del file["actv/count"]
+            made = {"chunks": counts.shape, "maxshape": counts.shape, "shuffle": True, "compression": "lzf"}
+            file["actv"].create_dataset("count", data=counts.view(np.float64), **made)
+        with pytest.raises(NotAShardError, match="Cannot cast"):
+            read_hdf5(shard)
+
+    def test_a_column_that_changed_reads_as_it_is_now(self, shard: Path) -> None:
+        before = read_hdf5(shard)["vpp_stage"].to_pylist()
+        with h5py.File(shard, "r+") as file:
+            file["actv/vpp_stage"][...] = 3
+        kinds = read_hdf5(shard)["kind"].to_pylist()
+        expected = [3 if kind == "actv" else stage for kind, stage in zip(kinds, before, strict=True)]
+        assert read_hdf5(shard)["vpp_stage"].to_pylist() == expected
+
     def test_links_that_lead_out_of_the_file_are_not_followed(self, shard: Path, tmp_path: Path) -> None:
         with h5py.File(tmp_path / "secret.h5", "w") as file:
             file["x"] = np.zeros(5)

@@ -151,6 +151,17 @@ class TestLayout:
         assert [(one.min, one.max) for one in names] == [("a", "a"), ("b", "b"), ("c", "c")]
         assert [len(chunk.dictionary) for chunk in ParquetFile(path).read()["name"].chunks] == [1, 1, 1]
 
+    def test_a_kind_begins_a_row_group_unless_the_one_before_would_be_small(
+        self, rank: Rank, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(parquet, "GROUP_ROWS", 4)
+        monkeypatch.setattr(parquet, "LEAST_ROWS", 2)
+        kinds = {kind: [Measured(f"w{i}") for i in range(rows)] for kind, rows in (("actv", 1), ("exp_avg", 2), ("other", 5))}
+        metadata = ParquetFile(written(rank, kinds)).metadata
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        assert [group.num_rows for group in groups] == [3, 4, 1]
+        assert [group.column(0).statistics.min for group in groups] == ["actv", "other", "other"]
+
     def test_rows_of_several_groups_read_as_those_of_hdf5(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(parquet, "GROUP_ROWS", 5)
         monkeypatch.setattr(parquet, "AT_ONCE", 2)
