@@ -16,8 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TimeRe
 from monitor.cli import Directory, DirectoryOption, Job, TimeEnd, TimeStart, Version, Workers, command_app, one_directory
 from monitor.coordinator.resume import Span, span_between
 from monitor.merge import parts
-from monitor.merge.execution import MergeError, NothingRecordedError
-from monitor.merge.finished import is_url, without_password
+from monitor.merge.execution import MergeError, NothingRecordedError, is_url, without_password
 from monitor.merge.follow import FollowOptions, UnfinishedError, follow, how_to_go_on
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import summary

@@ -36,6 +36,16 @@ class NothingRecordedError(MergeError):
     """The ranks of the job can be read, and have recorded no row."""
 
 
+def is_url(path: str | Path) -> bool:
+    """Whether fsspec opens it."""
+    return "://" in str(path)
+
+
+def without_password(url: str) -> str:
+    """A URL that can be shown."""
+    return re.sub(r"(?<=://)[^/@]*@", "", url)
+
+
 @contextmanager
 def draft_of(output: Path, work: str, elsewhere: str) -> Iterator[Path]:
     """Where to make a directory or a file that becomes ``output`` if all goes well, and of which nothing is left otherwise.

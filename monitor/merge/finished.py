@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from typing import Any, Final, TypeVar
 from monitor.failures import LOGGER
 from monitor.merge.combine import Disagreement, Outcome
 from monitor.merge.discovery import SetAside, leads_out
-from monitor.merge.execution import MergeError
+from monitor.merge.execution import MergeError, without_password
 from monitor.sinks.files import StepSpan
 
 PATIENCE: Final = 60.0
@@ -188,16 +187,6 @@ class Folder:
                 LOGGER.warning("%s. Trying again in %g s.", said, pause)
             sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-
-
-def is_url(path: str | Path) -> bool:
-    """Whether fsspec opens it."""
-    return "://" in str(path)
-
-
-def without_password(url: str) -> str:
-    """A URL that can be shown."""
-    return re.sub(r"(?<=://)[^/@]*@", "", url)
 
 
 # --- Windows that are done.

@@ -24,8 +24,8 @@ from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestRecord
 from monitor.coordinator.output import RankDirectory
 from monitor.formats import FORMATS
 from monitor.merge.discovery import NO_END, Found, RankRun, choose, discover, runs_of
-from monitor.merge.execution import MergeError, alone, is_empty
-from monitor.merge.finished import DONE, FinishedWindow, FinishedWindows, Folder, is_url
+from monitor.merge.execution import MergeError, alone, is_empty, is_url
+from monitor.merge.finished import DONE, FinishedWindow, FinishedWindows, Folder
 from monitor.merge.merge import REPORT_FILE, Progress, Wanted, Window, crew_of, missing_ranks, planned_merge
 from monitor.merge.parts import command_of, difference_of, options_of
 from monitor.merge.report import Report

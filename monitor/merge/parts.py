@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 from monitor.merge import finished
 from monitor.merge.combine import Outcome
 from monitor.merge.discovery import choose, discover
-from monitor.merge.execution import MergeError, NothingRecordedError, alone, is_empty, run
+from monitor.merge.execution import MergeError, NothingRecordedError, alone, is_empty, run, without_password
 from monitor.merge.finished import FinishedWindow, FinishedWindows, Folder
 from monitor.merge.merge import REPORT_FILE, PlannedMerge, Progress, Wanted, Window, crew_of, planned_merge
 from monitor.merge.outputs import SUFFIXES
@@ -201,7 +201,7 @@ def options_of(wanted: Wanted) -> dict[str, str]:
 
 def command_of(wanted: Wanted, *more: str) -> str:
     """The command that does this merge, or a part of it."""
-    output = finished.without_password(str(wanted.output))
+    output = without_password(str(wanted.output))
     return shlex.join(["trainermon", "merge", str(wanted.base), "-o", output, *chain(*options_of(wanted).items()), *more])
 
 

@@ -174,7 +174,7 @@ def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if told["missing_ranks"]:
         yield "missing ranks", ", ".join(map(str, told["missing_ranks"][:20])) + _more(len(told["missing_ranks"]) - 20)
     for what, line in _LINES.items():
-        about = told.get(what, _listed(()))  # an earlier version wrote no joints
+        about = told.get(what, _listed(())) if what == "joints" else told[what]  # an earlier version wrote no joints
         listed, more = about["listed"], about["count"] - len(about["listed"])
         if what == "set_aside":
             listed = list(_by_reason(listed))
