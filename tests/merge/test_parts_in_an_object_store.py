@@ -97,9 +97,13 @@ def test_a_part_that_is_killed_loses_nothing_that_was_said_to_be_written_and_is_
     client, whole = client_of(server), files(job / "merged")
     held, blocked = threading.Event(), threading.Event()
 
-    def hold(number: int) -> None:
-        """The request after a few of this part's windows: from here on nothing arrives."""
-        if number > 8:
+    def hold(_number: int) -> None:
+        """From the second record of a window on nothing arrives, and the first one has."""
+        records = [path for path in proxy.put if "/.done/" in path and path.endswith(".json")]
+        if len(records) > 1:
+            deadline = time.monotonic() + SOON
+            while not said_to_be_written(stored(client, "killed")) and time.monotonic() < deadline:
+                time.sleep(0.05)
             blocked.set()
             held.wait(SOON)
 
