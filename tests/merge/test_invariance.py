@@ -21,7 +21,7 @@ from sink_rows import Measured, partials_of
 from monitor.merge import execution
 from monitor.series import LOCAL, Placement, Shard
 from monitor.stats.ops import NUMERIC_OPS, derive
-from monitor.stats.partials import Partials
+from monitor.stats.partials import M2, M4, Partials
 
 few = settings(max_examples=examples(3, 6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 floats = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0])
@@ -94,6 +94,7 @@ def content(base: Path) -> dict[str, list[dict[str, Any]]]:
 @given(values=st.lists(floats, min_size=1, max_size=12), cuts=st.lists(st.integers(0, 12), max_size=3))
 @example(values=[1.0, 2.0, 30.0, 32.0], cuts=[2])
 @example(values=[math.nan, math.inf], cuts=[1])
+@example(values=[0.0, 3.4e-96, 1.0], cuts=[2])  # the first part varies too little for its fourth powers to be known
 @pytest.mark.parametrize("format", FORMATS)
 def test_how_a_tensor_is_cut_changes_no_statistic(
     tmp_path_factory: pytest.TempPathFactory,
@@ -112,11 +113,13 @@ def test_how_a_tensor_is_cut_changes_no_statistic(
     merged(base)
     (row,) = tensors(base)
     whole = Partials.from_rows(np.array([partials_of(values)]))
+    parts = [partials_of(values[first:end]) for first, end in itertools.pairwise(edges)]
+    all_known = all(part[M4] > 0 or not part[M2] > 0 for part in parts)
     scale = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
     for op in NUMERIC_OPS:
         (value,), (known,) = derive(op, whole)
         if op == "kurtosis":
-            expected = value if known and (format != "csv" or len(ranks) == 1) else None
+            expected = value if known and all_known and (format != "csv" or len(ranks) == 1) else None
             assert row[op] == (None if expected is None else pytest.approx(expected, rel=1e-5, abs=1e-5))
         else:
             assert value == pytest.approx(row[op], rel=1e-6, abs=1e-7 * scale, nan_ok=True), op
