@@ -266,9 +266,9 @@ def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome)
     chosen = copies[~rows.replica[order[copies]]]  # the first copy of each part
     starts = tables.starts_of_runs([column[chosen] for column in key])
     every = len(chosen) == len(rows) and bool((np.diff(order) == 1).all())
-    which = slice(None) if every else order[chosen]
-    tensors = combined(statistics, which, starts)
-    rows = rows.only(which)
+    firsts: Index | slice = slice(None) if every else order[chosen]
+    tensors = combined(statistics, firsts, starts)
+    rows = rows.only(firsts)
     terms, unlike = _terms(rows, starts), _any(differ[chosen], starts)
     complete = _complete(rows, tensors, starts) | terms | unlike
     outcome.incomplete = _by_name(rows, starts[~complete])

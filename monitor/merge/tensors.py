@@ -182,7 +182,9 @@ class _Survey:
         kinds, kind, names, replica = series.measured()
         columns = {"replica": replica, **_facts(run, series, groups)}
         for stage in np.unique(columns["stage"][columns["stage"] != UNKNOWN]).tolist():
-            self.names.setdefault(stage, set()).update(map(names.__getitem__, np.flatnonzero(columns["stage"] == stage)))
+            self.names.setdefault(stage, set()).update(
+                map(names.__getitem__, np.flatnonzero(columns["stage"] == stage).tolist())
+            )
         for number, one in enumerate(kinds):
             order = np.flatnonzero(kind == number)
             if len(order):
@@ -238,7 +240,7 @@ def _table(rows: Sequence[tuple[object, ...]], schema: pa.Schema) -> pa.Table:
     return pa.table([_column(column, one.type) for column, one in columns], schema=schema)
 
 
-def _column(values: Sequence[object], kind: pa.DataType) -> pa.Array:
+def _column(values: Sequence[object] | NDArray[Any], kind: pa.DataType) -> pa.Array:
     return pa.array(values, type=pa.string()).dictionary_encode() if kind == TEXT else pa.array(values, type=kind)
 
 

@@ -342,6 +342,8 @@ class MergedSet:
             columns, groups = choice.read_columns(parquet.schema.names), list(_row_groups(parquet.metadata, choice))
             if groups:
                 rows = parquet.read_row_groups(groups, columns=columns, use_threads=False)  # type: ignore[no-untyped-call]
+                for name in set(columns).intersection(_TEXTS[file.path.partition("/")[0]]):
+                    rows[name].validate(full=True)  # headers of pages have no checksum
                 yield with_dictionaries(choice.filtered(rows))
 
     @contextmanager
@@ -497,10 +499,9 @@ class RankDirectories:
         _ = self._plan  # finds unfinished and damaged files
         missing = merge.missing_ranks(self._runs, self._found.others_of_the_launch(self._job))
         told = Report(self._job, self._runs[0].manifest.world_size, self._runs, missing, self.set_aside).told()
-        for what in FOUND_BY_MERGING:
-            of_merges = [one for each in self._merges.values() for one in each.manifest[what]["listed"]]
-            told[what] = {"count": len(of_merges), "listed": of_merges}
-        return told
+        merges = [one.manifest for one in self._merges.values()]
+        listed = {what: [one for each in merges for one in each[what]["listed"]] for what in FOUND_BY_MERGING}
+        return told | {what: {"count": len(found), "listed": found} for what, found in listed.items()}
 
     def series(self) -> pa.Table:
         """A row for each series of each rank, in the columns ``SERIES``."""

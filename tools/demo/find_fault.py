@@ -24,9 +24,9 @@ from fault import Place, drawn, plant
 from gpt import GPT, GPTConfig
 from job import output_directory, process_group
 from monitor.anomalies.events import EVENTS_FOLDER
-from monitor.anomalies.ranking.cli import NOT_WELL
 from monitor.anomalies.ranking.ranking import Ranked, ranking_of
 from monitor.pytorch import TrainerMon
+from monitor.terminal import FLAWED
 from text import random_batch, standard_library
 
 CONFIG = Path(__file__).with_name("fault_config.json")
@@ -92,7 +92,7 @@ def conclude(planted: Place, events: Path) -> None:
     """
     print(f"\n$ trainermon rank-anomalies {events}", flush=True)
     ranking = subprocess.run([sys.executable, "-m", "monitor", "rank-anomalies", str(events)], check=False)
-    if ranking.returncode != NOT_WELL:  # of a job in which a rule has fired
+    if ranking.returncode != FLAWED:  # of a job in which a rule has fired
         raise SystemExit(f"The ranking ended with status {ranking.returncode}.")
     found = found_in(events)
     print(f"\nPlanted: {planted}\nFound:   {found or 'no origin'}", flush=True)
