@@ -36,6 +36,11 @@ class RunPart:
     first: int | None
     last: int
 
+    @property
+    def order(self) -> tuple[float, int, int, str]:
+        """Of time. Runs that began in the same second are in order of their first steps: a restart continues at a later one."""
+        return self.begun, self.place, schema.LAST_STEP if self.first is None else self.first, self.job_id
+
 
 def parts_of(manifests: Iterable[ManifestRecord]) -> tuple[RunPart, ...]:
     """The runs that recorded to the directories of these manifests, in order of time."""
@@ -53,7 +58,7 @@ def parts_of(manifests: Iterable[ManifestRecord]) -> tuple[RunPart, ...]:
         )
         for job, parts in found.items()
     )
-    return tuple(sorted(together, key=lambda one: (one.begun, one.place, one.job_id)))
+    return tuple(sorted(together, key=lambda one: one.order))
 
 
 def _parts_in(manifest: ManifestRecord) -> Iterator[RunPart]:
@@ -199,7 +204,7 @@ def continued_jobs(jobs: Mapping[str, Sequence[ManifestRecord]]) -> dict[str, st
     listed = {run.job_id for job, each in jobs.items() for one in each for run in one.resumed if run.job_id != job}
     found: dict[str, str] = {}
     lines: list[list[tuple[str, _JobFacts]]] = []
-    for job, facts in sorted(every.items(), key=lambda one: (one[1].part.begun, one[0])):
+    for job, facts in sorted(every.items(), key=lambda one: one[1].part.order):
         if job in listed:
             continue
         alike = [line for line in lines if facts.is_alike(line[-1][1])]

@@ -74,6 +74,13 @@ def test_a_killed_job_and_the_one_that_was_requeued_are_one_line_of_steps_with_t
     assert (report["job_id"], report["clean"]) == (B, True)
 
 
+@pytest.mark.parametrize("names", [(A, B), (B, A)], ids=["in order", "the other way round"])
+def test_jobs_that_began_in_the_same_second_are_in_order_of_their_first_steps(tmp_path: Path, names: tuple[str, str]) -> None:
+    job(tmp_path, names[0], range(6), 0.0, until=0)
+    job(tmp_path, names[1], range(4, 9), 100.0, closed=True)
+    assert curve(tmp_path) == {**{s: float(s) for s in range(4)}, **{s: 100.0 + s for s in range(4, 9)}}
+
+
 def test_the_command_names_the_joint_and_the_steps_that_were_recorded_again(tmp_path: Path) -> None:
     job(tmp_path, A, range(6), 0.0)
     job(tmp_path, B, range(4, 9), 100.0, hour=1, closed=True)
