@@ -338,6 +338,11 @@ class StepsRecord(StrictRecord):
             raise ValueError(f"the count is {self.count}, the ranges hold {listed}")
         return self
 
+    @property
+    def newest(self) -> int:
+        """The last step, ``rest`` included; -1 if there are none."""
+        return max(self.ranges[-1][1] if self.ranges else -1, self.rest.last if self.rest else -1)
+
     def holds(self, step: int) -> bool:
         return any(StepRange(*one).holds(step) for one in self.ranges)
 

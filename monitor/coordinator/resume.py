@@ -460,7 +460,7 @@ def _newest_alike(base: Path, rank: int, this: RestartedRun) -> Path | None:
     """The directory that a restart continues; None, with the reason logged, if it begins a new one."""
     every = [base / name for name in os.listdir(base) if (found := RankDirectory.parse(name)) and found.rank == rank]
     alike = [(path, record) for path in every if (record := _known(path)) is not None and this.resembles(record)]
-    alike.sort(key=lambda one: (moment(one[1].started), one[0].name))
+    alike.sort(key=lambda one: (*order_of(one[1]), one[0].name))
     reason = _why_anew(alike, this) if alike else _NO_OTHER if every else ""
     if alike and not reason:
         return alike[-1][0]
@@ -496,6 +496,26 @@ def moment(text: str) -> float:
         ValueError, OverflowError: It is not a moment in ISO 8601.
     """
     return datetime.fromisoformat(text).timestamp()
+
+
+def order_in_time(begun: float, place: int, first: int | None) -> tuple[float, int, int]:
+    """Puts runs in order of time, also those that began in the same second: a restart continues at a later step.
+
+    Args:
+        begun: Seconds since 1970.
+        place: How many runs it continued in its directory.
+        first: Its first step; None if it recorded none.
+    """
+    return begun, place, schema.LAST_STEP if first is None else first
+
+
+def order_of(record: schema.ManifestRecord) -> tuple[float, int, int]:
+    """``order_in_time`` of the run that wrote a manifest.
+
+    Raises:
+        ValueError, OverflowError: It does not say when the run began.
+    """
+    return order_in_time(moment(record.started), len(record.resumed), record.first_step)
 
 
 def _locked(directory: Path, rank: int, formats: Sequence[str]) -> ResolvedDirectory | None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, ProgressColumn, TimeRemainingColumn
 
 from monitor.cli import Directory, DirectoryOption, Job, TimeEnd, TimeStart, Version, Workers, command_app, one_directory
 from monitor.coordinator.resume import Span, span_between
 from monitor.merge import parts
 from monitor.merge.execution import MergeError, NothingRecordedError, is_url, without_password
 from monitor.merge.follow import FollowOptions, UnfinishedError, follow, how_to_go_on
-from monitor.merge.merge import Wanted, merge
+from monitor.merge.merge import Progress, Wanted, merge
 from monitor.merge.report import summary
 from monitor.sinks.files import ALL_STEPS, StepSpan
 from monitor.terminal import CLEAN, FLAWED, NOTHING, say
@@ -120,13 +121,7 @@ def _merged(wanted: Wanted, part: str | None, finish: bool, console: Console) ->
     """The report; None if only a part was to be done."""
     if part is not None and finish:
         raise MergeError("--part and --finish are given together. Run every part, then the command with --finish.")
-    columns = ("merging", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
+    with _bar(console, TimeRemainingColumn()) as progress:
         if finish:
             return parts.finish(wanted)
         if part is None:
@@ -141,12 +136,7 @@ def _followed(wanted: Wanted, options: FollowOptions, part: str | None, console:
     if part is not None:
         raise MergeError("--part and --follow are given together. One process follows a job; it may have several --workers.")
     before = signal.signal(signal.SIGTERM, _interrupt)
-    with Bar("merging", BarColumn(), MofNCompleteColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
+    with _bar(console) as progress:
         try:
             return follow(wanted, options, lambda line: say(console, line), progress).told()
         except KeyboardInterrupt:
@@ -154,6 +144,14 @@ def _followed(wanted: Wanted, options: FollowOptions, part: str | None, console:
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _bar(console: Console, *more: ProgressColumn) -> Iterator[Progress]:
+    """A progress bar, and what moves it."""
+    with Bar("merging", BarColumn(), MofNCompleteColumn(), *more, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _interrupt(*_: object) -> None:

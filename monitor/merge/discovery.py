@@ -18,7 +18,7 @@ from pydantic import Field
 from monitor.coordinator import manifest_format
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, Natural, StrictRecord
 from monitor.coordinator.output import RankDirectory, timestamp_fields
-from monitor.coordinator.resume import Span, in_order, moment
+from monitor.coordinator.resume import Span, in_order, moment, order_of
 from monitor.coordinator.series_file import MeasuredColumns, MeasuredSeries, SeriesColumns, read_columns
 from monitor.formats import FORMATS
 from monitor.merge.execution import MergeError
@@ -230,7 +230,7 @@ def runs_of(found: Found, job: str) -> tuple[RankRun, ...]:
     jobs = [found.jobs[one] for one in found.line_of(job)]
     runs = [run for each in jobs for run in each]
     by_rank: dict[int, list[RankRun]] = defaultdict(list)
-    for run in sorted(runs, key=lambda run: (run.rank, *_order(run))):
+    for run in sorted(runs, key=lambda run: (run.rank, *order_of(run.manifest), run.directory.name)):
         by_rank[run.rank].append(run)
     ranks = [_ended(rank) for rank in by_rank.values()]
     if len(jobs) == 1 and not any(run.manifest.resumed for run in runs):
@@ -293,12 +293,6 @@ def _run_in(directory: Path, rank: int) -> RankRun:
     except (ValueError, OverflowError) as error:
         raise ManifestError(f"{path} is damaged: started or saved: {error}") from error
     return run
-
-
-def _order(run: RankRun) -> tuple[float, int, str]:
-    """Of the directories of a rank. Of two that began in the same second, the one with the earlier first step comes first."""
-    first = run.manifest.first_step
-    return _started(run), NO_END if first is None else first, run.directory.name
 
 
 def _started(run: RankRun) -> float:

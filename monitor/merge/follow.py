@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from monitor.merge.discovery import NO_END, Found, RankRun, choose, discover, ru
 from monitor.merge.execution import MergeError, alone, is_empty, is_url
 from monitor.merge.finished import DONE, FinishedWindow, FinishedWindows, Folder
 from monitor.merge.merge import REPORT_FILE, Progress, Wanted, Window, crew_of, missing_ranks, planned_merge
+from monitor.merge.outputs import FILE_NAME
 from monitor.merge.parts import command_of, difference_of, options_of
 from monitor.merge.report import Report
 from monitor.sinks.files import StepSpan
@@ -116,8 +116,7 @@ def complete_up_to(runs: Sequence[RankRun]) -> int:
 def _newest(manifest: ManifestRecord) -> int:
     """The last step that all sinks were given. Dropped steps do not count: earlier ones may still wait for the writer."""
     lost = (steps for causes in manifest.lost.values() for steps in causes.values())
-    every = (manifest.steps.written, *lost)
-    return max(-1, *(last for one in every for _, last, _ in one.ranges), *(one.rest.last for one in every if one.rest), -1)
+    return max(one.newest for one in (manifest.steps.written, *lost))
 
 
 def _record_lengths(manifest: ManifestRecord) -> Iterator[int]:
@@ -128,8 +127,6 @@ def _record_lengths(manifest: ManifestRecord) -> Iterator[int]:
 
 
 # --- The set, and beside it what is known of its windows.
-
-_NAME: Final = re.compile(r"(?P<kind>.+)_(?P<first>\d+)-(?P<last>\d+)\.\w+")
 
 
 class FollowedSet:
@@ -313,7 +310,7 @@ class FollowedSet:
 
 def _steps_of(name: str) -> tuple[str, StepSpan]:
     """The kind and the steps that a name says; no kind if it is not that of a data file."""
-    match = _NAME.fullmatch(name.rpartition("/")[2])
+    match = FILE_NAME.fullmatch(name.rpartition("/")[2])
     return (match["kind"], StepSpan(int(match["first"]), int(match["last"]))) if match else ("", StepSpan(0, -1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from os import PathLike
 from pathlib import Path
@@ -62,6 +63,9 @@ GLOBAL: Final = pa.schema(
 _NUMBERS: Final = (*NUMERIC_OPS, *LOSSES, *FEATURES)
 _OPS: Final = pa.schema([*((op, pa.float64()) for op in _NUMBERS), (MAGNITUDES, TEXT), (CALLS, pa.int64())])
 """All that there are. ``calls``: how many calls of an operator a row combines, null where it is not of calls."""
+
+FILE_NAME: Final = re.compile(r"(?P<kind>[a-z][a-z_]*)_(?P<first>\d{1,19})-(?P<last>\d{1,19})\.(?:h5|csv|parquet)")
+"""Of each file with rows."""
 
 SUFFIXES: Final[dict[Format, str]] = {"hdf5": ".h5", "csv": ".csv", "parquet": ".parquet"}
 

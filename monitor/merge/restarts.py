@@ -10,7 +10,7 @@ from typing import NamedTuple
 from monitor.config import AUTO
 from monitor.coordinator import manifest_format as schema
 from monitor.coordinator.manifest_format import ManifestRecord, StepRange, StepRanges, StepsRecord
-from monitor.coordinator.resume import collected_every, moment, steps_between
+from monitor.coordinator.resume import collected_every, moment, order_in_time, steps_between
 
 # Jobs that continued each other are one line of steps. A step belongs to the last run that began at or before it.
 #
@@ -38,8 +38,7 @@ class RunPart:
 
     @property
     def order(self) -> tuple[float, int, int, str]:
-        """Of time. Runs that began in the same second are in order of their first steps: a restart continues at a later one."""
-        return self.begun, self.place, schema.LAST_STEP if self.first is None else self.first, self.job_id
+        return *order_in_time(self.begun, self.place, self.first), self.job_id
 
 
 def parts_of(manifests: Iterable[ManifestRecord]) -> tuple[RunPart, ...]:
@@ -69,9 +68,8 @@ def _parts_in(manifest: ManifestRecord) -> Iterator[RunPart]:
         except (ValueError, OverflowError):  # damaged; the place keeps the order
             begun = moment(manifest.started)
         yield RunPart(one.job_id, begun, place, one.first_step, -1 if one.last_step is None else one.last_step)
-    written = manifest.steps.written
-    last = max(*(one[1] for one in written.ranges[-1:]), written.rest.last if written.rest else -1, -1)
-    yield RunPart(manifest.job_id, moment(manifest.started), len(manifest.resumed), manifest.first_step, last)
+    begun, last = moment(manifest.started), manifest.steps.written.newest
+    yield RunPart(manifest.job_id, begun, len(manifest.resumed), manifest.first_step, last)
 
 
 def cut(manifest: ManifestRecord, parts: Sequence[RunPart]) -> tuple[int, ManifestRecord]:

@@ -26,7 +26,7 @@ from monitor.merge import execution, merge
 from monitor.merge.combine import per_rank_rows
 from monitor.merge.discovery import SetAside, choose, discover, runs_of, unmerged_formats, without_manifests
 from monitor.merge.finished import Folder
-from monitor.merge.outputs import GLOBAL, PER_RANK, columns_of, read_merged
+from monitor.merge.outputs import FILE_NAME, GLOBAL, PER_RANK, columns_of, read_merged
 from monitor.merge.report import Report, summary
 from monitor.merge.rows import Source, Told, gathered, read
 from monitor.merge.tables import Columns, Shard, Texts, order_by, read_file, starts_of_runs
@@ -193,8 +193,6 @@ class MergedFile(NamedTuple):
         return self.path.endswith(".parquet")
 
 
-_NAME: Final = re.compile(r"(?P<kind>[a-z][a-z_]*)_(?P<first>\d{1,19})-(?P<last>\d{1,19})\.(?:h5|csv|parquet)")
-
 MOST_LISTINGS: Final = 10
 """Attempts to read files that are replaced meanwhile."""
 
@@ -245,7 +243,7 @@ class MergedSet:
     def _listed(self, below: str) -> dict[str, list[MergedFile]]:
         """By kind, in order of steps."""
         found: dict[str, list[MergedFile]] = {}
-        for match in filter(None, map(_NAME.fullmatch, self._folder.names(below))):
+        for match in filter(None, map(FILE_NAME.fullmatch, self._folder.names(below))):
             file = MergedFile(StepSpan(int(match["first"]), int(match["last"])), f"{below}/{match[0]}")
             found.setdefault(match["kind"], []).append(file)
         return {kind: sorted(files) for kind, files in sorted(found.items())}
