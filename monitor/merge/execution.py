@@ -171,26 +171,35 @@ def _pool(workers: int, needs: str) -> Iterator[Executor]:
     try:
         with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_work, initargs=(needs,)) as pool:
             try:
-                for _ in range(workers):  # each starts a process, which gets ready while this one looks for work
-                    pool.submit(os.getpid)
+                with _interrupted_afterwards():
+                    for _ in range(workers):  # each starts a process, which gets ready while this one looks for work
+                        pool.submit(os.getpid)
                 yield pool
             except BaseException:
                 pool.shutdown(cancel_futures=True)  # what has not begun is wanted no more
                 raise
     except BrokenProcessPool as error:
         raise MergeError(f"{_DIED} Try fewer --workers.") from error
-    except RuntimeError as error:
-        if not _began_with_interrupt(error):
-            raise
-        raise KeyboardInterrupt from error
 
 
-def _began_with_interrupt(error: BaseException) -> bool:
-    """Whether an error came up while an interrupt was handled: a pool that is interrupted while it starts its thread then fails
-    to join that thread.
+@contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Hold an interrupt back until the block has ended.
+
+    A pool that is interrupted after it has started a process, and before it has a thread that ends it, leaves that process
+    behind, and this one waits for it without end.
     """
-    earlier = error.__context__
-    return earlier is not None and (isinstance(earlier, KeyboardInterrupt) or _began_with_interrupt(earlier))
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python interrupts no other thread
+        return
+    interrupts: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
+    if interrupts:
+        signal.raise_signal(signal.SIGINT)
 
 
 _DIED: Final = "a process that did the work has died: most often the system ends one when memory runs out."

@@ -161,13 +161,15 @@ def test_where_a_worker_dies_that_is_said_and_nothing_is_left(job: Path) -> None
     assert {path.name for path in job.iterdir() if "merged" in path.name} <= {".merged.lock"}
 
 
-def test_an_error_of_a_pool_that_was_interrupted_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_the_first_worker_starts_is_not_lost_and_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(ProcessPoolExecutor):
-        def shutdown(self, *_how: object, **_named: object) -> None:
-            raise RuntimeError("cannot join thread before it is started")
+        def _adjust_process_count(self) -> None:
+            super()._adjust_process_count()  # type: ignore[misc]
+            time.sleep(0.5)  # until the worker waits for work
+            os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(execution, "ProcessPoolExecutor", Interrupted)
     with pytest.raises(KeyboardInterrupt), execution.engine(2):
-        raise KeyboardInterrupt
-    with pytest.raises(RuntimeError, match="cannot join"), execution.engine(2):
-        raise ValueError
+        pytest.fail("the interrupt was lost")
+    assert until(lambda: not multiprocessing.active_children(), SOON)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
