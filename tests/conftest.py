@@ -6,18 +6,20 @@ hangs, and one that does not crashes when it exits.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from launching import Nursery
+    from launching import Nursery, Requests
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that runs the tests in the background starts them with SIGINT ignored, and every process that they start, too.
@@ -25,6 +27,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 TESTS = Path(__file__).parent
 NEWEST_PYTHON_OF_MINDSPORE = (3, 12)
+REQUESTS: pytest.StashKey[Requests] = pytest.StashKey()
+NURSERY = "NURSERY_OF_TESTS"
+"""The variable that says where the processes are that fork scripts: one of each for all workers."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,12 +58,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def nursery() -> Nursery:
     """The processes that fork scripts for the tests of all folders; see ``processes/launching.py``."""
+    return launching().Nursery(Path(os.environ[NURSERY]))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the process that starts the workers, or the only one
+        config.stash[REQUESTS] = requests = launching().Requests()
+        os.environ[NURSERY] = str(requests.directory)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (requests := config.stash.get(REQUESTS, None)) is not None:
+        requests.close()
+
+
+def launching() -> ModuleType:
     if (folder := str(TESTS / "processes")) not in sys.path:
         sys.path.append(folder)
-    from launching import Nursery
-
-    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield nursery
-    nursery.close()
+    return import_module("launching")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import SystemRandom
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol
 
 from evidence import PROVES
 from hanging import IDLE_S, ends, until
@@ -29,14 +32,17 @@ EVERY_STEP: dict[str, Any] = {
 """What is recorded in these tests: six kinds, each of which has rows in every step."""
 
 
+TORCH = "torch"
 PRELOADS = {
+    # An optimizer's first step imports torch._dynamo, and the first file of rows pandas, where it is installed: Arrow asks for it.
+    TORCH: ("torch", "torch._dynamo", "monitor.pytorch", "monitor.sinks.csv", "monitor.sinks.hdf5", "monitor.sinks.parquet", "pandas"),
     "compiler": ("torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
     "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"),
     "lightning": ("lightning.pytorch",),
     "megatron": ("megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt", "megatron.core.pipeline_parallel"),
     "transformers": ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate.utils"),
 }
-"""What scripts may find imported already: the frameworks that take more than half a second each time."""
+"""What scripts find imported already: torch, and as they ask the frameworks that take more than half a second each time."""
 
 
 class Ended(NamedTuple):
@@ -101,54 +107,68 @@ class Started:
 
 
 class Nursery:
-    """A process that forks the scripts from itself, and one more for each of ``PRELOADS``; see ``scripts/nursery.py``."""
+    """Processes that fork scripts from themselves, one for each of ``PRELOADS``; see ``scripts/nursery.py``. The first test that
+    needs one starts it, for the tests of all workers.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Start the first; ``directory`` is where the others are asked."""
-        command = [sys.executable, str(SCRIPTS / "nursery.py")]
+        """Of what ``Requests`` has prepared there."""
         self._directory = directory
-        self._process = subprocess.Popen(command, env=_surroundings(), stdin=subprocess.PIPE, text=True)
-        assert self._process.stdin is not None
-        self._requests: dict[str, TextIO] = {"": self._process.stdin}
-        self._preloaded: list[ForkedChild] = []
 
     def fork(self, request: dict[str, Any], preload: str = "") -> ForkedChild:
         """Fork a script from the process that has imported what ``PRELOADS`` has under this name."""
-        if preload not in self._requests:
-            self._preload(preload)
-        return self._ask(self._requests[preload], request)
-
-    def close(self) -> None:
-        """End all of them."""
-        for requests in self._requests.values():
-            requests.close()
-        for child in self._preloaded:
-            assert until(lambda child=child: child.poll() is not None, IDLE_S)
-            assert child.poll() == 0
-        assert self._process.wait(timeout=IDLE_S) == 0
-
-    def _preload(self, name: str) -> None:
-        place = self._directory / name
-        place.mkdir()
-        os.mkfifo(place / "requests")
-        requests = os.open(place / "requests", os.O_RDWR)  # which waits for no reader
-        self._requests[name] = open(requests, "w", encoding="utf-8")  # noqa: SIM115  (until ``close``)
-        request = {"place": str(place), "requests": str(place / "requests"), "modules": PRELOADS[name]}
-        request["environment"] = {"DS_ACCELERATOR": "cpu"} if name == "deepspeed" else {}
-        self._preloaded.append(self._ask(self._requests[""], request))
-
-    def _ask(self, requests: TextIO, request: dict[str, Any]) -> ForkedChild:
-        place = Path(request["place"])
-        requests.write(json.dumps(request) + "\n")
-        requests.flush()
+        place, preload = Path(request["place"]), preload or TORCH
+        with open(self._directory / "lock", "w", encoding="utf-8") as lock:  # a pipe may take only a part of a line at once
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for name in dict.fromkeys((TORCH, preload)):
+                if not (self._directory / name / "started").exists():
+                    self._start(name)
+            self._ask(preload, request)
         assert ends(lambda: (place / "pid").exists() or self._ended(), self._processes)
         return ForkedChild(place)
 
+    def _start(self, name: str) -> None:
+        place = self._directory / name
+        (place / "started").touch()
+        request = {"place": str(place), "requests": str(place / "requests"), "modules": PRELOADS[name]}
+        request["environment"] = {"DS_ACCELERATOR": "cpu"} if name == "deepspeed" else {}
+        if name == TORCH:
+            command = [sys.executable, str(SCRIPTS / "nursery.py"), json.dumps(request)]
+            without_threads = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # Arrow's; a process with threads is not forked
+            environment = _surroundings() | without_threads
+            self._first = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        else:
+            self._ask(TORCH, request)
+
+    def _ask(self, name: str, request: dict[str, Any]) -> None:
+        with open(self._directory / name / "requests", "w", encoding="utf-8") as requests:
+            requests.write(json.dumps(request) + "\n")
+
     def _ended(self) -> bool:
-        return self._process.poll() is not None or any(child.poll() is not None for child in self._preloaded)
+        return any(self._directory.glob("*/status"))
 
     def _processes(self) -> list[int]:
-        return [self._process.pid, *(child.pid for child in self._preloaded)]
+        return [int(path.read_text()) for path in self._directory.glob("*/pid")]
+
+
+class Requests:
+    """The named pipes from which the processes of a ``Nursery`` read what to fork. They end when these are closed."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="nursery-"))
+        for name in PRELOADS:
+            (self.directory / name).mkdir()
+            os.mkfifo(self.directory / name / "requests")
+        self._open = [os.open(path, os.O_RDWR) for path in self.directory.glob("*/requests")]  # which waits for no reader
+
+    def close(self) -> None:
+        for descriptor in self._open:
+            os.close(descriptor)
+        for started in self.directory.glob("*/started"):
+            status = started.with_name("status")
+            assert until(status.exists, IDLE_S)
+            assert status.read_text() == "0", started.parent.name
+        shutil.rmtree(self.directory)
 
 
 class ForkedChild:
@@ -188,7 +208,7 @@ class Launcher:
         Args:
             config: How it is monitored; None: it is not.
             base: Where it records to, in place of ``base``.
-            preload: Which of ``PRELOADS`` it finds imported.
+            preload: Which of ``PRELOADS`` it finds imported beside torch.
             brief: Whether a script that has come to its end need not free what was imported.
             environment: Variables beside those of this process.
         """

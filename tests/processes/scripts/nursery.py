@@ -1,11 +1,11 @@
-"""A process that has imported everything and has no thread yet, from which scripts are forked: a tenth of the time of a start.
+"""A process that has imported much and has no thread yet, from which scripts are forked: a tenth of the time of a start.
 
-A line of JSON on standard input asks for one. The child is what a new interpreter would be: it runs the script as its main
+What it imports (``modules``) and the named pipe from which it reads (``requests``) stand in its argument, as JSON. A line of JSON
+from that pipe asks for a script. The child is what a new interpreter would be: it runs the script as its main
 program, in its own session, and ends the way an interpreter ends. Its id and its exit status are written to files. Of a request
 that says ``brief`` a script that has come to its end leaves what was imported as it is: to free it takes longer than most jobs.
 
-A request with ``modules`` asks for a second process like this one, which has imported those, too. It reads requests from the
-named pipe ``requests``.
+A request with ``modules`` asks for a second process like this one, which has imported those, too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,6 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch._dynamo  # noqa: F401  (the first step of an optimizer would)
-
-import monitor.pytorch  # noqa: F401  (not what writes: Arrow brings a thread of its own)
 
 
 def asked() -> dict[str, Any]:
@@ -83,7 +78,9 @@ def settle(request: dict[str, Any]) -> None:
     faulthandler.enable()  # whatever crashes says in whose hands it was
 
 
-request = asked()
+request: dict[str, Any] = json.loads(sys.argv[1])
+if child := os.fork():
+    keep(child, Path(request["place"]))
 while "modules" in request:
     import_more(request)
     request = asked()
