@@ -34,8 +34,11 @@ EVERY_STEP: dict[str, Any] = {
 
 TORCH = "torch"
 PRELOADS = {
-    # An optimizer's first step imports torch._dynamo, and the first file of rows pandas, where it is installed: Arrow asks for it.
-    TORCH: ("torch", "torch._dynamo", "monitor.pytorch", "monitor.sinks.csv", "monitor.sinks.hdf5", "monitor.sinks.parquet", "pandas"),
+    # An optimizer's first step imports torch._dynamo, and the first column of Arrow's pandas, where it is installed.
+    TORCH: (
+        *("torch", "torch._dynamo", "pandas"),
+        *("monitor.pytorch", "monitor.sinks.csv", "monitor.sinks.hdf5", "monitor.sinks.parquet"),
+    ),
     "compiler": ("torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
     "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"),
     "lightning": ("lightning.pytorch",),
@@ -107,8 +110,8 @@ class Started:
 
 
 class Nursery:
-    """Processes that fork scripts from themselves, one for each of ``PRELOADS``; see ``scripts/nursery.py``. The first test that
-    needs one starts it, for the tests of all workers.
+    """Processes that fork scripts from themselves, one for each of ``PRELOADS``; see ``scripts/nursery.py``. The first test
+    that needs one starts it, for the tests of all workers.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -134,8 +137,7 @@ class Nursery:
         request["environment"] = {"DS_ACCELERATOR": "cpu"} if name == "deepspeed" else {}
         if name == TORCH:
             command = [sys.executable, str(SCRIPTS / "nursery.py"), json.dumps(request)]
-            without_threads = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # Arrow's; a process with threads is not forked
-            environment = _surroundings() | without_threads
+            environment = _surroundings() | {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # a thread of Arrow's
             self._first = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         else:
             self._ask(TORCH, request)

@@ -1,9 +1,9 @@
 """A process that has imported much and has no thread yet, from which scripts are forked: a tenth of the time of a start.
 
-What it imports (``modules``) and the named pipe from which it reads (``requests``) stand in its argument, as JSON. A line of JSON
-from that pipe asks for a script. The child is what a new interpreter would be: it runs the script as its main
-program, in its own session, and ends the way an interpreter ends. Its id and its exit status are written to files. Of a request
-that says ``brief`` a script that has come to its end leaves what was imported as it is: to free it takes longer than most jobs.
+What it imports (``modules``) and the named pipe from which it reads (``requests``) stand in its argument, as JSON. A line of
+JSON from that pipe asks for a script. The child is what a new interpreter would be: it runs the script as its main program, in
+its own session, and ends the way an interpreter ends. Its id and its exit status are written to files. Of a request that says
+``brief`` a script that has come to its end leaves what was imported as it is: to free it takes longer than most jobs.
 
 A request with ``modules`` asks for a second process like this one, which has imported those, too.
 """
