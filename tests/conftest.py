@@ -52,9 +52,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with few tests first. They train models in processes and take long, so they must not begin last."""
+    """Run files first that start processes, then those with few tests. They take long, so they must not begin last."""
     tests_in = Counter(item.path for item in items)
-    items.sort(key=lambda item: tests_in[item.path])
+    with_processes = {item.path for item in items if "nursery" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: (item.path not in with_processes, tests_in[item.path]))
 
 
 @pytest.fixture(scope="session")

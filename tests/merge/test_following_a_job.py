@@ -56,7 +56,7 @@ class Reader(Thread):
             while not self.stop.is_set():
                 for kind in KINDS if (self._output / "report.json").exists() else ():
                     self._read(kind)
-                time.sleep(0.01)
+                time.sleep(0.1)
         except BaseException as error:  # told by the test
             self.wrong = repr(error)
 

@@ -145,7 +145,7 @@ def test_a_slow_server_that_breaks_connections_changes_no_byte(job: Path, server
 
 def test_a_server_that_does_not_come_back_ends_the_part_with_what_to_do(job: Path, server: int, proxy: Proxy) -> None:
     proxy.on_put = lambda number: proxy.away() if number == 4 else None
-    impatient = "from monitor.merge import parts; parts.PATIENCE = 1.0; " + COMMAND
+    impatient = "from monitor.merge import finished; finished.PATIENCE = 1.0; " + COMMAND
     status, said = Ran(job, proxy, "gone", "--part", "1/1", code=impatient, AWS_MAX_ATTEMPTS="1").end()
     assert status == 2, said
     assert "This part is not done: s3://bucket/gone: " in said

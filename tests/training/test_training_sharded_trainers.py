@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 from shown import EVERYTHING, Points, TrainRanks, scalars
 
-from monitor.pytorch.training.huggingface import OF_LOGGED_STEPS
-from monitor.pytorch.training.lightning import OF_PARTS
 from monitor.training.norms import NOT_WHOLE
 from monitor.training.reporting import NO_LOCAL_NORMS
 
@@ -87,11 +85,15 @@ def test_of_several_micro_batches_they_are_not_shown(run: Run) -> None:
 
 
 def test_a_norm_that_ranks_have_to_meet_for_is_said_to_be_missing_where_nothing_is_logged(run: Run) -> None:
+    from monitor.pytorch.training.huggingface import OF_LOGGED_STEPS  # importing it takes a second of each worker
+
     assert [sum(OF_LOGGED_STEPS in line for line in said) for said in run("fsdp2").warnings] == [1, 1]
     assert not [line for said in run("fsdp2").warnings for line in said if "failed" in line]
 
 
 def test_lightning_has_local_norms_and_says_that_it_has_no_gradient_norm(run: Run) -> None:
+    from monitor.pytorch.training.lightning import OF_PARTS
+
     job = run("lightning")
     for told, shown, said in zip(job.told, job.shown, job.warnings, strict=True):
         assert {name: shown[f"local_norm/{name}"][0] for name in told["first"]} == {
