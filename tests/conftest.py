@@ -65,7 +65,12 @@ def nursery() -> Nursery:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # the process that starts the workers, or the only one
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or not config.getoption("numprocesses", None):  # a process that runs tests
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str(TESTS / "without_pandas"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+    if not is_worker:  # the process that starts the workers, or the only one
         config.stash[REQUESTS] = requests = launching().Requests()
         os.environ[NURSERY] = str(requests.directory)
 

@@ -143,7 +143,7 @@ def _free_port() -> int:
 def _surroundings() -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith(RESERVED)}
     path = os.pathsep.join([str(Path(sys.executable).parent), own.get("PATH", "")])  # msrun calls what it finds as `python`
-    code = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(SCRIPTS.parent)])
+    code = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(SCRIPTS.parent), *filter(None, [own.get("PYTHONPATH")])])
     return own | {"PATH": path, "PYTHONPATH": code, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "GLOG_v": "3"}
 
 

@@ -34,11 +34,8 @@ EVERY_STEP: dict[str, Any] = {
 
 TORCH = "torch"
 PRELOADS = {
-    # An optimizer's first step imports torch._dynamo, and the first column of Arrow's pandas, where it is installed.
-    TORCH: (
-        *("torch", "torch._dynamo", "pandas"),
-        *("monitor.pytorch", "monitor.sinks.csv", "monitor.sinks.hdf5", "monitor.sinks.parquet"),
-    ),
+    # An optimizer's first step imports torch._dynamo.
+    TORCH: ("torch", "torch._dynamo", "monitor.pytorch", "monitor.sinks.csv", "monitor.sinks.hdf5", "monitor.sinks.parquet"),
     "compiler": ("torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
     "deepspeed": ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"),
     "lightning": ("lightning.pytorch",),
@@ -316,5 +313,5 @@ def _free_port() -> int:
 def _surroundings() -> dict[str, str]:
     """The environment without what would tell a script of another job than its own."""
     others = {name: value for name, value in os.environ.items() if name not in ("MONITOR_CONFIG", "RANK", "WORLD_SIZE")}
-    path = os.pathsep.join([str(ROOT), str(SCRIPTS)])
+    path = os.pathsep.join([str(ROOT), str(SCRIPTS), *filter(None, [others.get("PYTHONPATH")])])
     return others | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": path}

@@ -23,7 +23,7 @@ def run_python(base: Path, *arguments: str, together: bool = False) -> subproces
         "MONITOR_OUTPUT_DIR": str(base),
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
     command = [sys.executable, *arguments]
     errors = subprocess.STDOUT if together else subprocess.PIPE
