@@ -221,13 +221,18 @@ def advice(ranking: Ranking) -> str:
     """One paragraph."""
     if not ranking.events:
         return _no_event(ranking.coverage, whole=ranking.is_well)
+    return " ".join(filter(None, found_first(ranking)))
+
+
+def found_first(ranking: Ranking) -> tuple[str, str]:
+    """What came first, and what to look at next. There are events."""
     first = ranking.first_origin
     if first is None:
         return (
             f"First came {_found(ranking.ranked[0])}, but an earlier event caused it, and none of these is an origin: "
             "rank earlier steps, too."
-        )
-    return " ".join([f"First came {_located(first)}.", *_next(first), *_not_finite(ranking, first)])
+        ), ""
+    return f"First came {_located(first)}.", " ".join([*_next(first), *_not_finite(ranking, first)])
 
 
 def _advice_of_rule(one: Ranked) -> str:

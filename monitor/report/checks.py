@@ -1,0 +1,455 @@
+"""The checks of a report, and its verdict. A check is good, bad or not looked at; one that did not run is never good."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Literal, NamedTuple
+
+from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
+from monitor.anomalies.ranking.report import advice, counts, found_first, notes
+from monitor.query.sources import RowChoice
+from monitor.report.facts import RUN_KIND, TOTAL, TOTAL_KIND, Facts
+from monitor.report.history import WARM_UP, Sudden
+from monitor.series import REPLICA_KIND
+
+State = Literal["good", "bad", "not looked at"]
+GOOD: Final = "good"
+BAD: Final = "bad"
+NOT_LOOKED_AT: Final = "not looked at"
+
+STILL_RUNS_S: Final = 120.0
+"""A rank saves its manifest every 30 seconds."""
+MOST_SAID: Final = 3
+"""Entries of a list in a sentence; more are counted."""
+
+
+class Place(NamedTuple):
+    """What a sentence is about, as far as it names it."""
+
+    step: int | None = None
+    rank: int | None = None
+    kind: str = ""
+    name: str = ""
+
+
+class CheckFinding(NamedTuple):
+    """What a check found.
+
+    Attributes:
+        then: What to do next, if it is bad.
+    """
+
+    state: State
+    says: str
+    place: Place = Place()
+    then: str = ""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A check of a run, done.
+
+    Attributes:
+        look: The command or the field of the configuration that looks, or looks closer.
+        is_needed, of_training: See ``CheckEntry``.
+    """
+
+    name: str
+    finding: CheckFinding
+    look: str
+    is_needed: bool
+    of_training: bool = True
+
+    @property
+    def state(self) -> State:
+        return self.finding.state
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The one sentence of a report.
+
+    Attributes:
+        state: ``not looked at`` if nothing is bad, but a needed check did not look.
+        then: What to do next.
+    """
+
+    state: State
+    says: str
+    then: str
+    place: Place
+
+
+class RowEvent(NamedTuple):
+    """A value of a kind that is not finite or changes suddenly. ``name`` is that of the series."""
+
+    kind: str
+    name: str
+    rank: int
+    sudden: Sudden
+
+    @property
+    def place(self) -> Place:
+        return Place(self.sudden.step, self.rank, self.kind, self.name)
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.sudden.value)
+
+
+_FIRST_IN_A_STEP: Final = ("param_origin",)
+"""Weights are read late in a step, and passes have used them before."""
+
+
+def row_events(facts: Facts) -> list[RowEvent]:
+    """What rows alone show, in the order in which it happened as far as rows say."""
+    found = []
+    for number, (kind, history) in enumerate(facts.histories.items()):
+        names = facts.kinds[kind].names
+        late = (kind not in _FIRST_IN_A_STEP, number)
+        found += [
+            (one.step, late, one.micro_step, one.series, RowEvent(kind, names[one.series], facts.ranks[one.rank], one))
+            for one in history.events
+        ]
+    return [one[-1] for one in sorted(found)]
+
+
+def said(one: RowEvent, facts: Facts) -> str:
+    """An event in a few words: the tensor, the place and the value."""
+    sudden = one.sudden
+    op = facts.kinds[one.kind].op
+    what = one.name if one.kind in (RUN_KIND, TOTAL_KIND) else f"{one.kind} {one.name}"
+    micro_step = "" if sudden.micro_step < 0 else f", micro-step {sudden.micro_step}"
+    where = "" if one.kind == TOTAL_KIND else f" on rank {one.rank}"
+    before = "" if math.isnan(sudden.typical) else f", {sudden.typical:.3g} before"
+    return f"{what}{where} in step {sudden.step}{micro_step}: its {op} is {sudden.value:.6g}{before}"
+
+
+# --- The checks, one function each.
+
+
+def _alerts(facts: Facts) -> CheckFinding:
+    ranking = facts.ranking
+    if ranking is None:
+        return CheckFinding(NOT_LOOKED_AT, facts.why_not_ranked)
+    if ranking.events:
+        one = ranking.first_origin or ranking.ranked[0]
+        return CheckFinding(BAD, f"{counts(ranking)}.", place_of(one))
+    if ranking.is_well:
+        return CheckFinding(GOOD, advice(ranking))
+    return CheckFinding(NOT_LOOKED_AT, " ".join([advice(ranking), *notes(ranking)]))
+
+
+def place_of(one: Ranked) -> Place:
+    """The place of an event of the ranking."""
+    series = one.subject.recorded_as
+    kind, name = (series.kind, series.name)
+    if kind == REPLICA_KIND:
+        kind, _, name = name.partition("/")
+    return Place(one.step, one.member.rank, kind, f"{series.vpp_stage}:{name}" if series.vpp_stage else name)
+
+
+_RULES: Final = "Alert rules say where it began: switch them on, and run trainermon rank-anomalies."
+
+
+def _finite(facts: Facts) -> CheckFinding:
+    if not facts.histories:
+        return CheckFinding(NOT_LOOKED_AT, "The run has no rows with a number.")
+    number = sum(one.infinite for one in facts.histories.values())
+    if not number:
+        return CheckFinding(GOOD, f"No NaN and no infinity in {sum(facts.told['rows'].values()):,} rows.")
+    first = next(one for one in row_events(facts) if not one.is_finite)
+    return CheckFinding(BAD, f"First came {said(first, facts)}. {number:,} values are NaN or infinite.", first.place, _RULES)
+
+
+def _sudden(facts: Facts) -> CheckFinding:
+    if not (judged := sum(one.judged for one in facts.histories.values())):
+        return CheckFinding(
+            NOT_LOOKED_AT, f"No tensor has more than {WARM_UP} recorded values: there is no history to compare with."
+        )
+    found = [one for one in row_events(facts) if one.is_finite]
+    if not found:
+        return CheckFinding(GOOD, f"{judged:,} values are like those before them.")
+    then = "Look at its curve, at the learning rate and at the data of this step."
+    return CheckFinding(BAD, f"First came {said(found[0], facts)}.", found[0].place, then)
+
+
+def _all_ranks(facts: Facts) -> CheckFinding:
+    missing = facts.told["missing_ranks"]
+    if missing:
+        first = Place(rank=missing[0])
+        return CheckFinding(BAD, f"{capitalized(listed(missing))} recorded nothing.", first, "See whether they ran at all.")
+    known = facts.told["ranks"], facts.told["world_size"]
+    return CheckFinding(GOOD, f"{len(known[0]):,} of {known[1]:,} ranks recorded.")
+
+
+def _to_the_end(facts: Facts) -> CheckFinding:
+    stopped = facts.told["not_closed"]["listed"]
+    if not stopped:
+        return CheckFinding(GOOD, "Every rank ended cleanly.")
+    first = min(stopped, key=lambda one: (one["after"], one["rank"]))
+    last = max(one["after"] for one in stopped)
+    ranks = sorted({one["rank"] for one in stopped})
+    if first["after"] == last and len(ranks) == len(facts.ranks) and _still_runs(facts):
+        return CheckFinding(NOT_LOOKED_AT, f"The job still runs. What is there ends with step {last}.")
+    place = Place(first["after"] + 1, first["rank"])
+    says = f"Rank {first['rank']} stopped after step {first['after']} without ending cleanly."
+    others = f" {len(ranks)} ranks did not end cleanly." if len(ranks) > 1 else ""
+    return CheckFinding(BAD, says + others, place, f"See what rank {first['rank']} logged last, or what killed it.")
+
+
+def _still_runs(facts: Facts) -> bool:
+    saved = [datetime.fromisoformat(one.saved) for one in facts.manifests.values()]
+    now = datetime.now(UTC)
+    return any((now - one.astimezone(UTC)).total_seconds() < STILL_RUNS_S for one in saved)
+
+
+def _steps(facts: Facts) -> CheckFinding:
+    dropped, gaps = facts.told["dropped"]["listed"], facts.told["gaps"]["listed"]
+    lost = [*(f"rank {one['rank']}, {_of(one)}: {one['reason']}" for one in dropped)]
+    lost += [f"rank {one['rank']} has no {one['kind']} at {_of(one)}" for one in gaps]
+    if not lost:
+        return CheckFinding(GOOD, "No step is missing on any rank.")
+    first = min((*dropped, *gaps), key=lambda one: _first(one["steps"]))
+    place = Place(_first(first["steps"]), first["rank"], first.get("kind", ""))
+    count = facts.count("dropped") + facts.count("gaps")
+    return CheckFinding(
+        BAD, f"Steps are missing: {_few(lost, count)}.", place, "docs/performance.md says why steps are dropped."
+    )
+
+
+def _replicas(facts: Facts) -> CheckFinding:
+    differing = facts.told["disagreements"]["listed"]
+    if differing:
+        first = differing[0]
+        says = (
+            f"{first['kind']} {first['name']} differs between replicas in step {first['step']}: its {first['op']} is "
+            f"{first['value']} on rank {first['rank']}, {first['others_value']} on rank {first['other_rank']}."
+        )
+        then = f"Suspect rank {first['rank']}: its memory, its device, or what it loaded."
+        return CheckFinding(BAD, says, Place(first["step"], first["rank"], first["kind"], first["name"]), then)
+    if len(facts.ranks) == 1:
+        return CheckFinding(NOT_LOOKED_AT, "One rank recorded: there is no replica to compare with.")
+    if (compared := facts.told["rows"].get(REPLICA_KIND, 0)) > sum(one["rows"] for one in facts.told["not_compared"]["listed"]):
+        return CheckFinding(GOOD, f"{compared:,} rows of replicas are those of their owners.")
+    return CheckFinding(NOT_LOOKED_AT, "No rank recorded its replicas.")
+
+
+def _whole(facts: Facts) -> CheckFinding:
+    lists = ("incomplete", "without_global", "unplaced")
+    lacking = [one for what in lists for one in facts.told[what]["listed"]]
+    if lacking:
+        names = [f"{one['kind']} {one.get('name', '')}".strip() for one in lacking]
+        says = f"Tensors lack a part: {_few(names, sum(map(facts.count, lists)))}."
+        return CheckFinding(BAD, says, Place(kind=lacking[0]["kind"], name=lacking[0].get("name", "")))
+    if not any(facts.told["tensors"].values()):
+        return CheckFinding(NOT_LOOKED_AT, "There are no rows of whole tensors.")
+    return CheckFinding(GOOD, "Every tensor has all its parts.")
+
+
+def _files(facts: Facts) -> CheckFinding:
+    torn = [f"{one['path']}: {one['reason']}" for one in facts.told["set_aside"]["listed"]]
+    return (
+        CheckFinding(BAD, f"Files were not read: {_few(torn, facts.count('set_aside'))}.")
+        if torn
+        else CheckFinding(GOOD, "All were read.")
+    )
+
+
+def _of_the_run(facts: Facts, kind: str, name: str) -> CheckFinding | None:
+    """What was found of one of the run's own numbers; None if it was not recorded."""
+    history = facts.histories.get(kind)
+    if history is None or (0, name) not in facts.kinds[kind].series:
+        return None
+    first = next((one for one in row_events(facts) if (one.kind, one.name) == (kind, name)), None)
+    if first is not None:
+        return CheckFinding(
+            BAD, f"{said(first, facts)}.", first.place, "Look at the learning rate and at the data of this step."
+        )
+    number = facts.kinds[kind].series.index((0, name))
+    if (history.at[history.pair_series == number] >= 0).any():
+        return CheckFinding(GOOD, "Every value is finite and like those before it.")
+    return CheckFinding(NOT_LOOKED_AT, f"It has no more than {WARM_UP} recorded values.")
+
+
+def _loss(facts: Facts) -> CheckFinding:
+    return _of_the_run(facts, RUN_KIND, "loss") or CheckFinding(NOT_LOOKED_AT, "The run recorded no loss.")
+
+
+def _total_norm(facts: Facts) -> CheckFinding:
+    found = _of_the_run(facts, RUN_KIND, TOTAL)
+    if found is None and TOTAL_KIND in facts.kinds:
+        found = _of_the_run(facts, TOTAL_KIND, facts.kinds[TOTAL_KIND].series[0][1])
+    if found is None:
+        why = next(iter(facts.no_total_norm), "")
+        return CheckFinding(NOT_LOOKED_AT, f"It is not known: {why}." if why else "No gradients were recorded.")
+    return found
+
+
+class Bound(NamedTuple):
+    """Values of a column that are a fault.
+
+    Attributes:
+        column: The beginning of its name.
+        high: Whether values from ``limit`` on are a fault; otherwise values up to ``limit``.
+    """
+
+    kinds: tuple[str, ...]
+    column: str
+    limit: float
+    high: bool
+    means: str
+
+
+_LOSES: Final = (
+    Bound((), "overflow_", 1e-9, True, "elements overflow this format"),
+    Bound((), "underflow_", 0.9, True, "of its elements are lost in this format"),
+)
+_ATTENDS: Final = (
+    Bound(("attention_hook",), "entropy", 0.01, False, "attention has collapsed onto single tokens"),
+    Bound(("attention_hook",), "softmax_max", 0.99, True, "attention has collapsed onto single tokens"),
+)
+_ROUTES: Final = (
+    Bound(("moe_router_logit_hook",), "per_token_expert_entropy", 0.01, False, "every token chooses one expert with certainty"),
+    Bound(("moe_router_weight_hook",), "router_weight_similarity", 0.99, True, "all experts respond to the same tokens"),
+)
+
+
+def _within(bounds: Sequence[Bound], nothing: str) -> Callable[[Facts], CheckFinding]:
+    def judge(facts: Facts) -> CheckFinding:
+        asked = [
+            (kind, column, bound)
+            for kind, rows in facts.kinds.items()
+            for column in rows.ops
+            for bound in bounds
+            if column.startswith(bound.column) and (not bound.kinds or kind in bound.kinds)
+        ]
+        beyond = [one for each in asked for one in _beyond(facts, *each)]
+        if beyond:
+            step, rank, kind, name, column, value, means = min(beyond)
+            says = f"{kind} {name} on rank {rank} in step {step}: its {column} is {value:.3g}: {means}."
+            return CheckFinding(BAD, says, Place(step, rank, kind, name))
+        columns = sorted({column for _, column, _ in asked})
+        return (
+            CheckFinding(GOOD, f"{', '.join(columns)} are within bounds.") if columns else CheckFinding(NOT_LOOKED_AT, nothing)
+        )
+
+    return judge
+
+
+def _beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[tuple[int, int, str, str, str, float, str]]:
+    """The first row beyond a bound in the first file that has one."""
+    for span in facts.kinds[kind].spans:
+        wanted = ("step", "rank", "name", column)
+        rows = facts.source.rows(RowChoice(kind, steps=range(span.first, span.last + 1), columns=wanted))
+        values = rows[column].fill_null(math.nan).to_numpy()
+        there = (values >= bound.limit if bound.high else values <= bound.limit).nonzero()[0]
+        if len(there):
+            row: Mapping[str, Any] = rows.slice(int(there[0]), 1).to_pylist()[0]
+            yield row["step"], row["rank"], kind, row["name"], column, row[column], bound.means
+            return
+
+
+def _monitor(facts: Facts) -> CheckFinding:
+    if not facts.manifests:
+        return CheckFinding(NOT_LOOKED_AT, "The manifests of the ranks are not beside the merged set.")
+    failed = [
+        f"rank {rank}: {cause} ({count})" for rank, one in facts.manifests.items() for cause, count in one.failures.items()
+    ]
+    return (
+        CheckFinding(BAD, f"Parts of monitoring failed: {_few(failed, len(failed))}.")
+        if failed
+        else CheckFinding(GOOD, "It had no failure.")
+    )
+
+
+class CheckEntry(NamedTuple):
+    """A check in the list.
+
+    Attributes:
+        look: See ``CheckResult``.
+        is_needed: Whether a run is healthy only if it is good.
+        of_training: Whether it is about training; otherwise about the recording.
+    """
+
+    name: str
+    judge: Callable[[Facts], CheckFinding]
+    look: str
+    is_needed: bool = False
+    of_training: bool = True
+
+
+_MERGE: Final = "trainermon merge DIR"
+
+CHECKS: Final = (
+    CheckEntry(
+        "Alert rules", _alerts, '"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": true}; trainermon rank-anomalies DIR'
+    ),
+    CheckEntry("NaN and infinity", _finite, '"wg_distribution": true and "xy_distribution": true', True),
+    CheckEntry("Replicas agree", _replicas, '"replica_check": true, and dp_group in set_monitor'),
+    CheckEntry("Sudden changes", _sudden, f'"step_interval": 1, and more than {WARM_UP} steps', True),
+    CheckEntry("All ranks recorded", _all_ranks, _MERGE, True, False),
+    CheckEntry("Ranks ended cleanly", _to_the_end, _MERGE, True, False),
+    CheckEntry("No step missing", _steps, _MERGE, True, False),
+    CheckEntry("Tensors whole", _whole, _MERGE, True, False),
+    CheckEntry("Files readable", _files, _MERGE, True, False),
+    CheckEntry("Loss", _loss, "TrainerMon.log(loss=...)"),
+    CheckEntry("Total gradient norm", _total_norm, '"wg_distribution": true'),
+    CheckEntry("Low precision", _within(_LOSES, "No losses were recorded."), '"ops": ["overflow_fp16", "underflow_e4m3"]'),
+    CheckEntry("Attention", _within(_ATTENDS, "It was not recorded."), '"recording_l2_features": true and l2_targets'),
+    CheckEntry("Experts", _within(_ROUTES, "They were not recorded."), '"recording_l2_features": true and l2_targets'),
+    CheckEntry("Monitoring itself", _monitor, "manifest.json of each rank", False, False),
+)
+"""In the order in which the page shows them. Where no alert rule fired, the verdict is the bad check of the earliest step.
+Those of training come before those of the recording."""
+
+
+def checks_of(facts: Facts) -> list[CheckResult]:
+    """All checks, done."""
+    return [CheckResult(one.name, one.judge(facts), *one[2:]) for one in CHECKS]
+
+
+def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
+    """The verdict that the checks give."""
+    bad = [one for one in checks if one.state == BAD]
+    if facts.ranking is not None and facts.ranking.events:
+        says, then = found_first(facts.ranking)
+        return Verdict(BAD, says, then, bad[0].finding.place)
+    if bad:
+        first = min(bad, key=_earliest)
+        more = [one.name for one in bad if one is not first]
+        next_steps = [first.finding.then, f"Also bad: {', '.join(more)}." if more else ""]
+        return Verdict(BAD, first.finding.says, " ".join(filter(None, next_steps)), first.finding.place)
+    unseen = [one.name for one in checks if one.state == NOT_LOOKED_AT]
+    without = f"Not looked at: {', '.join(unseen)}." if unseen else "Every check has looked."
+    lacking = [one.name for one in checks if one.is_needed and one.state == NOT_LOOKED_AT]
+    rows = f"{sum(facts.told['rows'].values()):,} rows of {len(facts.ranks):,} rank{'s' if len(facts.ranks) > 1 else ''}"
+    if lacking:
+        return Verdict(NOT_LOOKED_AT, f"Nothing wrong was found in {rows}, but not everything was looked at.", without, Place())
+    return Verdict(GOOD, f"Healthy: nothing wrong was found in {rows} and {len(facts.axis.steps):,} steps.", without, Place())
+
+
+def _earliest(one: CheckResult) -> tuple[bool, float]:
+    step = one.finding.place.step
+    return not one.of_training, math.inf if step is None else step
+
+
+# --- Parts of sentences.
+
+
+def _few(texts: Sequence[str], count: int) -> str:
+    more = f" and {count - MOST_SAID:,} more" if count > MOST_SAID else ""
+    return "; ".join(texts[:MOST_SAID]) + more
+
+
+def _first(steps: Mapping[str, Any]) -> int:
+    return int(steps["ranges"][0][0]) if steps["ranges"] else int(steps.get("rest", {}).get("first", 0))
+
+
+def _of(entry: Mapping[str, Any]) -> str:
+    ranges = entry["steps"]["ranges"]
+    first, last = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
+    return f"step {first}" if first == last else f"steps {first} to {last}"

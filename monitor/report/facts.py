@@ -1,0 +1,391 @@
+"""What a report is made of: the rows of a merged set, read kind by kind, what ranks and events say, and what was not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from monitor.anomalies.ranking.loading import NothingReadError, folder_of
+from monitor.anomalies.ranking.ranking import Ranking, ranking_of
+from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
+from monitor.merge.execution import MergeError
+from monitor.merge.merge import Wanted, merge
+from monitor.query.opened import Lacking, open_source, total_norms
+from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order, ranges_of
+from monitor.report.history import FACTOR, FACTOR_OF_WEIGHTS, WINDOW, Axis, Ints, KindHistory
+from monitor.series import KIND_TABLE, PARAMETER_KINDS
+from monitor.sinks.files import StepSpan
+from monitor.stats.features import COLUMNS_OF
+
+RUN_KIND: Final = "run"
+"""The run's own numbers: one row a number, rank and step."""
+VALUE: Final = "value"
+TOTAL: Final = "grad_norm"
+AFTER_CLIPPING: Final = "grad_norm_clipped"
+TOTAL_KIND: Final = "total_norm"
+"""The norm over all tensors, computed from rows, as if it were a kind with one series."""
+NORMS_OF: Final = "grad_reduced"
+"""The kind whose rows give the total norm where the run has no ``TOTAL``."""
+
+SHOWN: Final = ("norm", "absmax", "std", "mean", "max", "min")
+"""The op that a heat map shows: the first that was recorded."""
+NOT_PICTURED: Final = ("replica",)
+"""Kinds that are only compared."""
+
+MOST_BINS: Final = 2000
+FEWEST_BINS: Final = 100
+MOST_CELLS: Final = 20_000_000
+"""Of all heat maps of tensors and steps together."""
+MOST_KEPT: Final = 8_000_000
+"""Cells of single ranks of a kind, kept for curves. Beyond that, the rows of some tensors are read again."""
+MOST_EVENTS: Final = 50
+
+Progress = Callable[[str, int, int], None]
+"""Told what is read, how many parts of it are done, and of how many."""
+
+_BACKWARD: Final = {kind.name for kind in KIND_TABLE if kind.phase == "backward"}
+
+
+def spans_of(source: MergedSet, kind: str) -> list[StepSpan]:
+    """The steps of each file with rows of ranks of a kind, in order. No step is in two files."""
+    return next(([one.steps for one in shards] for _, shards in source.recorded([kind])), [])
+
+
+@dataclass
+class KindReader:
+    """The rows of a kind, read in order of steps.
+
+    Attributes:
+        op: The column that is judged and shown.
+        ops: All columns with a value in the first rows.
+        series: Chunk and name of each series, in order of execution.
+    """
+
+    source: MergedSet
+    kind: str
+    op: str = ""
+    ops: tuple[str, ...] = ()
+    series: list[tuple[int, str]] = field(default_factory=list)
+    _number: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """Of each series, with its chunk if there are several."""
+        several = any(chunk for chunk, _ in self.series)
+        return [f"{chunk}:{name}" if several else name for chunk, name in self.series]
+
+    @cached_property
+    def spans(self) -> list[StepSpan]:
+        """The steps of each file, in order. No step is in two files."""
+        return spans_of(self.source, self.kind)
+
+    @cached_property
+    def columns(self) -> list[str]:
+        first = self.spans[0].first
+        return list(self.source.rows(RowChoice(self.kind, steps=range(first, first + 1))).column_names)
+
+    def choose(self) -> None:
+        """Choose the op. It stays empty if the kind has no number."""
+        columns, spans = self.columns, self.spans
+        known = [one for one in (*COLUMNS_OF.get(self.kind, ()), VALUE, *SHOWN) if one in columns]
+        others = [one for one in columns[columns.index("count") + 1 if "count" in columns else 0 :] if one not in known]
+        if spans:
+            first = self._read(range(spans[0].first, spans[0].last + 1), (*known, *others), None)
+            self.ops = tuple(one for one in (*known, *others) if len(first) and first[one].null_count < len(first))
+        self.op = next((one for one in known if one in self.ops), "")
+
+    def feed(
+        self,
+        history: KindHistory,
+        steps: range | None = None,
+        names: Sequence[str] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Read rows into a history. All files are read, one at a time, if nothing is chosen."""
+        spans = self.spans
+        columns = ("rank", "step", "micro_step", "vpp_stage", "name", self.op)
+        for done, span in enumerate(spans):
+            wanted = (
+                range(max(span.first, steps.start), min(span.last + 1, steps.stop))
+                if steps
+                else range(span.first, span.last + 1)
+            )
+            if wanted:
+                rows = self._read(wanted, columns, names)
+                self._feed(history, rows.filter(rows[self.op].is_valid()) if rows[self.op].null_count else rows, wanted)
+            if progress is not None:
+                progress(self.kind, done + 1, len(spans))
+
+    def last_rows(self, name: str, columns: Sequence[str], most: int) -> list[dict[str, Any]]:
+        """Rows of a series, named as in ``names``, of about the last steps, in order of steps."""
+        chunk, text = self.series[self.names.index(name)]
+        found: list[dict[str, Any]] = []
+        for span in reversed(self.spans):
+            rows = self._read(range(span.first, span.last + 1), (*columns, "vpp_stage"), [text]).to_pylist()
+            found = [one for one in rows if (one["vpp_stage"] or 0) == chunk] + found
+            if len({one["step"] for one in found}) >= most:
+                break
+        return found
+
+    def _read(self, steps: range, columns: Sequence[str], names: Sequence[str] | None) -> pa.Table:
+        chosen = None if names is None else NameFilter(names)
+        return self.source.scan(RowChoice(self.kind, names=chosen, steps=steps, columns=tuple(columns))).read()[0]
+
+    def _feed(self, history: KindHistory, rows: pa.Table, steps: range) -> None:
+        if not len(rows):
+            return
+        series = self._numbered(rows, steps)
+        known = np.array(self.source.ranks)
+        rank = rows["rank"].to_numpy()
+        place = np.searchsorted(known, rank)
+        micro_step = rows["micro_step"]
+        micro = micro_step.fill_null(-1).to_numpy() if micro_step.null_count < len(rows) else np.full(len(rows), -1)
+        history.add(rows["step"].to_numpy(), micro, series, place, rows[self.op].to_numpy().astype(np.float64, copy=False))
+
+    def _numbered(self, rows: pa.Table, steps: range) -> Ints:
+        """Of each row the number of its series. New series are numbered in order of execution."""
+        names = rows["name"].combine_chunks()
+        chunk = rows["vpp_stage"].fill_null(0).to_numpy()
+        chunks = int(chunk.max()) + 1
+        code = names.indices.to_numpy().astype(np.int64)
+        code = code * chunks + chunk if chunks > 1 else code
+        texts = names.dictionary.to_pylist()
+        used = np.flatnonzero(np.bincount(code, minlength=1)).tolist()
+        found = {one: (one % chunks, texts[one // chunks]) for one in used}
+        new = [one for one in found.values() if one not in self._number]
+        if new:
+            if new == sorted(new):  # the file stands in order of names, or they are in order anyway
+                new.sort(key=lambda one: _in_words(one[1]))
+            for one in sorted(new, key=self._order(steps)):
+                self._number[one] = len(self.series)
+                self.series.append(one)
+        numbers = np.zeros(max(used) + 1, np.int64)
+        numbers[used] = [self._number[found[one]] for one in used]
+        found_numbers: Ints = numbers[code]
+        return found_numbers
+
+    def _order(self, steps: range) -> Callable[[tuple[int, str]], tuple[int, int]]:
+        """Sorts series by their stage of the pipeline and the first call of any rank, as far as that is known."""
+        columns = ("name", "vpp_stage", "stage", "call_id")
+        rows = self._read(steps, [one for one in columns if one in self.columns], None)
+        named = rows.set_column(rows.column_names.index("name"), "name", rows["name"].cast(pa.string()))
+        found = named.group_by(["name", "vpp_stage"]).aggregate([("stage", "min"), ("call_id", "min")]).to_pylist()
+        way = -1 if self.kind in _BACKWARD else 1
+        first = {
+            (one["vpp_stage"] or 0, one["name"]): (way * (one["stage_min"] or 0), one["call_id_min"] or 0) for one in found
+        }
+        return lambda one: first.get(one, (0, 0))
+
+
+def _in_words(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layer 2 before layer 10."""
+    return [(int(one), "") if one.isdecimal() else (-1, one) for one in re.split(r"([0-9]{1,18})", name)]
+
+
+@dataclass
+class Facts:
+    """What is known of a run.
+
+    Attributes:
+        told: The report of the merge.
+        manifests: By rank; empty where the directories of ranks are not there.
+        ranking: None if no events were found; ``why_not_ranked`` says why.
+        kinds: In order of execution.
+        histories: Of each kind. ``run`` has the run's own numbers, and the total norm if only rows give it.
+        no_total_norm: Why steps have no total norm, and how many have none.
+        clipped: Steps at which the norm of gradients was clipped.
+    """
+
+    source: MergedSet
+    path: str
+    told: Mapping[str, Any]
+    manifests: Mapping[int, ManifestRecord]
+    ranking: Ranking | None
+    why_not_ranked: str
+    axis: Axis
+    kinds: dict[str, KindReader] = field(default_factory=dict)
+    histories: dict[str, KindHistory] = field(default_factory=dict)
+    no_total_norm: dict[str, int] = field(default_factory=dict)
+    clipped: list[int] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> list[int]:
+        return self.source.ranks
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        """The configuration of the first rank; empty if it is not known."""
+        return self.manifests[min(self.manifests)].config if self.manifests else {}
+
+    def count(self, what: str) -> int:
+        """Entries of a list of the merge's report."""
+        number: int = self.told[what]["count"]
+        return number
+
+
+@contextmanager
+def facts_of(
+    path: str, job: str | None = None, events: Path | None = None, workers: int = 1, progress: Progress | None = None
+) -> Iterator[Facts]:
+    """All facts about a run. Directories of ranks are merged into a temporary directory first.
+
+    Args:
+        path: As in ``open_run``.
+        events: The directory that contains the directories of ranks, if ``path`` is a merged set elsewhere.
+
+    Raises:
+        QueryError, MergeError, OSError: The run cannot be read.
+    """
+    source = open_source(path, job)
+    if isinstance(source, MergedSet):
+        base = events or Path(path).absolute().parent
+        yield _read(source, path, base, _manifests(base, source.told()), progress)
+        return
+    with TemporaryDirectory(prefix="trainermon-") as work:
+        merged = Path(work) / "merged"
+        told = (lambda done, total: progress("merging", done, total)) if progress is not None else (lambda _done, _total: None)
+        known = _known(source)
+        ordered = {one for manifest in known.values() for one in manifest.formats} & {"hdf5", "parquet"}
+        # CSV has no order of calls but that of its rows, which HDF5 keeps.
+        merge(Wanted(Path(path), merged, job, format="parquet" if ordered else "hdf5", workers=workers), told)
+        opened = open_source(str(merged))
+        assert isinstance(opened, MergedSet)
+        yield _read(opened, path, events or Path(path), known, progress)
+
+
+def _known(source: RankDirectories) -> Mapping[int, ManifestRecord]:
+    return {rank: one for rank, one in source.manifest.items() if isinstance(one, ManifestRecord)}
+
+
+def _manifests(base: Path, told: Mapping[str, Any]) -> Mapping[int, ManifestRecord]:
+    """The manifests of the merged directories that are still there."""
+    found: dict[int, ManifestRecord] = {}
+    for name in told.get("directories", ()):
+        try:
+            manifest = read_manifest(base / str(name) / MANIFEST_FILE)
+        except (ManifestError, OSError):
+            continue
+        found[manifest.rank] = manifest
+    return found
+
+
+def _read(
+    source: MergedSet, path: str, base: Path, manifests: Mapping[int, ManifestRecord], progress: Progress | None
+) -> Facts:
+    told = source.told()
+    ranking, why = _ranking(base, told, manifests)
+    facts = Facts(source, path, told, manifests, ranking, why, _axis(told, 1))
+    listed = [kind for kind in source.kinds(whole=False) if kind not in NOT_PICTURED]
+    order = [kind.name for kind in KIND_TABLE]
+    listed.sort(key=lambda kind: order.index(kind) if kind in order else -1)
+    every = {kind: KindReader(source, kind) for kind in listed}
+    for one in every.values():
+        one.choose()
+    facts.kinds = {kind: one for kind, one in every.items() if one.op}
+    facts.axis = _axis(told, _series_about(facts))
+    for kind, rows in facts.kinds.items():
+        factor = FACTOR_OF_WEIGHTS if kind in PARAMETER_KINDS else FACTOR
+        facts.histories[kind] = KindHistory(facts.axis, len(facts.ranks), MOST_KEPT, MOST_EVENTS, factor)
+        rows.feed(facts.histories[kind], progress=progress)
+    _read_total_norm(facts)
+    _read_clipping(facts)
+    return facts
+
+
+def _series_about(facts: Facts) -> int:
+    """The number of all series, from the rows of the first step of each kind."""
+    count = 0
+    for rows in facts.kinds.values():
+        first = rows.spans[0]
+        read = rows._read(range(first.first, first.first + 1), ("name",), None)
+        count += len(read["name"].unique())
+    return count
+
+
+def _axis(told: Mapping[str, Any], series: int) -> Axis:
+    """Recorded steps, and steps that are known to be missing."""
+    known = ranges_of(told["steps"])
+    for one in told["dropped"]["listed"]:
+        known += ranges_of(one["steps"])
+    steps = np.unique(np.concatenate([np.zeros(0, np.int64), *(np.arange(one.start, one.stop, one.step) for one in known)]))
+    most = max(FEWEST_BINS, min(MOST_BINS, MOST_CELLS // max(series, 1)))
+    return Axis(steps, max(min(len(steps), most), 1))
+
+
+def _ranking(base: Path, told: Mapping[str, Any], manifests: Mapping[int, ManifestRecord]) -> tuple[Ranking | None, str]:
+    try:
+        ranking = ranking_of(folder_of(base), MOST_EVENTS)
+    except (NothingReadError, MergeError, OSError) as error:
+        return None, str(error).partition("\n")[0]
+    known = {str(told["job_id"]), *(one.job_id for one in manifests.values())}
+    known |= {str(one["continued"]) for one in told.get("joints", {}).get("listed", ())}
+    if not any(one.events.judged.job_id in known for one in ranking.job.members):
+        return None, f"the events in {base} are of another job."
+    return ranking, ""
+
+
+def _read_total_norm(facts: Facts) -> None:
+    """The total norm of each step from the rows of whole tensors, if the run does not have it."""
+    own = facts.kinds.get(RUN_KIND)
+    if (own is not None and (0, TOTAL) in own.series) or NORMS_OF not in facts.source.kinds(whole=True):
+        return
+    history = KindHistory(facts.axis, len(facts.ranks), MOST_KEPT, MOST_EVENTS)
+    lacking = replace(Lacking.of(facts.told, NORMS_OF), dropped=[])
+    for span in spans_of(facts.source, NORMS_OF):
+        wanted = ("step", "micro_step", "term", "norm")
+        choice = RowChoice(NORMS_OF, whole=True, steps=range(span.first, span.last + 1), columns=wanted)
+        try:
+            found = total_norms(facts.source.rows(choice), lacking)
+        except QueryError:
+            return  # there are no norms
+        for reason in filter(None, found["missing"].to_pylist()):
+            facts.no_total_norm[reason] = facts.no_total_norm.get(reason, 0) + 1
+        found = found.filter(found["total_norm"].is_valid())
+        none = np.zeros(len(found), np.int64)
+        history.add(found["step"].to_numpy(), none - 1, none, none, found["total_norm"].to_numpy())
+    if len(history.pair_series):
+        facts.kinds[TOTAL_KIND] = KindReader(facts.source, TOTAL_KIND, "norm", series=[(0, f"total norm of {NORMS_OF}")])
+        facts.histories[TOTAL_KIND] = history
+
+
+def _read_clipping(facts: Facts) -> None:
+    own = facts.kinds.get(RUN_KIND)
+    if own is None or not {(0, TOTAL), (0, AFTER_CLIPPING)} <= set(own.series):
+        return
+    for span in own.spans:
+        names = NameFilter([TOTAL, AFTER_CLIPPING])
+        wanted = RowChoice(RUN_KIND, names=names, steps=range(span.first, span.last + 1), columns=("name", "step", VALUE))
+        found: dict[str, dict[int, float]] = {TOTAL: {}, AFTER_CLIPPING: {}}
+        for row in in_order([facts.source.rows(wanted)]).to_pylist():
+            found[row["name"]][row["step"]] = row[VALUE]
+        after = found[AFTER_CLIPPING]
+        facts.clipped += [step for step, norm in found[TOTAL].items() if step in after and after[step] < norm * (1 - 1e-6)]
+
+
+def at_step(facts: Facts, kind: str, step: int) -> KindHistory:
+    """The cells of all ranks at one step, in the only column of ``cells``: its rows are judged by those of the steps before."""
+    history = KindHistory(facts.axis, len(facts.ranks))
+    steps = facts.axis.steps
+    before = steps[max(int(np.searchsorted(steps, step)) - WINDOW, 0)]
+    if before < step:
+        facts.kinds[kind].feed(history, range(int(before), step))
+    history.keep_from(Axis(np.array([step]), 1))
+    facts.kinds[kind].feed(history, range(step, step + 1))
+    return history
+
+
+def of_series(facts: Facts, kind: str, names: Sequence[str]) -> KindHistory:
+    """All rows of some series of a kind, judged once more, with the cells and values of each rank."""
+    history = KindHistory(facts.axis, len(facts.ranks))
+    history.keep_from(facts.axis)
+    facts.kinds[kind].feed(history, None, names)
+    return history

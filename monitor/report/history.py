@@ -1,0 +1,321 @@
+"""Each tensor against its own trailing history: the cells of the report's heat maps, and values that change suddenly.
+
+A value is compared with the last ``WINDOW`` recorded values of the same tensor on the same rank. What counts is its distance
+from their median, in robust standard deviations of the logarithm. The median and the quartiles hardly notice a few outliers. A
+norm that falls steadily widens the quartiles, so it does not stand out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Codes = NDArray[np.uint8]
+Values = NDArray[np.float32]
+Flags = NDArray[np.bool_]
+
+WINDOW: Final = 32
+"""Values of a tensor's history. With very many tensors and ranks it is shorter, but at least ``WARM_UP``."""
+WARM_UP: Final = 8
+"""Values that a history needs before it judges."""
+BLOCK: Final = 16
+"""Values that are judged by the same history, at most a quarter of what there was before."""
+MOST_HELD: Final = 64 * 2**20
+"""Values of all histories of a kind together."""
+
+NARROWEST: Final = 0.05
+"""The least standard deviation of a logarithm: weights change by a millionth in a step, and a hundredth is no fault."""
+SMALLEST: Final = 1e-38
+"""Zero has no logarithm, and is treated as this."""
+SUDDEN: Final = 12.0
+"""Standard deviations of a sudden change. It also is by ``FACTOR``: healthy gradients jump tenfold at times."""
+FACTOR: Final = 30.0
+FACTOR_OF_WEIGHTS: Final = 2.0
+
+# The cells of a heat map, such that the greatest of several is the one to show.
+NOT_RECORDED: Final = 0
+HISTORY_BEGINS: Final = 1
+LEAST: Final = 2
+CALM: Final = 4
+"""Standard deviations from which on a value is worth a look. ``PARTLY`` is below them."""
+PARTLY: Final = LEAST + CALM
+MOST: Final = 25
+"""Standard deviations; more look the same."""
+INFINITE: Final = LEAST + MOST + 2
+NAN: Final = INFINITE + 1
+
+DEVIATIONS_OF: Final = 1.349
+"""Standard deviations between the quartiles of a normal distribution."""
+
+
+class Sudden(NamedTuple):
+    """A value that is not finite, or far from the values before it.
+
+    Attributes:
+        typical: The median of the values before; NaN if there were too few.
+    """
+
+    step: int
+    micro_step: int
+    series: int
+    rank: int
+    value: float
+    typical: float
+    deviations: float
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The steps of a run as columns of a heat map. A column has the same number of steps, in order.
+
+    Attributes:
+        steps: All that were recorded or are known to be missing, ascending.
+        bins: Number of columns.
+    """
+
+    steps: Ints
+    bins: int
+
+    def bin_of(self, steps: Ints) -> Ints:
+        """The column of each step."""
+        places = np.clip(np.searchsorted(self.steps, steps), 0, len(self.steps) - 1)
+        bins: Ints = places * self.bins // len(self.steps)
+        return bins
+
+    @property
+    def first(self) -> Ints:
+        """The first step of each column."""
+        places = -(-np.arange(self.bins) * len(self.steps) // self.bins)
+        first: Ints = self.steps[places]
+        return first
+
+    @property
+    def last(self) -> Ints:
+        """The last step of each column."""
+        places = -(-np.arange(1, self.bins + 1) * len(self.steps) // self.bins) - 1
+        last: Ints = self.steps[places]
+        return last
+
+
+class KindHistory:
+    """The rows of a kind in order of steps, each judged by those before it. Its memory does not grow with the steps.
+
+    A pair is a series on a rank. Series are numbered by the caller, in their order of execution.
+
+    Attributes:
+        grid: Of each series and column the greatest cell of all ranks and steps.
+        pair_series, pair_rank: Of each pair, the number of its series and of its rank.
+        deviations: Of each pair the greatest that was judged; ``at`` has its step, ``value`` and ``typical`` what was compared.
+        events: Of each pair, the first value that is not finite or changes suddenly: by step and then in order of execution.
+        judged: Number of values that had a history.
+        infinite: Number of values that are NaN or infinite.
+    """
+
+    def __init__(self, axis: Axis, ranks: int, most_kept: int = 0, most_events: int = 50, factor: float = FACTOR) -> None:
+        """Args: most_kept: Cells of all pairs to keep; more, and ``cells`` and ``values`` are None."""
+        self._sudden = np.log(factor)
+        self._axis, self._ranks, self._most_kept, self._most_events = axis, ranks, most_kept, most_events
+        self.grid: Codes = np.zeros((0, axis.bins), np.uint8)
+        self.pair_series: Ints = np.zeros(0, np.int64)
+        self.pair_rank: Ints = np.zeros(0, np.int64)
+        self._pair_of = np.full(0, -1, np.int32)
+        self._held: Values = np.zeros((WINDOW, 0), np.float32)
+        self._seen = np.zeros(0, np.bool_)
+        self._has_event = np.zeros(0, np.bool_)
+        self._times = 0
+        self.deviations: Values = np.zeros(0, np.float32)
+        self.value: NDArray[np.float64] = np.zeros(0)
+        self.typical: NDArray[np.float64] = np.zeros(0)
+        self.at: Ints = np.zeros(0, np.int64)
+        self.cells: Codes | None = np.zeros((0, axis.bins), np.uint8)
+        self.values: Values | None = np.zeros((0, axis.bins), np.float32)
+        self.events: list[Sudden] = []
+        self.judged = 0
+        self.infinite = 0
+
+    def keep_from(self, axis: Axis) -> None:
+        """Keep the cells and values of every pair from the next row on, in the columns of ``axis``."""
+        self._axis, self._most_kept = axis, 2**62
+        self.grid = np.zeros((len(self.grid), axis.bins), np.uint8)
+        self.cells = np.zeros((len(self.pair_series), axis.bins), np.uint8)
+        self.values = np.full((len(self.pair_series), axis.bins), np.nan, np.float32)
+
+    def add(self, step: Ints, micro_step: Ints, series: Ints, rank: Ints, values: NDArray[np.float64]) -> None:
+        """Take rows of later steps than those before.
+
+        Args:
+            step: Ascending.
+            micro_step: -1 in a row about the whole step.
+            rank: Numbers of ranks, from 0.
+        """
+        if not len(step):
+            return
+        micro_steps = int(micro_step.max()) + 2
+        begins = np.diff(step, prepend=step[0] - 1) != 0
+        steps = step[begins]
+        time = (np.cumsum(begins) - 1) * micro_steps + micro_step + 1
+        there = np.bincount(time, minlength=len(steps) * micro_steps) > 0
+        times = np.flatnonzero(there)
+        pairs = self._pairs(series, rank)
+        own = np.unique(self.pair_series * self._ranks + self.pair_rank, return_index=True)[1]
+        column = np.empty(len(own), np.int64)
+        column[own] = np.arange(len(own))
+        matrix = np.full((len(times), len(own)), np.nan)
+        recorded = np.zeros(matrix.shape, np.bool_)
+        place = (np.cumsum(there) - 1)[time], column[pairs]
+        matrix[place], recorded[place] = values, True
+        self._judge(own, steps[times // micro_steps], times % micro_steps - 1, matrix, recorded)
+
+    def _pairs(self, series: Ints, rank: Ints) -> Ints:
+        key = series * self._ranks + rank
+        most = (int(series.max()) + 1) * self._ranks
+        if most > len(self._pair_of):
+            self._pair_of = np.append(self._pair_of, np.full(most - len(self._pair_of), -1, np.int32))
+        new = np.flatnonzero(np.bincount(key[self._pair_of[key] < 0], minlength=1))
+        if len(new):
+            self._pair_of[new] = len(self.pair_series) + np.arange(len(new))
+            self._grow(new // self._ranks, new % self._ranks)
+        found: Ints = self._pair_of[key].astype(np.int64)
+        return found
+
+    def _grow(self, series: Ints, rank: Ints) -> None:
+        count = len(self.pair_series) + len(series)
+        more = int(series.max()) + 1 - len(self.grid)
+        if more > 0:
+            self.grid = np.append(self.grid, np.zeros((more, self._axis.bins), np.uint8), axis=0)
+        self.pair_series, self.pair_rank = np.append(self.pair_series, series), np.append(self.pair_rank, rank)
+        window = max(WARM_UP, min(WINDOW, MOST_HELD // count))
+        added = np.full((window, len(series)), np.nan, np.float32)
+        self._held = np.append(self._held[-window:], added, axis=1)
+        self._seen, self._has_event = (np.append(one, np.zeros(len(series), np.bool_)) for one in (self._seen, self._has_event))
+        self.deviations = np.append(self.deviations, np.full(len(series), -1, np.float32))
+        self.at = np.append(self.at, np.full(len(series), -1, np.int64))
+        self.value, self.typical = (np.append(one, np.full(len(series), np.nan)) for one in (self.value, self.typical))
+        if self.cells is None or self.values is None or count * self._axis.bins > self._most_kept:
+            self.cells = self.values = None
+            return
+        self.cells = np.append(self.cells, np.zeros((len(series), self._axis.bins), np.uint8), axis=0)
+        self.values = np.append(self.values, np.full((len(series), self._axis.bins), np.nan, np.float32), axis=0)
+
+    def _judge(self, own: Ints, step: Ints, micro_step: Ints, matrix: NDArray[np.float64], recorded: Flags) -> None:
+        first = 0
+        while first < len(step):
+            end = first + min(max(self._times // 4, 1), BLOCK)
+            block = slice(first, end)
+            self._judge_block(own, step[block], micro_step[block], matrix[block], recorded[block])
+            self._times += len(step[block])
+            first = end
+
+    def _judge_block(self, own: Ints, step: Ints, micro_step: Ints, matrix: NDArray[np.float64], recorded: Flags) -> None:
+        """Args: own: Of each column of ``matrix``, its pair: sorted by series and rank."""
+        finite = np.isfinite(matrix)
+        with np.errstate(invalid="ignore"):
+            logarithm = np.log(np.maximum(np.abs(matrix), SMALLEST)).astype(np.float32)
+        logarithm[~finite] = np.nan
+        held = np.sort(self._held[:, own], axis=0)  # NaN comes last
+        number = len(held) - np.isnan(held).sum(axis=0)
+        low, median, high = (_taken(held, number * part // 4) for part in (1, 2, 3))
+        deviation = np.maximum((high - low) / DEVIATIONS_OF, NARROWEST)
+        apart = np.abs(logarithm - median)
+        apart[(logarithm <= np.log(SMALLEST)) & (held[0] <= np.log(SMALLEST))] = 0  # it is zero now and then
+        judged = finite & (number >= WARM_UP)
+        deviations = np.where(judged, apart / deviation, 0).astype(np.float32)
+        cells = self._cells(recorded, matrix, judged, deviations)
+        self.judged += int(judged.sum())
+        self._note_greatest(own, step, matrix, deviations, judged, median)
+        sudden = (recorded & ~finite) | (judged & (deviations >= SUDDEN) & (apart >= self._sudden))
+        if sudden.any():
+            self.infinite += int((recorded & ~finite).sum())
+            typical = np.where(number >= WARM_UP, np.exp(median.astype(np.float64)), np.nan)
+            self._note_events(own, step, micro_step, sudden, matrix, typical, deviations)
+        self._note_cells(own, self._axis.bin_of(step), matrix, cells, recorded)
+        kept = self._held[len(step) :, own] if len(step) < len(self._held) else self._held[:0, own]
+        self._held[:, own] = np.concatenate([kept, logarithm[-len(self._held) :]])
+        self._seen[own] |= recorded.any(axis=0)
+
+    @staticmethod
+    def _cells(recorded: Flags, matrix: NDArray[np.float64], judged: Flags, deviations: Values) -> Codes:
+        level = np.minimum(deviations, MOST).astype(np.uint8)
+        cells: Codes = np.where(judged, level + np.uint8(LEAST) + (level >= CALM), np.uint8(HISTORY_BEGINS)).astype(np.uint8)
+        cells[np.isinf(matrix)] = INFINITE
+        cells[np.isnan(matrix)] = NAN
+        cells[~recorded] = NOT_RECORDED
+        return cells
+
+    def _note_greatest(
+        self, own: Ints, step: Ints, matrix: NDArray[np.float64], deviations: Values, judged: Flags, median: Values
+    ) -> None:
+        when = deviations.argmax(axis=0)
+        columns = np.arange(len(own))
+        greatest = deviations[when, columns]
+        more = judged[when, columns] & (greatest > self.deviations[own])
+        pairs, when = own[more], when[more]
+        self.deviations[pairs], self.at[pairs] = greatest[more], step[when]
+        self.value[pairs], self.typical[pairs] = matrix[when, columns[more]], np.exp(median[more])
+
+    def _note_events(self, own: Ints, step: Ints, micro_step: Ints, sudden: Flags, *of: NDArray[Any]) -> None:
+        matrix, typical, deviations = of
+        for time in np.flatnonzero(sudden.any(axis=1)).tolist():
+            new = np.flatnonzero(sudden[time] & ~self._has_event[own])[: self._most_events - len(self.events)]
+            self._has_event[own[new]] = True
+            for column in new.tolist():
+                pair = own[column]
+                at = int(step[time]), int(micro_step[time]), int(self.pair_series[pair]), int(self.pair_rank[pair])
+                numbers = (matrix[time, column], typical[column], deviations[time, column])
+                self.events.append(Sudden(*at, *map(float, numbers)))
+            if len(self.events) >= self._most_events:
+                return
+
+    def _note_cells(self, own: Ints, bins: Ints, matrix: NDArray[np.float64], cells: Codes, recorded: Flags) -> None:
+        shown = cells.copy()
+        shown[~recorded & self._seen[own]] = PARTLY
+        begins = np.flatnonzero(np.diff(self.pair_series[own], prepend=-1))
+        of_series = np.maximum.reduceat(shown, begins, axis=1)
+        of_series[~np.logical_or.reduceat(recorded, begins, axis=1)] = NOT_RECORDED
+        series = self.pair_series[own[begins]]
+        for one, times in _runs(bins):
+            self.grid[series, one] = np.maximum(self.grid[series, one], of_series[times].max(axis=0))
+            if self.cells is not None and self.values is not None:
+                when = cells[times].argmax(axis=0)
+                worst, columns = cells[times][when, np.arange(len(own))], np.arange(len(own))
+                more = worst >= np.maximum(self.cells[own, one], 1)
+                self.cells[own[more], one] = worst[more]
+                self.values[own[more], one] = matrix[times][when[more], columns[more]]
+
+
+def _taken(held: Values, place: Ints) -> Values:
+    taken: Values = np.take_along_axis(held, np.minimum(place, len(held) - 1)[None], axis=0)[0]
+    return taken
+
+
+def _runs(bins: Ints) -> Iterator[tuple[int, slice]]:
+    """Adjacent times in the same column."""
+    starts = np.flatnonzero(np.diff(bins, prepend=-1)).tolist()
+    for start, end in zip(starts, [*starts[1:], len(bins)], strict=True):
+        yield int(bins[start]), slice(start, end)
+
+
+def by_rank(history: KindHistory, cells: Codes, ranks: int) -> Codes:
+    """One column of ``cells`` as a matrix of ranks and series, in ``NOT_RECORDED`` where there is no pair."""
+    found: Codes = np.zeros((ranks, len(history.grid)), np.uint8)
+    found[history.pair_rank, history.pair_series] = cells
+    return found
+
+
+def most_unusual(histories: Sequence[KindHistory], most: int) -> list[tuple[int, int]]:
+    """Numbers of the history and the pair of those with the greatest deviations, each series once."""
+    numbers = np.concatenate([np.zeros(0, np.int64), *(np.full(len(one.at), place) for place, one in enumerate(histories))])
+    pairs = np.concatenate([np.zeros(0, np.int64), *(np.arange(len(one.at)) for one in histories)])
+    deviations = np.concatenate([np.zeros(0, np.float32), *(one.deviations for one in histories)])
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for place in np.argsort(-deviations, kind="stable").tolist():
+        if len(found) >= most or deviations[place] < CALM:
+            break
+        number, pair = int(numbers[place]), int(pairs[place])
+        found.setdefault((number, int(histories[number].pair_series[pair])), (number, pair))
+    return list(found.values())
