@@ -105,6 +105,13 @@ CASES: dict[str, list[tuple[int, Make]]] = {
     ],
     "trainermon": CONVERSION,
     "monitor-merge": CONVERSION,
+    "monitor-report": [
+        (0, recorded(0, steps=20)),
+        (1, recorded(0)),
+        (1, recorded(0, steps=20, value=float("nan"))),
+        (1, recorded(0, steps=0)),
+        (2, nothing),
+    ],
     "monitor-query": CONVERSION,
     "monitor-convert": CONVERSION,
     "monitor-csv2tensorboard": CONVERSION,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -104,6 +105,9 @@ def test_it_runs_the_example_of_the_readme_without_a_compiler(programs: Path, tm
     assert [int(line.split()[0]) for line in printed.splitlines()] == [step for step in range(10) for _ in range(4)]
     run(programs / "monitor-merge", "monitor_output", cwd=tmp_path, **variables)
     assert (tmp_path / "monitor_output" / "merged" / "global" / "grad_reduced_0-9.parquet").exists()
+    command = (programs / "monitor-report", "monitor_output/merged", "--json", "-o", "report.html")
+    assert json.loads(run(*command, cwd=tmp_path, **variables))["state"] == "healthy"
+    assert "uPlot" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_built_without_a_compiler_it_holds_the_same_modules_in_python_only(tmp_path: Path) -> None:

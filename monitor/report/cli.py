@@ -1,0 +1,118 @@
+"""The command ``monitor-report``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from monitor.cli import Job, Version, Workers, command_app
+from monitor.coordinator.output import write_whole
+from monitor.merge.execution import MergeError, NothingRecordedError, is_url
+from monitor.report import facts
+from monitor.report.checks import BAD, GOOD, CheckResult, Verdict, checks_of, verdict_of
+from monitor.report.model import model_of, verdict_for_programs
+from monitor.report.page import page_of
+from monitor.terminal import CLEAN, FLAWED, NOTHING, say
+
+REPORT_FILE: Final = "report.html"
+_STYLES: Final = {GOOD: "green", BAD: "red"}
+_SIGNS: Final = {GOOD: "good          ", BAD: "bad           "}
+
+app = command_app()
+
+
+@app.command()
+def monitor_report(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="The directory that contains the ranks' directories, or a merged set, also behind a URL."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="The page to write.", show_default=f"{REPORT_FILE} in RUN"),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the verdict for programs instead. No page is written, unless -o names one.")
+    ] = False,
+    events: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The directory that contains the ranks' directories, if RUN is a merged set elsewhere."
+        ),
+    ] = None,
+    job: Job = None,
+    workers: Workers = 1,
+    _version: Version = False,
+) -> None:
+    """Say whether a run is healthy, and what broke first.
+
+    It writes one page, which needs no network.
+
+    \b
+      trainermon report monitor_output
+      trainermon report monitor_output --json
+
+    Exit status: 0 the run is healthy, 1 something is wrong, or a needed check did not look, 2 nothing was reported.
+    """
+    errors = Console(stderr=True)
+    try:
+        path = _path(run, output, as_json)
+        with _shown(errors, as_json) as progress, facts.facts_of(run, job, events, workers, progress) as found:
+            checks = checks_of(found)
+            verdict = verdict_of(found, checks)
+            printed = verdict_for_programs(found, checks, verdict) if as_json else None
+            if path is not None:
+                write_whole(path, page_of(model_of(found, checks, verdict)).encode())
+    except NothingRecordedError as error:
+        say(errors, f"There is nothing to report: {error}", style="yellow")
+        raise typer.Exit(FLAWED) from error
+    except (ValueError, MergeError, OSError) as error:
+        say(errors, f"Nothing was reported: {error}", style="red")
+        raise typer.Exit(NOTHING) from error
+    _print(printed, checks, verdict, path)
+    raise typer.Exit(CLEAN if verdict.state == GOOD else FLAWED)
+
+
+def _path(run: str, output: Path | None, as_json: bool) -> Path | None:
+    """Where the page goes; None if none is written."""
+    if output is not None or as_json:
+        return output
+    return Path(REPORT_FILE) if is_url(run) else Path(run) / REPORT_FILE
+
+
+@contextmanager
+def _shown(console: Console, quiet: bool) -> Iterator[facts.Progress | None]:
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield progress
+
+
+def _print(printed: dict[str, Any] | None, checks: list[CheckResult], verdict: Verdict, path: Path | None) -> None:
+    if printed is not None:
+        typer.echo(json.dumps(printed, indent=1))
+        return
+    console = Console()
+    for one in checks:
+        say(console, f"{_SIGNS.get(one.state, 'not looked at ')} {one.name}: {one.finding.says}")
+    say(console, verdict.says, style=_STYLES.get(verdict.state, ""))
+    say(console, verdict.then)
+    say(console, f"written to {path}")

@@ -1,0 +1,132 @@
+"""A value is judged by the values before it, and what shares a cell shows the worst of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reported_job import cells, record, reported
+
+from monitor.report import model
+from monitor.report.history import HISTORY_BEGINS, INFINITE, LEAST, MOST, NAN, NOT_RECORDED, PARTLY, WARM_UP, Axis, KindHistory
+from monitor.report.model import layer_of, model_of
+
+
+def judged(values: Sequence[Sequence[float]], bins: int | None = None, batch: int = 7) -> KindHistory:
+    """A series whose values are given by rank; None where it was not recorded."""
+    steps = np.arange(len(values[0]))
+    history = KindHistory(Axis(steps, bins or len(steps)), len(values), 10**6)
+    for first in range(0, len(steps), batch):
+        rows = [(step, rank) for step in steps[first : first + batch] for rank in range(len(values))]
+        rows = [(step, rank) for step, rank in rows if values[rank][step] is not None]
+        step, rank = np.array(rows).reshape(-1, 2).T
+        found = np.array([values[r][s] for s, r in rows], dtype=np.float64)
+        history.add(step, np.full(len(rows), -1), np.zeros(len(rows), np.int64), rank, found)
+    return history
+
+
+def noise(steps: int, seed: int = 0) -> list[float]:
+    return np.random.default_rng(seed).lognormal(0, 0.1, steps).tolist()
+
+
+def test_the_first_values_have_no_history() -> None:
+    (row,) = judged([[1.0, 1000.0, *noise(30)]]).grid
+    assert row[:WARM_UP].tolist() == [HISTORY_BEGINS] * WARM_UP
+    assert row[WARM_UP:].min() >= LEAST
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-6, 1e6])
+def test_one_outlier_stands_out_and_does_not_hide_the_next_one(factor: float) -> None:
+    values = noise(60)
+    values[40] *= factor
+    values[43] *= factor
+    history = judged([values])
+    assert np.flatnonzero(history.grid[0] == history.grid[0].max()).tolist() == ([40, 43] if factor else [40])
+    assert [one.step for one in history.events] == [40]
+
+
+@pytest.mark.parametrize("way", [1.0, -1.0])
+def test_a_steady_trend_does_not_stand_out(way: float) -> None:
+    history = judged([[np.exp(way * step / 10) for step in range(200)]])
+    assert history.grid.max() < PARTLY
+    assert history.events == []
+
+
+@pytest.mark.parametrize("batch", [1, 3, 50])
+def test_the_size_of_batches_changes_nothing_much(batch: int) -> None:
+    values = noise(100)
+    values[70] = np.nan
+    assert (judged([values], batch=batch).grid[0] == NAN).nonzero()[0].tolist() == [70]
+
+
+def test_a_column_keeps_the_worst_of_its_steps_and_ranks() -> None:
+    values = [noise(400, rank) for rank in range(20)]
+    values[13][217] = np.inf
+    history = judged(values, bins=40, batch=50)
+    assert history.grid[0, 21] == INFINITE
+    assert (history.grid[0] == INFINITE).sum() == 1
+    assert history.cells is not None
+    assert [history.pair_rank[pair] for pair in np.flatnonzero(history.cells[:, 21] == INFINITE)] == [13]
+
+
+def test_a_rank_that_stops_is_told_from_a_tensor_that_stops() -> None:
+    both, one = noise(30), [*noise(20), *[None] * 10]
+    assert (judged([both, one]).grid[0, 20:] == PARTLY).all()  # type: ignore[list-item]
+    assert judged([both, both]).grid[0].min() != NOT_RECORDED
+
+
+def test_too_many_cells_are_not_kept() -> None:
+    history = KindHistory(Axis(np.arange(10), 10), 2, most_kept=10)
+    none = np.zeros(2, np.int64)
+    history.add(none, none - 1, none, np.array([0, 1]), np.ones(2))
+    assert history.cells is None
+
+
+def test_deviations_beyond_the_palette_have_its_last_colour() -> None:
+    values = noise(40)
+    values[30] = 1e30
+    assert judged([values]).grid.max() == LEAST + MOST + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.12.mlp.weight", "model.layers.12"),
+        ("0:layers.3.input", "0:layers.3"),
+        ("h.0.attn.output_1#1", "h.0"),
+        ("tokens.weight", "tokens"),
+        ("head", "head"),
+    ],
+)
+def test_a_layer_is_the_name_up_to_its_number(name: str, layer: str) -> None:
+    assert layer_of(name) == layer
+
+
+def test_a_large_run_has_the_same_place_and_its_layers_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every bound lowered: layers in place of tensors, ranks of one step, and some curves, which are read again."""
+
+    def broken(rank: int, step: int, kind: str, name: str, values: np.ndarray) -> np.ndarray:
+        return values * np.nan if (rank, step, kind, name) == (1, 20, "actv", "layers.2.output") else values
+
+    base = record(tmp_path, broken)
+    with reported(base) as found:
+        small = model_of(*found)
+    for bound, value in (("MOST_ROWS", 3), ("MOST_FRAMES", 0), ("MOST_NUMBERS", 60), ("MOST_MEMBERS", 10**6)):
+        monkeypatch.setattr(model, bound, value)
+    monkeypatch.setattr("monitor.report.facts.MOST_KEPT", 0)
+    with reported(base) as found:
+        large = model_of(*found)
+    of_small, of_large = (next(one for one in each.data["kinds"] if one["name"] == "actv") for each in (small, large))
+    assert (of_small["layers"], of_large["cells"]) == (None, None)
+    layers = of_large["layers"]
+    assert [one["name"] for one in layers["listed"]] == [f"layers.{one}" for one in range(4)]
+    width = len(large.data["first"])
+    member = np.frombuffer(bytes(large.arrays), np.uint8, width, layers["listed"][2]["cells"])
+    assert member.tolist() == cells(small, "actv")[2].tolist()
+    (frame,) = of_large["frames"]
+    kept = np.frombuffer(bytes(large.arrays), np.uint8, 8, frame["cells"]).reshape(2, 4)
+    assert (kept == NAN).tolist() == [[False] * 4, [False, False, True, False]]
+    (curve,) = of_large["curves"]
+    assert curve["name"] == "layers.2.output"

@@ -1,0 +1,190 @@
+"""The verdict of a report names the place of a planted fault, and the first picture shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recorded_job import RecordedRank
+from reported_job import NAMES, WHEN, Fault, cells, modelled, record, reported
+from sink_rows import Measured
+
+from monitor.report import history
+from monitor.report.checks import BAD, CHECKS, GOOD, NOT_LOOKED_AT
+from monitor.report.model import model_of, verdict_for_programs
+from monitor.stats.partials import COUNT, SUM, SUMSQ
+
+
+def planted(rank: int | None, kind: str, name: str, change: float, once: bool = False) -> Fault:
+    """Multiply a tensor from a step on, or in that step only."""
+
+    def fault(of: int, step: int, this: str, tensor: str, values: np.ndarray) -> np.ndarray:
+        here = (rank in (None, of)) and (this, tensor) == (kind, name) and (step == WHEN if once else step >= WHEN)
+        return values * change if here else values
+
+    return fault
+
+
+ROWS = {
+    "a NaN": (planted(1, "actv", "layers.2.output", np.nan), 1, "actv", "layers.2.output", "NaN and infinity"),
+    "a NaN in one step": (
+        planted(0, "grad_unreduced", "layers.1.weight", np.nan, True),
+        0,
+        "grad_unreduced",
+        "layers.1.weight",
+        "",
+    ),
+    "an infinity": (planted(1, "grad_unreduced", "layers.3.weight", np.inf), 1, "grad_unreduced", "layers.3.weight", ""),
+    "a spike": (
+        planted(0, "grad_unreduced", "layers.0.weight", 1e4, True),
+        0,
+        "grad_unreduced",
+        "layers.0.weight",
+        "Sudden changes",
+    ),
+    "a vanishing gradient": (planted(1, "grad_unreduced", "layers.2.weight", 0.0), 1, "grad_unreduced", "layers.2.weight", ""),
+    "a gradient that shrinks": (
+        planted(0, "grad_unreduced", "layers.2.weight", 1e-5),
+        0,
+        "grad_unreduced",
+        "layers.2.weight",
+        "",
+    ),
+    "one rank's weight": (
+        planted(0, "param_origin", "layers.1.weight", 30.0),
+        0,
+        "param_origin",
+        "layers.1.weight",
+        "Replicas agree",
+    ),
+    "a replica that differs": (planted(1, "param_origin", "layers.3.weight", 1.001), 1, "param_origin", "layers.3.weight", ""),
+}
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_the_verdict_names_the_place_of_a_fault_in_the_rows(what: str, tmp_path: Path) -> None:
+    fault, rank, kind, name, check = ROWS[what]
+    model, checks, verdict = modelled(record(tmp_path, fault))
+    assert verdict.state == BAD
+    assert (WHEN, kind, name) == (verdict.place.step, verdict.place.kind, verdict.place.name)
+    assert name in verdict.says
+    assert f"step {WHEN}" in verdict.says
+    if "replica" not in what and "rank's" not in what:  # of two replicas nobody knows which is right
+        assert f"rank {rank}" in verdict.says
+    assert not check or check in [one.name for one in checks if one.state == BAD]
+    assert (model.data["start"]["kind"], model.data["start"]["tensor"], model.data["atStep"]) == (kind, name, WHEN)
+    if "replica" not in what:
+        row = cells(model, kind)[NAMES[kind].index(name)]
+        assert row[WHEN] == max(row)
+        assert row[WHEN] >= history.LEAST + history.SUDDEN
+
+
+def test_a_rank_that_stopped_is_named_with_its_last_step(tmp_path: Path) -> None:
+    model, _, verdict = modelled(record(tmp_path, open_after={1: 19}))
+    assert (verdict.state, verdict.place.rank, verdict.place.step) == (BAD, 1, 20)
+    assert "Rank 1 stopped after step 19" in verdict.says
+    assert (cells(model, "actv")[:, 20:] == history.PARTLY).all()
+    assert (cells(model, "actv")[:, 8:20] != history.PARTLY).all()
+
+
+def test_a_dropped_record_of_one_rank_is_named(tmp_path: Path) -> None:
+    model, _, verdict = modelled(record(tmp_path, lost={1: range(10, 20)}))
+    assert (verdict.state, verdict.place.rank, verdict.place.step) == (BAD, 1, 10)
+    assert "rank 1 has no actv at steps 10 to 19" in verdict.says
+    assert (cells(model, "actv")[:, 10:20] == history.PARTLY).all()
+
+
+def test_a_rank_without_a_directory_is_named(tmp_path: Path) -> None:
+    record(tmp_path)
+    (gone,) = tmp_path.glob("*-rank1-*")
+    for path in sorted(gone.rglob("*"), reverse=True):
+        path.unlink()
+    gone.rmdir()
+    with reported(tmp_path) as (_, _, verdict):
+        assert (verdict.state, verdict.place.rank) == (BAD, 1)
+        assert verdict.says == "Rank 1 recorded nothing."
+
+
+def test_a_torn_file_is_named(tmp_path: Path) -> None:
+    record(tmp_path)
+    path = sorted(tmp_path.glob("*-rank0-*/*_10-19.parquet"))[0]
+    path.write_bytes(path.read_bytes()[:1000])
+    with reported(tmp_path) as (_, checks, verdict):
+        assert verdict.state == BAD
+        torn = next(one for one in checks if one.name == "Files readable")
+        assert path.name in torn.finding.says
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_healthy_run_has_nothing_bad_and_says_what_was_not_looked_at(seed: int, tmp_path: Path) -> None:
+    model, checks, verdict = modelled(record(tmp_path, seed=seed))
+    assert verdict.state == GOOD
+    assert verdict.says.startswith("Healthy: ")
+    assert [one.name for one in checks if one.state == BAD] == []
+    unseen = [one.name for one in checks if one.state == NOT_LOOKED_AT]
+    assert unseen == ["Alert rules", "Loss", "Low precision", "Attention", "Experts"]
+    assert all(name in verdict.then for name in unseen)
+    for kind in NAMES:
+        assert cells(model, kind).max() < history.INFINITE
+    assert model.data["events"] == []
+
+
+def test_too_few_steps_are_not_called_healthy(tmp_path: Path) -> None:
+    with reported(record(tmp_path, steps=4)) as (_, checks, verdict):
+        assert verdict.state == NOT_LOOKED_AT
+        assert next(one for one in checks if one.name == "Sudden changes").state == NOT_LOOKED_AT
+
+
+def test_programs_can_tell_unhealthy_from_not_looked_at(tmp_path: Path) -> None:
+    with reported(record(tmp_path, ROWS["a spike"][0])) as found:
+        printed = verdict_for_programs(*found)
+    assert (printed["schema_version"], printed["state"], printed["next"] != "") == (1, "unhealthy", True)
+    assert printed["place"] == {"step": WHEN, "rank": 0, "kind": "grad_unreduced", "name": "layers.0.weight"}
+    assert printed["first_events"][0]["tensor"] == printed["unusual_tensors"][0]["tensor"] == "layers.0.weight"
+    assert {one["state"] for one in printed["checks"]} == {GOOD, BAD, NOT_LOOKED_AT}
+    assert [one["name"] for one in printed["checks"]] == [one.name for one in CHECKS]
+
+
+def test_collapsed_attention_is_named_and_healthy_attention_is_good(tmp_path: Path) -> None:
+    for name, entropy, greatest in (("bad", 0.0, 4.0), ("good", 6.0, 2.0)):
+        one = RecordedRank(tmp_path / name, micro_step_kinds=["attention_hook"])
+        for step in range(3):
+            numbers = {COUNT: 4, SUM: entropy if step else 6.0, SUMSQ: greatest}
+            one.write(step, {"attention_hook": [Measured("h.0.attention", micro_step=0, numbers=numbers)]})
+        one.close()
+        with reported(tmp_path / name) as (_, checks, verdict):
+            found = next(one for one in checks if one.name == "Attention")
+            assert found.state == (BAD if name == "bad" else GOOD)
+            if name == "bad":
+                assert (verdict.place.kind, verdict.place.name) == ("attention_hook", "h.0.attention")
+                assert "attention has collapsed onto single tokens" in verdict.says
+
+
+def test_numbers_that_overflow_a_format_are_named(tmp_path: Path) -> None:
+    for name, value in (("bad", 1e6), ("good", 1.0)):
+        one = RecordedRank(tmp_path / name, format="csv", ops=("norm", "magnitude_histogram", "overflow_fp16"))
+        for step in range(3):
+            one.write(step, {"grad_unreduced": [Measured("w", [1.0, value if step == 2 else 1.0], magnitudes=True)]})
+        one.close()
+        with reported(tmp_path / name) as (facts, checks, verdict):
+            found = next(one for one in checks if one.name == "Low precision")
+            assert found.state == (BAD if name == "bad" else GOOD)
+            model = model_of(facts, checks, verdict)
+            (histogram,) = model.data["histograms"]
+            assert (histogram["tensor"], histogram["steps"]) == ("w", [0, 1, 2])
+            assert sum(histogram["counts"]) == 6
+            if name == "bad":
+                assert (verdict.place.step, verdict.place.name) == (2, "w")
+                assert "its overflow_fp16 is 0.5" in verdict.says
+
+
+@pytest.mark.parametrize("format", ["csv", "hdf5"])
+def test_tensors_are_in_order_of_execution(format: str, tmp_path: Path) -> None:  # noqa: A002
+    names = ["z.output", "h.10.output", "h.2.output", "a.output"]
+    one = RecordedRank(tmp_path, format=format)
+    for step in range(3):
+        one.write(step, {"actv": [Measured(name, micro_step=0) for name in names]})
+    one.close()
+    with reported(tmp_path) as (facts, _, _):
+        assert facts.kinds["actv"].names == names
