@@ -81,6 +81,7 @@ bench: environment peer
 	.venv/bin/python bench/writer.py
 	.venv/bin/python bench/formats.py
 	.venv/bin/python bench/merge.py
+	.venv/bin/python bench/report.py --page
 	.venv/bin/python bench/rules.py
 	.venv/bin/python bench/ranking.py
 	.venv/bin/python bench/collectives.py --peer-python .venv-peer/bin/python

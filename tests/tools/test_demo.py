@@ -68,6 +68,8 @@ def test_its_last_table_is_of_the_merged_data_set(demo: tuple[str, Path]) -> Non
     printed, base = demo
     (merged,) = merged_of(base)
     assert f"Merged into {merged}" in printed
+    assert f"Report in {merged / 'report.html'}: open it in a browser." in printed
+    assert "uPlot" in (merged / "report.html").read_text(encoding="utf-8")
     assert json.loads((merged / "report.json").read_text())["clean"]
     gradients = read_merged(merged / "global" / "grad_reduced_0-4.csv").to_pylist()
     largest = max((row for row in gradients if row["step"] == 4), key=lambda row: row["norm"])

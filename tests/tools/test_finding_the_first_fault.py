@@ -85,6 +85,14 @@ def test_the_ranking_that_the_document_shows_is_what_the_demo_prints(demo: tuple
     assert told_anywhere(shown, Path("nowhere")) == told_anywhere(printed, demo[1])
 
 
+def test_the_report_has_the_sentence_of_the_ranking_and_begins_with_the_place(demo: tuple[str, Path]) -> None:
+    page = (demo[1] / "report.html").read_text(encoding="utf-8")
+    data = json.loads(page.partition('type="application/json">')[2].partition("</script>")[0])
+    assert f"{data['verdict']['says']} {data['verdict']['then']}" in demo[0]
+    assert (data["start"], data["atStep"]) == ({"kind": "actv", "tensor": "module.h.2.mlp.1.output", "rank": 1}, 14)
+    assert data["events"][0]["origin"]
+
+
 def test_the_alerts_that_the_document_shows_are_in_the_log_in_this_order_on_each_rank(demo: tuple[str, Path]) -> None:
     shown = [line for line in told_anywhere(blocks("text")[1], Path("nowhere")) if line != "..."]
     printed = told_anywhere(demo[0], demo[1])

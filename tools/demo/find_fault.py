@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fault import Place, drawn, plant
 from gpt import GPT, GPTConfig
-from job import output_directory, process_group
+from job import output_directory, process_group, write_report
 from monitor.anomalies.events import EVENTS_FOLDER
 from monitor.anomalies.ranking.ranking import Ranked, ranking_of
 from monitor.pytorch import TrainerMon
@@ -94,8 +94,10 @@ def conclude(planted: Place, events: Path) -> None:
     ranking = subprocess.run([sys.executable, "-m", "monitor", "rank-anomalies", str(events)], check=False)
     if ranking.returncode != FLAWED:  # of a job in which a rule has fired
         raise SystemExit(f"The ranking ended with status {ranking.returncode}.")
+    job = ranking_of(events, most=1).job.members[0].events.judged.job_id
+    report = write_report(events.parent, job, events.parent / "report.html")
     found = found_in(events)
-    print(f"\nPlanted: {planted}\nFound:   {found or 'no origin'}", flush=True)
+    print(f"\nReport:  {report}\nPlanted: {planted}\nFound:   {found or 'no origin'}", flush=True)
     if found != planted:
         raise SystemExit("The ranking has not found what was planted.")
 

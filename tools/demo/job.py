@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,3 +34,16 @@ def process_group(started_by: str) -> Iterator[None]:
 def output_directory() -> Path:
     """The place that recordings go to."""
     return Path(os.environ.get("MONITOR_OUTPUT_DIR", "./monitor_output")).expanduser().resolve()
+
+
+def write_report(run: Path, job: str, page: Path) -> Path:
+    """Write the page about a run, as ``trainermon report RUN --job JOB -o PAGE`` does. Returns where it is.
+
+    Raises:
+        SystemExit: It could not be written.
+    """
+    command = [sys.executable, "-m", "monitor", "report", str(run), "--job", job, "-o", str(page)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    if not page.is_file():
+        raise SystemExit(f"The report ended with status {done.returncode}.")
+    return page

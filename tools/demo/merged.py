@@ -49,8 +49,8 @@ def runs_of_this_job(base: Path, earlier: set[Path]) -> tuple[RankRun, ...]:
     raise SystemExit("Nothing was recorded. The monitor has said why in a warning above.")
 
 
-def merge_and_show(console: Console, runs: Sequence[RankRun]) -> None:
-    """Merge ``runs`` into a new directory beside theirs and print its largest gradients.
+def merge_and_show(console: Console, runs: Sequence[RankRun]) -> Path:
+    """Merge ``runs`` into a new directory beside theirs and print its largest gradients. Returns the directory.
 
     Raises:
         SystemExit: It cannot be merged.
@@ -70,6 +70,7 @@ def merge_and_show(console: Console, runs: Sequence[RankRun]) -> None:
     console.print(Padding(_table(largest, _at(own, last)), (1, 0)))
     first = pc.min(averaged["step"]).as_py()
     console.print(seen(_at(averaged, first), now, _at(own, last)), highlight=False, markup=False)
+    return output
 
 
 def _merged(console: Console, wanted: Wanted) -> Report:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cost import WARM_UP_INTERVALS, Cost, measure
 from gpt import GPT, GPTConfig
-from job import output_directory, process_group
+from job import output_directory, process_group, write_report
 from merged import merge_and_show, runs_of_this_job
 from monitor import load_config
 from monitor.pytorch import TrainerMon
@@ -48,14 +48,16 @@ def main() -> None:
 
 
 def conclude(cost: Cost | None, earlier: set[Path]) -> None:
-    """Say what was recorded and what it cost, and merge it.
+    """Say what was recorded and what it cost, merge it, and write the report.
 
     Args:
         earlier: Directories of ranks that were there before.
     """
     console, runs = Console(), runs_of_this_job(output_directory(), earlier)
     show(console, [run.directory for run in runs], cost)
-    merge_and_show(console, runs)
+    merged = merge_and_show(console, runs)
+    report = write_report(merged, runs[0].manifest.job_id, merged / "report.html")
+    console.print(f"Report in {report}: open it in a browser.", soft_wrap=True, highlight=False, markup=False)
 
 
 def train(steps: int) -> list[float]:
