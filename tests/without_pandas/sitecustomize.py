@@ -1,7 +1,7 @@
 """Hides pandas from an interpreter that begins with this folder on its path.
 
-Arrow imports pandas, where it is installed, with the first column of a process: 0.3 s for each of the hundreds of processes that
-tests start. The tests themselves have it.
+Arrow imports pandas, where it is installed, with the first column of a process: 0.3 s for each of the hundreds of
+processes that tests start. The tests themselves have it.
 """
 
 import sys
