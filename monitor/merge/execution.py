@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -141,6 +141,34 @@ class InProcess(Executor):
         return future
 
 
+class Pool(ProcessPoolExecutor):
+    """Processes, whose executor no interrupt leaves in the middle of something.
+
+    An interrupt may come after a process was started and before there is a thread that ends it. It may also come right after a
+    lock was taken and before the statement that releases it. Then the command would wait without end.
+    """
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        with _interrupted_afterwards():
+            return super().submit(fn, *args, **kwargs)
+
+
+@contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Hold an interrupt back until the block has ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python interrupts no other thread
+        return
+    interrupts: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
+    if interrupts:
+        signal.raise_signal(signal.SIGINT)
+
+
 @contextmanager
 def engine(workers: int = 1, dask: str | None = None, needs: str = "json") -> Iterator[tuple[Executor, int]]:
     """An executor, and how many tasks it works on at a time.
@@ -169,37 +197,16 @@ def _pool(workers: int, needs: str) -> Iterator[Executor]:
     # A forked child of a process with threads may hang; a new interpreter does not.
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_work, initargs=(needs,)) as pool:
+        with Pool(workers, mp_context=context, initializer=_begin_work, initargs=(needs,)) as pool:
             try:
-                with _interrupted_afterwards():
-                    for _ in range(workers):  # each starts a process, which gets ready while this one looks for work
-                        pool.submit(os.getpid)
+                for _ in range(workers):  # each starts a process, which gets ready while this one looks for work
+                    pool.submit(os.getpid)
                 yield pool
             except BaseException:
                 pool.shutdown(cancel_futures=True)  # what has not begun is wanted no more
                 raise
     except BrokenProcessPool as error:
         raise MergeError(f"{_DIED} Try fewer --workers.") from error
-
-
-@contextmanager
-def _interrupted_afterwards() -> Iterator[None]:
-    """Hold an interrupt back until the block has ended.
-
-    A pool that is interrupted after it has started a process, and before it has a thread that ends it, leaves that process
-    behind, and this one waits for it without end.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python interrupts no other thread
-        return
-    interrupts: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
-    if interrupts:
-        signal.raise_signal(signal.SIGINT)
 
 
 _DIED: Final = "a process that did the work has died: most often the system ends one when memory runs out."
@@ -293,8 +300,7 @@ def run(executor: Executor, workers: int, work: Callable[[Task], T], tasks: Iter
     waiting = iter(tasks)
     under_way = {executor.submit(work, task): task for task in islice(waiting, 2 * workers)}
     while under_way:
-        done, _ = wait(under_way, return_when=FIRST_COMPLETED)
-        for future in done:
+        for future in _done(under_way):
             yield under_way.pop(future), future.result()
             for task in islice(waiting, 1):
                 under_way[executor.submit(work, task)] = task
@@ -305,7 +311,21 @@ def run_in_order(executor: Executor, workers: int, work: Callable[[Task], T], ta
     waiting = iter(tasks)
     under_way = deque(executor.submit(work, task) for task in islice(waiting, 2 * workers))
     while under_way:
+        _done([under_way[0]])
         result = under_way.popleft().result()
         for task in islice(waiting, 1):
             under_way.append(executor.submit(work, task))
         yield result
+
+
+def _done(under_way: Collection[Future[T]]) -> set[Future[T]]:
+    """Those that are done, as soon as one is."""
+    done: set[Future[T]] = set()
+    while not done:
+        with _interrupted_afterwards():
+            done, _ = wait(under_way, timeout=INTERRUPTIBLE, return_when=FIRST_COMPLETED)
+    return done
+
+
+INTERRUPTIBLE: Final = 0.2
+"""Seconds after which a wait heeds an interrupt."""

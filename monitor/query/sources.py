@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import cached_property, partial
+from os import stat
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Final, NamedTuple
@@ -364,7 +365,7 @@ class MergedSet:
         """What changes if a file of this machine is replaced."""
         if self._folder.local is None:
             return None
-        status = (self._folder.local / file.path).stat()
+        status = stat(f"{self._folder.local}/{file.path}")
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def _schema(self, file: MergedFile) -> pa.Schema:

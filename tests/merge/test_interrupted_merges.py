@@ -8,9 +8,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,15 +162,24 @@ def test_where_a_worker_dies_that_is_said_and_nothing_is_left(job: Path) -> None
     assert {path.name for path in job.iterdir() if "merged" in path.name} <= {".merged.lock"}
 
 
-def test_an_interrupt_while_the_first_worker_starts_is_not_lost_and_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(ProcessPoolExecutor):
-        def _adjust_process_count(self) -> None:
-            super()._adjust_process_count()  # type: ignore[misc]
-            time.sleep(0.5)  # until the worker waits for work
-            os.kill(os.getpid(), signal.SIGINT)
+class InterruptedPool(execution.Pool):
+    """Interrupted when its first worker waits for work, and nothing would end that worker yet."""
 
-    monkeypatch.setattr(execution, "ProcessPoolExecutor", Interrupted)
+    def _adjust_process_count(self) -> None:
+        super()._adjust_process_count()  # type: ignore[misc]
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_while_the_first_worker_starts_is_not_lost_and_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "Pool", InterruptedPool)
     with pytest.raises(KeyboardInterrupt), execution.engine(2):
         pytest.fail("the interrupt was lost")
     assert until(lambda: not multiprocessing.active_children(), SOON)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_while_pieces_are_under_way_is_heeded() -> None:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt), ThreadPoolExecutor(1) as executor:
+        list(execution.run(executor, 1, time.sleep, [1.0]))
