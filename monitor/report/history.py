@@ -32,6 +32,8 @@ NARROWEST: Final = 0.05
 """The least standard deviation of a logarithm: weights change by a millionth in a step, and a hundredth is no fault."""
 SMALLEST: Final = 1e-38
 """Zero has no logarithm, and is treated as this."""
+ZERO: Final = np.float32(np.log(SMALLEST))
+"""Its logarithm, rounded as those of the histories."""
 SUDDEN: Final = 12.0
 """Standard deviations of a sudden change. It also is by ``FACTOR``: healthy gradients jump tenfold at times."""
 FACTOR: Final = 30.0
@@ -222,7 +224,7 @@ class KindHistory:
         low, median, high = (_taken(held, number * part // 4) for part in (1, 2, 3))
         deviation = np.maximum((high - low) / DEVIATIONS_OF, NARROWEST)
         apart = np.abs(logarithm - median)
-        apart[(logarithm <= np.log(SMALLEST)) & (held[0] <= np.log(SMALLEST))] = 0  # it is zero now and then
+        apart[(logarithm <= ZERO) & (held[0] <= ZERO)] = 0  # it is zero now and then
         judged = finite & (number >= WARM_UP)
         deviations = np.where(judged, apart / deviation, 0).astype(np.float32)
         cells = self._cells(recorded, matrix, judged, deviations)

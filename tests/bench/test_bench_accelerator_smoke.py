@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from evidence import PROVES
 from test_bench_smoke import cells_of, run
 
 
@@ -22,6 +23,7 @@ def test_kernels_prints_a_row_for_each_size_and_writes_all_figures_to_a_file(tmp
         assert {"monitor", "_foreach_norm", "five operators"} <= speed["seconds"].keys()
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 20 s: make prove runs it")
 def test_training_prints_what_each_monitor_costs_and_which_were_left_out(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     few = ["--models", "gpt2", "--modes", "eager", "--recorded", "training state"]

@@ -53,7 +53,7 @@ def test_an_interpreter_of_its_own_ends_in_the_same_way(launcher: Launcher, plai
 def test_a_library_that_is_loaded_late_does_not_take_leave_first(launcher: Launcher) -> None:
     """h5py gives up its conversions at exit, and was loaded by the switch to HDF5, long after the monitor."""
     config = {"dynamic_on": True, "wg_distribution": True, "ops": ["norm"]}
-    ended = launcher.run("late_format.py", config=config)
+    ended = launcher.start_interpreter("late_format.py", config=config).end()
     assert (ended.status, ended.warnings) == (0, []), ended.err
     (shard,) = launcher.base.glob("*-rank0-*/metrics_*.h5")
     assert sorted(set(read_hdf5(shard)["step"].to_pylist())) == [4, 5]

@@ -71,7 +71,7 @@ def test_kurtosis_is_that_of_the_finite_elements(make: Callable[..., Reduce], of
         for name, case in of().items()
         if case.x.dtype in (torch.float32, torch.float64) and not name.endswith("of 1e-38")  # the device flushes those to zero
     ]
-    for x in cases if PROVES else cases[::3]:  # the device compiles its operators for every shape
+    for x in cases if PROVES else cases[::9]:  # the device compiles its operators for every shape
         assert_agrees(make(higher=True)(Tensor(x.numpy())), x, EPS, 1e-5, higher=True)
 
 

@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 from demo_runs import ROOT, run_python
+from evidence import PROVES
 
 import browser
 import take_metrics
 import tensorboard_page
 
-pytestmark = pytest.mark.skipif(browser.program() is None, reason="no Chromium is installed")
+pytestmark = [
+    pytest.mark.skipif(browser.program() is None, reason="no Chromium is installed"),
+    pytest.mark.skipif(not PROVES, reason="make prove takes the pictures of the documents"),
+]
 
 
 def test_a_run_is_trained_shown_and_pictured(tmp_path: Path) -> None:
