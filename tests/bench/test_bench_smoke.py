@@ -14,6 +14,7 @@ from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
 import pytest
+from evidence import PROVES
 from hanging import IDLE_S
 
 import monitor.pytorch  # noqa: F401  before the forks
@@ -122,6 +123,7 @@ def test_the_turns_of_a_round_begin_with_another_process_each_time(monkeypatch: 
     assert [rotated("abc", number) for number in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 12 s: make prove runs it")
 def test_collectives_prints_what_a_call_costs_unmonitored_and_monitored() -> None:
     done = run("collectives.py", "--steps", "3", "--calls", "2")
     assert (done.returncode, done.stderr) == (0, "")
