@@ -171,7 +171,7 @@ def opened(source: Source) -> Iterator[h5g.GroupID]:
 
     Raises:
         OSError: it cannot be opened, or is not HDF5.
-        NotAShardError: the content is not HDF5.
+        NotAShardError: the content is not HDF5, or is damaged.
     """
     if isinstance(source, Path):
         file = h5f.open(bytes(source), h5f.ACC_RDONLY, _access())
@@ -181,9 +181,16 @@ def opened(source: Source) -> Iterator[h5g.GroupID]:
         except (OSError, RuntimeError, ValueError) as error:
             raise NotAShardError(str(error)) from error
     try:
-        yield h5g.open(file, b"/")
+        yield _root(file)
     finally:
         file.close()
+
+
+def _root(file: h5f.FileID) -> h5g.GroupID:
+    try:
+        return h5g.open(file, b"/")
+    except _FOREIGN as error:
+        raise NotAShardError(str(error)) from error
 
 
 def look(source: Source) -> tuple[arrow.ShardMetadata, dict[str, int]]:
