@@ -74,6 +74,7 @@ def test_precision_dump_prints_what_a_dumped_step_takes(tmp_path: Path) -> None:
     assert row[6] == f"{found['step'] / found['plain']:.2f}"
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 16 s of five processes: make prove runs it")
 def test_overhead_prints_what_being_monitored_costs_and_writes_all_figures_to_a_file(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = run("overhead.py", "--quick", "--monitors", "ours", "--json", str(figures))
@@ -101,6 +102,7 @@ def test_overhead_leaves_the_peer_out_and_says_why_when_its_interpreter_cannot_i
     assert "has no torch or no msprobe" in done.stdout
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 4 s: make prove runs it")
 def test_a_measured_process_that_fails_is_reported_with_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +203,7 @@ def test_merging_prints_what_the_command_takes_and_what_reading_the_same_files_t
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 4 s: make prove runs it")
 def test_ranking_prints_what_the_command_takes_for_each_shape_of_events(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     size = ("--events", "400", "--ranks", "4", "--stages", "2", "--layers", "1", "--micro-steps", "2")
@@ -220,6 +223,7 @@ def test_dynamic_prints_what_a_step_pays_while_nothing_changes(tmp_path: Path) -
     assert [each["process"] for each in found] == ["alone", "rank 0 of 2"]
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 3 s: make prove runs it")
 def test_features_prints_what_each_costs_and_what_attention_takes(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = run("features.py", "--quick", "--json", str(figures))

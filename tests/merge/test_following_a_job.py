@@ -56,7 +56,7 @@ class Reader(Thread):
             while not self.stop.is_set():
                 for kind in KINDS if (self._output / "report.json").exists() else ():
                     self._read(kind)
-                time.sleep(0.1)
+                time.sleep(0.4)
         except BaseException as error:  # told by the test
             self.wrong = repr(error)
 
@@ -131,7 +131,7 @@ def written(output: Path) -> list[str]:
     return sorted(os.listdir(output / "per_rank")) if (output / "per_rank").exists() else []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", sampled([signal.SIGTERM, signal.SIGINT]))
 def test_interrupted_it_says_how_to_continue_and_leaves_a_set_that_can_be_finished(
     launcher: Launcher, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any, TypeVar
 
 import mindspore as ms
@@ -13,7 +14,8 @@ from reading_back import EVERYTHING, Output, Row
 from training import inputs
 from watching_cells import written
 
-from monitor.mindspore import TrainerMon
+from monitor.mindspore import TrainerMon, tensor_reader
+from monitor.stats.mindspore import tensors
 
 __all__ = ["EVERYTHING", "Output", "Row"]
 
@@ -32,6 +34,17 @@ def attached(
     monitor = TrainerMon(written(output, **config))
     monitor.set_monitor(model, grad_acc_steps, optimizer, start_iteration=start_iteration)
     return monitor
+
+
+def as_measured(tmp: Path, patched: pytest.MonkeyPatch, *, there: bool) -> Output:
+    """A base directory for what is measured on the host, or ``there``: as on a device, on tensors in host memory."""
+    base = tmp / f"there-{there}" / "out"
+    base.mkdir(parents=True)
+    patched.setenv("MONITOR_OUTPUT_DIR", str(base))
+    if there:
+        for reads in (tensors, tensor_reader):
+            patched.setattr(reads, "on_the_host", lambda: False)
+    return Output(base)
 
 
 def with_fixed_weights(net: Cell) -> Cell:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from attaching import attached
+from attaching import as_measured, attached
 from mindspore import dtype as types, nn
 from mindspore.experimental import optim
 from reading_back import Output
 from watching_cells import OPS, TwoLayers, train
 
 from monitor.mindspore import tensor_reader
-from monitor.stats.mindspore import tensors
 
 ALL: dict[str, Any] = {
     "xy_distribution": True,
@@ -35,18 +34,13 @@ def rows_of(output: Output) -> dict[tuple[str, str, int], dict[str, Any]]:
 
 
 def rows_and_losses(tmp: Any, patched: pytest.MonkeyPatch, *, there: bool) -> tuple[Any, Any]:
-    base = tmp / f"there-{there}" / "out"
-    base.mkdir(parents=True)
-    patched.setenv("MONITOR_OUTPUT_DIR", str(base))
-    if there:
-        patched.setattr(tensors, "on_the_host", lambda: False)
-        patched.setattr(tensor_reader, "on_the_host", lambda: False)
+    output = as_measured(tmp, patched, there=there)
     net = TwoLayers()
     net.b.to_float(types.float16)
     optimizer = optim.AdamW(net.trainable_params(), 0.01)
-    with attached(Output(base), net, optimizer, **ALL):
+    with attached(output, net, optimizer, **ALL):
         losses = train(net, optimizer, range(4))
-    return rows_of(Output(base)), losses
+    return rows_of(output), losses
 
 
 def test_the_rows_are_those_of_the_host_also_where_a_cell_computes_in_float16(

@@ -23,7 +23,7 @@ from monitor.series import Placement
 STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 1
 PARAMETERS = ("first.weight", "first.bias", "second.weight", "second.bias")
 SHAPES = dict(zip(PARAMETERS, ([5, 4], [5], [2, 5], [2]), strict=True))
-OF_EVERY_RANK = {"actv", "actv_grad", "grad_unreduced", "other"}
+OF_EVERY_RANK = {"actv", "actv_grad", "grad_unreduced", "other", "run"}
 OF_THE_FIRST = {"grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq"}
 
 Numbers = np.ndarray[Any, Any]
@@ -31,7 +31,7 @@ Numbers = np.ndarray[Any, Any]
 
 @pytest.fixture(scope="module")
 def job(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return ended_job("data_parallel.py", tmp_path_factory.mktemp("job"), base, 2)
+    return ended_job("data_parallel.py", tmp_path_factory.mktemp("job"), base, 2, msrun=True)
 
 
 @pytest.fixture

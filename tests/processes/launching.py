@@ -32,7 +32,9 @@ EVERY_STEP: dict[str, Any] = {
 """What is recorded in these tests: six kinds, each of which has rows in every step."""
 
 
-TORCH = "torch"
+NURSERY = "NURSERY_OF_TESTS"
+"""The variable that says where the processes are that fork scripts: one of each for all workers."""
+TORCH, MINDSPORE = "torch", "mindspore"
 PRELOADS = {
     # An optimizer's first step imports torch._dynamo.
     TORCH: ("torch", "torch._dynamo", "monitor.pytorch", "monitor.sinks.csv", "monitor.sinks.hdf5", "monitor.sinks.parquet"),
@@ -41,8 +43,11 @@ PRELOADS = {
     "lightning": ("lightning.pytorch",),
     "megatron": ("megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt", "megatron.core.pipeline_parallel"),
     "transformers": ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate.utils"),
+    MINDSPORE: ("mindspore.communication", "monitor.mindspore", "monitor.sinks.csv", "monitor.sinks.hdf5"),
 }
-"""What scripts find imported already: torch, and as they ask the frameworks that take more than half a second each time."""
+"""What scripts find imported already: torch, and as they ask the frameworks that take more than half a second each time; or
+MindSpore alone.
+"""
 
 
 class Ended(NamedTuple):
@@ -115,12 +120,17 @@ class Nursery:
         """Of what ``Requests`` has prepared there."""
         self._directory = directory
 
+    @classmethod
+    def of_all_tests(cls) -> Nursery:
+        """The one of this run of tests."""
+        return cls(Path(os.environ[NURSERY]))
+
     def fork(self, request: dict[str, Any], preload: str = "") -> ForkedChild:
         """Fork a script from the process that has imported what ``PRELOADS`` has under this name."""
         place, preload = Path(request["place"]), preload or TORCH
         with open(self._directory / "lock", "w", encoding="utf-8") as lock:  # a pipe may take only a part of a line at once
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for name in dict.fromkeys((TORCH, preload)):
+            for name in dict.fromkeys((preload if preload == MINDSPORE else TORCH, preload)):
                 if not (self._directory / name / "started").exists():
                     self._start(name)
             self._ask(preload, request)
@@ -132,7 +142,7 @@ class Nursery:
         (place / "started").touch()
         request = {"place": str(place), "requests": str(place / "requests"), "modules": PRELOADS[name]}
         request["environment"] = {"DS_ACCELERATOR": "cpu"} if name == "deepspeed" else {}
-        if name == TORCH:
+        if name in (TORCH, MINDSPORE):
             command = [sys.executable, str(SCRIPTS / "nursery.py"), json.dumps(request)]
             environment = _surroundings() | {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # a thread of Arrow's
             self._first = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -286,7 +296,7 @@ class Launcher:
     def _environment(self, place: Path, config: dict[str, Any] | None, base: Path, own: dict[str, str]) -> dict[str, str]:
         environment = _surroundings() | {"MONITOR_OUTPUT_DIR": str(base)} | own
         if config is not None:
-            (place / "config.json").write_text(json.dumps(config))
+            (place / "config.json").write_text(json.dumps({"run_numbers": False, **config}))
             environment["MONITOR_CONFIG"] = str(place / "config.json")
         return environment
 

@@ -302,7 +302,7 @@ def test_steps_between_a_kill_and_the_step_that_is_resumed_at_are_dropped_and_th
     config = CONFIG | {"format": format_, "step_count_per_record": 5}
     whole, job = Job(launcher, launcher.base / "whole", config), Job(launcher, launcher.base / "killed", config)
     whole.run(0)
-    (run,) = job.start(0, 15)
+    (run,) = job.start(0, 15, "waits")  # otherwise it may have ended by itself before it is killed
     run.wait_for("delivered 6")
     run.send(signal.SIGKILL)
     run.end()

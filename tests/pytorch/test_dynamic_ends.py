@@ -127,9 +127,9 @@ def test_many_switches_leave_no_hook_no_thread_no_row_and_no_memory_behind(
     gc.collect()
     gc.freeze()  # what was there before is not looked through
     one.train(1)
-    switch(one, 100, **many)
+    switch(one, examples(20, 100), **many)
     objects, before, memory = living(), held_by(one), resident_bytes()
-    switch(one, examples(250, 900), **many)
+    switch(one, examples(220, 900), **many)
     assert held_by(one) == before
     deadline = time.monotonic() + 20
     while (more := many_more(objects, few)) and time.monotonic() < deadline:

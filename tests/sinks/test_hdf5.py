@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pyarrow as pa
 import pytest
+from evidence import examples
 from sink_rows import SIX_OPS, Measured, Rank, partials_of
 from spool_forms import BOTH, W, write
 
@@ -206,7 +207,7 @@ from sink_rows import Measured, Rank
 from monitor.sinks.hdf5 import Hdf5Sink
 out = Path({out!r})
 rank = Rank(out, steps_per_record=2)
-rows = [rank.step(step, {{"actv": [Measured(f"w{{i}}") for i in range(300)]}}) for step in range(400)]
+rows = [rank.step(step, {{"actv": [Measured(f"w{{i}}") for i in range(300)]}}) for step in range({steps})]
 sink = Hdf5Sink(rank.context)
 def work():
     for step in rows:
@@ -217,7 +218,7 @@ def work():
 done = []
 writer = threading.Thread(target=work)
 writer.start()
-for number in range(20):
+for number in range({children}):
     child = os.fork()
     if not child:
         with h5py.File(out.with_name(f"child{{number}}.h5"), "w") as file:
@@ -231,9 +232,10 @@ writer.join()
 
 def test_children_forked_meanwhile_use_h5py_themselves_and_leave_the_shards_alone(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    program = FORKING.format(tests=str(Path(__file__).parent), out=str(out))
+    children = examples(8, 20)
+    program = FORKING.format(tests=str(Path(__file__).parent), out=str(out), steps=20 * children, children=children)
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, check=True, timeout=600)
-    assert len(list(tmp_path.glob("child*.h5"))) == 20
+    assert len(list(tmp_path.glob("child*.h5"))) == children
     steps = [step for name in os.listdir(out) for step in steps_in(out / name)]
     assert sorted(list(range(max(steps) + 1)) * 300) == sorted(steps)
 

@@ -58,13 +58,16 @@ def run(tmp_path_factory: pytest.TempPathFactory, train_ranks: TrainRanks) -> Ru
         (base / "train.yaml").write_text(YAML.format(base=base))
         (base / "board" / "rank_0").mkdir(parents=True)
         (base / "board" / "rank_0" / "mine.txt").write_text("kept")
-        told, said = train_ranks(base, "metrics_of_ranks.py", how, base / "train.yaml", base)
+        told, said = train_ranks(base, "metrics_of_ranks.py", how, base / "train.yaml", base, preload=PRELOADED.get(how, ""))
         return Job(base, told, [scalars(base / "board" / f"rank_{rank}") for rank in range(2)], said)
 
     return run
 
 
-@pytest.fixture(scope="module", params=["loop", "huggingface", "lightning"])
+PRELOADED = {"huggingface": "transformers", "lightning": "lightning"}
+
+
+@pytest.fixture(scope="module", params=["loop", *PRELOADED])
 def job(request: pytest.FixtureRequest, run: Run) -> Job:
     return run(request.param)
 
@@ -172,7 +175,7 @@ def test_the_loss_of_lightning_is_the_sum_of_micro_batches(run: Run) -> None:
 def test_what_is_left_at_the_end_is_written_when_the_interpreter_exits(tmp_path: Path, nursery: Nursery) -> None:
     (tmp_path / "train.yaml").write_text(YAML.format(base=tmp_path))
     launcher = Launcher(tmp_path, nursery)
-    ended = launcher.start_interpreter(str(SCRIPTS / "metrics_left_open.py"), tmp_path / "train.yaml").end()
+    ended = launcher.run(str(SCRIPTS / "metrics_left_open.py"), tmp_path / "train.yaml")
     assert launcher.clean_up() == ([], [])
     assert ended.status == 0, ended.err
     shown = scalars(tmp_path / "board" / "rank_0")

@@ -70,9 +70,9 @@ def settle(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv = request["command"]
-    sys.path[0] = os.path.dirname(sys.argv[0])
+    sys.path[0:1] = [os.path.dirname(sys.argv[0]), *request.get("path", [])]
     for number, path in enumerate((os.devnull, f"{request['place']}/out", f"{request['place']}/errors")):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)  # both may be one file
         os.dup2(descriptor, number)
         os.close(descriptor)
     faulthandler.enable()  # whatever crashes says in whose hands it was

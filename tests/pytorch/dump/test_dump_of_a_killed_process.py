@@ -6,19 +6,17 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from dumping import Dump
+from launching import Launcher, Nursery, Started
 from typer.testing import CliRunner
 
 from monitor.dump.cli import app
 from monitor.dump.files import DATA, FILE, LONGEST
-
-ROOT = Path(__file__).parents[3]
 
 KILLED = """
 import os, signal, sys, time
@@ -69,16 +67,24 @@ dist.destroy_process_group()
 """
 
 
-def started(script: str, *arguments: object) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", script, *map(str, arguments)], env=environment)
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path_factory.mktemp("processes"), nursery)
+    yield launcher
+    assert launcher.clean_up() == ([], [])
+
+
+def started(launcher: Launcher, script: str, *arguments: object) -> Started:
+    path = launcher.base.with_name(f"{zlib.crc32(script.encode())}.py")
+    path.write_text(script)
+    return launcher.start(str(path), *arguments)
 
 
 @pytest.fixture(scope="module")
-def exited(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exited(tmp_path_factory: pytest.TempPathFactory, launcher: Launcher) -> Path:
     """Where a process has dumped that ended without ``stop``."""
     directory = tmp_path_factory.mktemp("exited")
-    assert started(EXITS, directory).wait(60) == 0
+    assert started(launcher, EXITS, directory).end().status == 0
     return directory
 
 
@@ -92,15 +98,17 @@ def assert_recovered(directory: Path) -> None:
     assert len(dump.stack) == 1
 
 
-def test_what_a_killed_process_had_dumped_is_recovered(tmp_path: Path) -> None:
-    assert started(KILLED, tmp_path, "tensor", "torn").wait(60) == -signal.SIGKILL
+def test_what_a_killed_process_had_dumped_is_recovered(tmp_path: Path, launcher: Launcher) -> None:
+    assert started(launcher, KILLED, tmp_path, "tensor", "torn").end().status == -signal.SIGKILL
     assert_recovered(tmp_path)
 
 
-def test_a_complete_dump_outlives_a_second_run_that_is_killed_and_the_recovery_of_that(exited: Path, tmp_path: Path) -> None:
+def test_a_complete_dump_outlives_a_second_run_that_is_killed_and_the_recovery_of_that(
+    exited: Path, tmp_path: Path, launcher: Launcher
+) -> None:
     shutil.copytree(exited, tmp_path, dirs_exist_ok=True)
     complete = (tmp_path / "step0" / "rank0" / "dump.json").read_bytes()
-    assert started(KILLED, tmp_path, "statistics", "whole").wait(60) == -signal.SIGKILL
+    assert started(launcher, KILLED, tmp_path, "statistics", "whole").end().status == -signal.SIGKILL
     assert_recovered(tmp_path)
     assert (tmp_path / "step0.left1" / "rank0" / "dump.json").read_bytes() == complete
 
@@ -209,9 +217,9 @@ def test_a_process_that_ends_without_stop_has_complete_files(exited: Path) -> No
     assert not (dump.directory / FILE).exists()
 
 
-def test_two_ranks_have_a_directory_each_and_what_they_have_sent_and_received(tmp_path: Path) -> None:
-    ranks = [started(RANKS, tmp_path, rank) for rank in range(2)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
+def test_two_ranks_have_a_directory_each_and_what_they_have_sent_and_received(tmp_path: Path, launcher: Launcher) -> None:
+    ranks = [started(launcher, RANKS, tmp_path, rank) for rank in range(2)]
+    assert [rank.end().status for rank in ranks] == [0, 0]
     for rank in range(2):
         directory = tmp_path / "out" / "step0" / f"rank{rank}"
         data = json.loads((directory / "dump.json").read_text())["data"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from launching import Launcher, Nursery
 from torch import nn
 
 from monitor.pytorch import seed_all
@@ -125,9 +126,13 @@ assert torch.equal(q, compiled(q))
 """
 
 
-def test_compilers_still_take_what_drops() -> None:
+def test_compilers_still_take_what_drops(tmp_path: Path, nursery: Nursery) -> None:
     """In a process of its own: a compiler keeps the functions that it has found, also after a test has put them back."""
-    subprocess.run([sys.executable, "-c", COMPILED], check=True, timeout=600)
+    (tmp_path / "compiled.py").write_text(COMPILED)
+    launcher = Launcher(tmp_path, nursery)
+    ended = launcher.run(str(tmp_path / "compiled.py"))
+    assert launcher.clean_up() == ([], [])
+    assert ended.status == 0, ended.err
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 32, 1.5, True])

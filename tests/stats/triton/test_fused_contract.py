@@ -27,7 +27,7 @@ COARSE = Blocks(lanes=8192, rows=16, parts=4, tiles=4)
 class TestFusedKernel(TensorContract):
     def held(self, cases: Corpus) -> Corpus:
         """Of the long ones the smallest and the largest; the interpreter takes half a second for each."""
-        return dict(sampled(list(cases.items()), 0, 8)) if cases is corpus.long_magnitudes() else cases
+        return dict(sampled(list(cases.items()), 0, -1)) if cases is corpus.long_magnitudes() else cases
 
     def test_every_dtype_agrees_with_the_reference(self, make: Make) -> None:  # noqa: ARG002
         """Without the portable kernel's help."""
