@@ -67,6 +67,7 @@ class CommandEntry(NamedTuple):
 COMMANDS: Final = {
     "merge": CommandEntry("monitor.merge.cli", "app", "Merge what the ranks of a job recorded into one data set."),
     "report": CommandEntry("monitor.report.cli", "app", "Say whether a run is healthy, and what broke first."),
+    "top": CommandEntry("monitor.top.cli", "app", "Show a running job: ranks, loss, unusual tensors, alerts."),
     "query": CommandEntry("monitor.query.cli", "app", "Answer a query about what a job recorded."),
     "rank-anomalies": CommandEntry(
         "monitor.anomalies.ranking.cli", "app", "Order the events of all ranks, and find the first fault."

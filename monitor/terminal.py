@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the training process formats alerts with `plain`, and must not import rich
     from rich.console import Console
@@ -20,3 +22,17 @@ def say(console: Console, text: str, style: str = "") -> None:
     """Print lines without wrapping them at the console's width: a truncated path would be useless."""
     lines = "\n".join(map(plain, text.split("\n")))
     console.print(lines, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def in_json(value: Any) -> Any:
+    """A value as JSON takes it, also within a list or a struct: ``nan``, ``inf`` and ``-inf`` are texts.
+
+    DuckDB's sums of integers are decimal numbers.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, list | tuple):
+        return [in_json(one) for one in value]
+    return {name: in_json(one) for name, one in value.items()} if isinstance(value, dict) else value

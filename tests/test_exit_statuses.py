@@ -112,6 +112,13 @@ CASES: dict[str, list[tuple[int, Make]]] = {
         (1, recorded(0, steps=0)),
         (2, nothing),
     ],
+    "monitor-top": [
+        (0, recorded(0, steps=20)),
+        (1, recorded(0, dropped="no room")),
+        (1, recorded(0, world=2)),
+        (1, recorded(0, steps=20, value=float("nan"))),
+        (2, nothing),
+    ],
     "monitor-query": CONVERSION,
     "monitor-convert": CONVERSION,
     "monitor-csv2tensorboard": CONVERSION,

@@ -11,17 +11,19 @@ import math
 import os
 import socket
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from threading import Lock
+from time import thread_time
 from typing import Any, Final
 
 from monitor.coordinator import manifest_format
 from monitor.coordinator.manifest_format import StepRange
 from monitor.coordinator.output import DirectoryLock, JobIdentity, write_whole
+from monitor.coordinator.progress import Pulse, RecordedCounts
 from monitor.coordinator.resume import Earlier, Timeline
 from monitor.coordinator.series_file import MOST_EDGES, Flow, Measured, SeriesFile
 from monitor.failures import Failures
@@ -95,10 +97,13 @@ class Manifest:
         self._closed = False
         self._warned_of_lost = False
         self._series_on_disk = ""
+        self._writer_seconds = 0.0
+        self._pulse = Pulse(directory, facts.identity.job_id, facts.world_size, self._counts, failures)
 
     def written(self, rows: StepRows) -> None:
         """Every sink has taken in the step."""
         self._recorded.add(rows)
+        self._writer_seconds = thread_time()
         self._warn_of_lost_steps()
 
     def dropped(self, step: int, reason: str) -> None:
@@ -146,6 +151,13 @@ class Manifest:
         """From this step on, this rank does not know the decision of the others; None: it knows again."""
         self._undecided_since = since
 
+    def watch_steps(self, step_in_progress: Callable[[], int]) -> None:
+        """Give signs of life from now on (``progress.json``), which say in which step training is.
+
+        The call must not wait, and must keep no model alive.
+        """
+        self._pulse.start(step_in_progress)
+
     def save(self) -> None:
         """Rewrite the files atomically: a reader finds this state or the one before.
 
@@ -160,7 +172,9 @@ class Manifest:
         Raises like ``save``.
         """
         self._closed = True
+        self._pulse.stop()
         self._save(durable=True)
+        self._pulse.remove()
         if self._directory_lock is not None:
             self._directory_lock.release()
 
@@ -198,6 +212,9 @@ class Manifest:
             undecided_since=self._undecided_since,
         )
 
+    def _counts(self) -> RecordedCounts:
+        return RecordedCounts(*self._recorded.counts(), sum(self._counted().values()), self._writer_seconds)
+
     def _counted(self) -> Counter[str]:
         """A copy of the failure counts. ``dict`` copies atomically, so that a concurrent report does no harm."""
         return Counter(dict(self._failures.counts))
@@ -231,6 +248,11 @@ class _RecordedSteps:
     def lose(self, step: int, sink: str, reason: str) -> None:
         with self._lock:
             self._timeline.lose(step, sink, reason)
+
+    def counts(self) -> tuple[int, int, int]:
+        """The last step written, and the numbers of steps written and dropped."""
+        with self._lock:
+            return self._timeline.newest, *self._timeline.counts
 
     def copy(self) -> tuple[dict[str, Any], SeriesFile | None]:
         """The current fields of ``ManifestRecord`` for steps, and the series table."""

@@ -175,6 +175,11 @@ class Timeline:
         """The last of the steps written; -1 if there are none."""
         return self._written.newest
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many steps were written, and how many dropped."""
+        return self._written.count, sum(steps.count for _, steps in self._dropped.items())
+
     def correct(self, ranges: Iterable[tuple[int, int]], held: Mapping[str, Collection[int]], cut: Iterable[int]) -> None:
         """Correct the timeline by the earlier run's files: it may have been killed after its last save.
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
-from decimal import Decimal
 from typing import Annotated, Any, Final
 
 import pyarrow as pa
@@ -16,7 +14,7 @@ from rich.console import Console
 
 from monitor.cli import Job, Version, command_app
 from monitor.query.opened import OpenedRun, open_run
-from monitor.terminal import CLEAN, FLAWED, NOTHING, plain, say
+from monitor.terminal import CLEAN, FLAWED, NOTHING, in_json, plain, say
 
 MOST_SHOWN: Final = 100
 """Rows of a table for a terminal."""
@@ -149,21 +147,10 @@ def _print_json(answer: pa.Table) -> None:
         raise ValueError(f"the answer has several columns {twice[0]!r}. Name them apart: select … as …")
     before = "[\n"
     for row in _rows(answer):
-        values = map(_in_json, row)
+        values = map(in_json, row)
         typer.echo(before + json.dumps(dict(zip(answer.column_names, values, strict=True)), default=str), nl=False)
         before = ",\n"
     typer.echo("\n]" if answer.num_rows else "[]")
-
-
-def _in_json(value: Any) -> Any:
-    """Also of the values in a list or a struct. DuckDB's sums of integers are decimal numbers."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
-    if isinstance(value, list | tuple):
-        return [_in_json(one) for one in value]
-    return {name: _in_json(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def _print_table(answer: pa.Table, console: Console) -> None:
