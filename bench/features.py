@@ -85,7 +85,13 @@ def configured(workload: Workload, directory: Path) -> Mapping[str, Path]:
     wanted |= OF_THE_STEP
     paths = {name: directory / f"config-{number}.json" for number, name in enumerate(wanted)}
     for name, fields in wanted.items():
-        common = {"recording_l2_features": "l2_targets" in fields, "step_interval": 2, "format": "csv", "ops": ["norm"]}
+        common = {
+            "recording_l2_features": "l2_targets" in fields,
+            "step_interval": 2,
+            "format": "csv",
+            "ops": ["norm"],
+            "run_numbers": False,
+        }
         paths[name].write_text(json.dumps({**common, **fields}))
     return paths
 

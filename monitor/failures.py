@@ -80,6 +80,7 @@ class Failures:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.counts: Counter[str] = Counter()
+        self._advised: set[str] = set()
         self._deferred: EarlierFailure | None = None
         self._reraised: BaseException | None = None
 
@@ -95,6 +96,12 @@ class Failures:
     def warn(self, cause: str, message: str) -> None:
         """Count ``cause`` and log ``message`` the first time."""
         self._once(cause, message, None)
+
+    def advise(self, cause: str, message: str) -> None:
+        """Log ``message`` the first time. Nothing is lost, so it is not counted."""
+        if cause not in self._advised:
+            self._advised.add(cause)
+            LOGGER.warning("[rank %d] %s", self.rank, message)
 
     def _once(self, cause: str, message: str, error: BaseException | None) -> None:
         self.counts[cause] += 1

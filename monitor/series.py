@@ -118,6 +118,7 @@ class Kind:
         of_elements: Whether the partial ``count`` counts elements of a tensor.
         watcher: For kinds of ``l2_targets``: ``module:class`` of the ``FeatureWatcher`` that measures it.
         suffix: What the name of a series has after the name of the module.
+        of_ranks: Whether its rows belong to ranks alone, so that a merge has no rows of whole tensors of it.
     """
 
     name: str
@@ -140,6 +141,7 @@ class Kind:
     of_elements: bool = True
     watcher: str = ""
     suffix: str = ""
+    of_ranks: bool = False
 
 
 def _activation(name: str, phase: Literal["forward", "backward"]) -> Kind:
@@ -177,6 +179,12 @@ CALL_KIND: Final = "other"
 """One row per communication operator and step, which combines its calls, and rows of scalars."""
 DIRECTION_KIND: Final = "mg_direction"
 """The fraction of gradient elements whose sign equals the momentum's. In files it is a scalar of kind ``other``."""
+RUN_KIND: Final = "run"
+"""The run's own numbers: what the loop logs, learning rates, and the total norm of gradients."""
+GRAD_NORM: Final = "grad_norm"
+"""Among them the norm of all gradients as one vector, before clipping."""
+CLIPPED_NORM: Final = "grad_norm_clipped"
+"""The same after clipping."""
 
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _GRADIENT_AND_MOMENTS: Final = ("grad_reduced", *_MOMENTS)
@@ -199,7 +207,7 @@ KIND_TABLE: Final = (
     _moment("exp_avg_sq"),
     _moment("max_exp_avg_sq", estimated=False),
     Kind(CALL_KIND),
-    Kind(REPLICA_KIND),
+    Kind(REPLICA_KIND, of_ranks=True),
     # Queries, and over them the sums of the entropy of the attention weights and of their greatest.
     _feature(
         "attention_hook",
@@ -253,6 +261,16 @@ KIND_TABLE: Final = (
     # Vectors that Adam computes from its moments.
     _of_step("adam_update", "ur_distribution", fed_by=_GRADIENT_AND_MOMENTS, signed=True),
     _of_step("adam_ratio", "ur_distribution", fed_by=_GRADIENT_AND_MOMENTS, signed=True),
+    # Numbers, and their sum.
+    Kind(
+        RUN_KIND,
+        "run_numbers",
+        phase="step",
+        estimated=False,
+        columns=(Column("value", "mean", "sum", "never"),),
+        of_elements=False,
+        of_ranks=True,
+    ),
 )
 """Every kind, in the order in which a step's rows are stored."""
 
@@ -272,6 +290,8 @@ WATCHED_KINDS: Final = {kind.name: kind for kind in KIND_TABLE if kind.watcher}
 """Kinds of the modules that ``l2_targets`` names."""
 MICRO_STEP_KINDS: Final = frozenset(_names(lambda kind: kind.per_micro_step))
 """Kinds with a row for each micro-step, unless they are combined."""
+KINDS_OF_RANKS: Final = _names(lambda kind: kind.of_ranks)
+"""Kinds without rows of whole tensors."""
 SIGNED_KINDS: Final = _names(lambda kind: kind.signed)
 """Kinds with histograms of signed numbers."""
 

@@ -101,6 +101,7 @@ class TestDefaults:
             "warn_files_per_step": 10_000,
             "replica_check": None,
             "on_alert": None,
+            "run_numbers": None,
         }
         assert load("{}").step_count_per_record == 1
 

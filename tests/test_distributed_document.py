@@ -60,8 +60,8 @@ def test_two_ranks_record_what_the_page_says(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     first, second = sorted(tmp_path.glob("monitor_output/*-rank*"), key=lambda path: path.name.split("-rank")[1])
-    assert {path.name.rsplit("_", 1)[0] for path in first.glob("*.csv")} == {"grad_unreduced", "grad_reduced"}
-    assert {path.name.rsplit("_", 1)[0] for path in second.glob("*.csv")} == {"grad_unreduced"}
+    assert {path.name.rsplit("_", 1)[0] for path in first.glob("*.csv")} == {"grad_unreduced", "grad_reduced", "run"}
+    assert {path.name.rsplit("_", 1)[0] for path in second.glob("*.csv")} == {"grad_unreduced", "run"}
 
 
 def test_the_way_to_attach_and_the_way_to_read_what_a_row_is(
@@ -74,7 +74,8 @@ def test_the_way_to_attach_and_the_way_to_read_what_a_row_is(
     (shown,) = re.findall(r"monitor_output/\S+-rank0-\w+", READING)
     exec(READING.replace(shown, str(directory)), {})
     printed = [line.split(" Placement")[0] for line in capsys.readouterr().out.splitlines()]
-    assert printed == [f"{kind} {name}" for kind in ("param_origin", "param_updated") for name in ("weight", "bias")]
+    weights = [f"{kind} {name}" for kind in ("param_origin", "param_updated") for name in ("weight", "bias")]
+    assert printed == [*weights, "run learning_rate.0"]
 
 
 def test_the_trainer_callback_attaches(training: dict[str, Any]) -> None:

@@ -205,6 +205,7 @@ UPDATES = Capability("updates")
 COMMUNICATION = Capability("communication")
 ALERTS = Capability("alerts")
 FEATURES = Capability("features")
+RUN = Capability("the run's own numbers")
 STRUCTURE = Capability("structure")
 STATISTICS = Capability("statistics")
 OUTPUT = Capability("output")
@@ -353,6 +354,9 @@ class Settings(_StrictModel):
     update_ratio: Annotated[bool, UPDATES] = False
     """Record the norm of each step's update over the norm of the weight. Keeps a copy of the targeted weights during the
     step."""
+    run_numbers: Annotated[bool | None, RUN] = None
+    """Record the run's own numbers in each step: learning rates, the total norm of gradients before and after clipping, and
+    what the loop passes to `TrainerMon.log`. Null: if nothing else is recorded, only what is passed to `log`."""
     cc_distribution: Annotated[CcDistribution, COMMUNICATION] = CcDistribution()
     """What to record of communication operators."""
     alert: Annotated[Alert, ALERTS] = Alert()

@@ -21,7 +21,7 @@ from monitor.merge.discovery import SetAside
 from monitor.merge.rows import Rows, Source, Told, counts_elements, gathered, of_piece, read
 from monitor.merge.statistics import WEIGHTED, WHOLE_ONLY, Flags, Index, Statistics, combined
 from monitor.merge.tensors import UNKNOWN, Catalogue
-from monitor.series import NO_MICRO_STEP, REPLICA_KIND
+from monitor.series import KINDS_OF_RANKS, NO_MICRO_STEP, REPLICA_KIND
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import FEATURES, own_columns
 from monitor.stats.histograms import MAGNITUDES, histogram_text
@@ -189,7 +189,7 @@ def _combine(piece: Piece, rows: Rows, statistics: Statistics, runs: pa.Table, o
         facts = _facts(written, outcome.steps)
         piece.write(per_rank_rows(piece.columns, runs, written, statistics.take(own)), facts, piece.outputs[0])
     del written
-    if outcome.rows and piece.kind != REPLICA_KIND:
+    if outcome.rows and piece.kind not in KINDS_OF_RANKS:
         tensors = _tensors(piece, rows, statistics, outcome)
         outcome.tensors = len(tensors)
         piece.write(tensors, facts, piece.outputs[1])

@@ -6,11 +6,15 @@ import os
 from functools import partial
 from typing import Any
 
-from mindspore import nn
+from mindspore import Tensor, nn
 from mindspore.train import Callback, RunContext
 
+from monitor.failures import Failures
 from monitor.mindspore.dump import PrecisionDebugger
+from monitor.mindspore.hooks import after_forward, takes_hooks
+from monitor.mindspore.modules import trains
 from monitor.mindspore.trainer_mon import TrainerMon
+from monitor.recording.backend import HookSet
 
 
 class MonitorCallback(Callback):  # type: ignore[misc]
@@ -49,6 +53,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         super().__init__()
         self._new_monitor = partial(TrainerMon, config_file_path, process_group)
         self.monitor = self._new_monitor()
+        self._hooks, self._failures = HookSet(), Failures()
         self._has_ended = False
         self._grad_acc_steps = grad_acc_steps
         self._groups = dp_group, tp_group
@@ -58,8 +63,17 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         """Attach to the network and the optimizer of ``Model``, or to those of its training cell."""
         if self._has_ended:
             self.monitor, self._has_ended = self._new_monitor(), False
-        network, optimizer = _trained(run_context.original_args())
+        training = run_context.original_args()
+        network, optimizer = _trained(training)
         self.monitor.set_monitor(network, self._grad_acc_steps, optimizer, *self._groups, self._start_iteration)
+        computes_loss = getattr(getattr(training, "train_network", None), "network", None)
+        if isinstance(computes_loss, nn.Cell) and takes_hooks(computes_loss):
+            self._hooks.add(after_forward(computes_loss, self._failures.guarded("logging the loss", self._log_loss)))
+
+    def _log_loss(self, cell: nn.Cell, _args: Any, _kwargs: Any, result: Any) -> None:
+        """Log the loss that training differentiates: a training cell also calls its network once without."""
+        if isinstance(result, Tensor) and result.size == 1 and trains(cell):
+            self.monitor.log(loss=result)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """End the step. Its call of the optimizer, if any, is over."""
@@ -70,6 +84,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         """Write what is left."""
         del run_context
         self._start_iteration = self.monitor.step
+        self._hooks.remove()
         self.monitor.close()
         self._has_ended = True
 

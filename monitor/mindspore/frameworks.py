@@ -302,6 +302,16 @@ class OptimizerState:
         found: Mapping[str, Any] = next((group for group, end in zip(groups, ends, strict=False) if place < end), {})
         return found
 
+    def learning_rates(self) -> Sequence[Any]:
+        """The learning rate of each group for the next step: a schedule's at the number of steps so far."""
+        if groups := getattr(self.optimizer, "param_groups", None):
+            return [group.get("lr") for group in groups]
+        kept: Any = getattr(self.optimizer, "learning_rate", None)
+        each = kept if getattr(self.optimizer, "is_group_lr", False) else (kept,)
+        groups_of = {id(one): one for one in each}.values()  # grouped parameters have one entry each, the same in a group
+        with _no_grad():
+            return [one(self.optimizer.global_step).reshape(()) if isinstance(one, nn.Cell) else one for one in groups_of]
+
     def _is_place_in(self, kept: Sequence[Parameter], place: int) -> bool:
         """Whether a tuple has one member for each parameter. In other classes it may cover only some of them."""
         return place < len(kept) and (self._is_mindspore_class or len(kept) == len(self.optimizer.parameters))
@@ -647,6 +657,14 @@ class MindSporeFramework:
         """The terms of the parameter's latest step; None if they are unknown."""
         found = self._of(parameter)
         return None if found is None else found.adams.of(parameter.tensor)
+
+    def learning_rates(self, optimizer: Any) -> Sequence[Any]:
+        """The learning rate of each parameter group for the step that begins, as the optimizer computes it."""
+        return self.stepped[id(optimizer)].state.learning_rates()
+
+    def scales_itself(self, optimizer: Any) -> bool:
+        """Whether the optimizer divides the gradients that it is given by a loss scale."""
+        return getattr(self.stepped[id(optimizer)].state.optimizer, "loss_scale", 1.0) != 1.0
 
     def steps(self, listener: StepListener, failures: Failures) -> MindSporeOptimizerSteps:
         """Report every step to ``listener`` from now on."""

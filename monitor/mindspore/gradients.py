@@ -24,7 +24,7 @@ from monitor.mindspore.process_group import has_others, is_settled
 from monitor.recording.attached_model import NamedParameter, ParameterSubset
 from monitor.recording.backend import Removable
 from monitor.recording.collectives import Operator
-from monitor.recording.parameters import GradientRows
+from monitor.recording.parameters import GradientRows, Reading
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.recording.phases import OptimizerTurn
 from monitor.series import Ranks
@@ -249,6 +249,7 @@ class MindSporeGradients:
         self._rows, self._framework = rows, attached.framework
         self._recorder, self._clock, self._note = attached.recorder, attached.clock, attached.note
         self.hooked: Sequence[NamedParameter] = rows.unreduced.parameters
+        self.reading: Reading = "unknown"
         self.reductions = MindSporeReductions(attached.watch.ownership, attached.failures)
 
     def begin_step(self) -> None:
@@ -259,7 +260,7 @@ class MindSporeGradients:
 
     def after_reading(self, turn: OptimizerTurn, not_reduced: str) -> None:
         """Add the notes. Of ``turn.scaling`` there is none: the gradients are unscaled before the hooks see them."""
-        del turn
+        self.reading = "scaled" if self._framework.scales_itself(turn.optimizer) else "unknown"
         if not_reduced:
             self._note("grad_reduced", not_reduced)
         if not self._rows.each_micro_step and self._clock.micro_steps > 1:

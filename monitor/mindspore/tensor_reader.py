@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint, nn
 from mindspore._c_expression import typing
 from mindspore.common import _no_grad
 
+from monitor.recording.arguments import NOT_A_NUMBER, real_number
 from monitor.recording.recorder import Device, LiveRows, RecordedSeries
 from monitor.recording.tensor_paths import TensorPaths
 from monitor.series import LOCAL, Placement, SeriesTable
@@ -51,6 +52,23 @@ def activation_placement(x: Any) -> Placement:
     """Local: every rank writes its own activations."""
     del x
     return LOCAL
+
+
+@cache
+def scalar() -> Tensor:
+    """A tensor of one element on the host."""
+    return Tensor(0.0, ms.float64)
+
+
+def number_of(x: Any) -> float | Tensor:
+    """See ``monitor.recording.backend.Tensors``. On a CPU it waits for ``x`` to be computed, as the next use of ``x`` would."""
+    if not isinstance(x, Tensor):
+        return real_number(x)
+    if not has_data(x) or x.size != 1 or x.is_complex():
+        raise TypeError(NOT_A_NUMBER.format(f"a tensor of shape {tuple(x.shape)}, {dtype_name(x.dtype)}"))
+    if on_the_host():
+        return float(on_host(x).reshape(-1)[0])
+    return x.copy() if isinstance(x, Parameter) else x  # other tensors are not changed in place
 
 
 @cache

@@ -20,7 +20,7 @@ from monitor.pytorch.reductions.memory import Groups, ReductionGroup
 from monitor.pytorch.reductions.seen import ObservedReductions
 from monitor.recording.attached_model import NamedParameter, ParameterSubset
 from monitor.recording.backend import HookSet, Removable
-from monitor.recording.parameters import NOT_ACCUMULATED, SUMMED_EARLY, GradientRows
+from monitor.recording.parameters import NOT_ACCUMULATED, SUMMED_EARLY, GradientRows, Reading
 from monitor.recording.phases import STILL_SCALED, OptimizerTurn
 from monitor.series import Ranks
 
@@ -87,6 +87,11 @@ class ChangeDetector:
             if left is not None and left.refers_to(gradient) and not left.is_intact(gradient):
                 return True
         return False
+
+    def intact(self, reduced: Callable[[NamedParameter], Tensor | None], held: ParameterSubset = None) -> bool:
+        """Whether all gradients that are checked, at least one, are as backward left them. Arguments as for ``changed``."""
+        left = [(one, version) for one, version in self._sentinels.items() if held is None or one in held]
+        return bool(left) and all(version is not None and version.is_intact(reduced(one)) for one, version in left)
 
     def _add(self, parameter: NamedParameter) -> None:
         if len(self._sentinels) < MAX_SENTINELS:
@@ -286,6 +291,7 @@ class TorchGradients:
         self._read: set[NamedParameter] = set()
         self._warned_summed = False
         self._summed: set[NamedParameter] = set()
+        self.reading: Reading = "unknown"
         self._changes = ChangeDetector(self._failures)
         ownership, reduced = attached.watch.ownership, rows.reduced.parameters
         self.reductions = GradientReductions(self._framework, ownership, self._failures, reduced)
@@ -318,9 +324,17 @@ class TorchGradients:
         self.reductions.end_reading(turn.held is None)
         may_be_clipped = len(self._rows.reduced) > 0 and not self._framework.reads_before_clipping
         changed = may_be_clipped and self._changes.changed(self._framework.reduced, turn.held)
+        self.reading = self._state(turn, changed=changed)
         if changed or turn.scaling == STILL_SCALED or not_reduced:
             said = [turn.scaling, CHANGED if changed else "", not_reduced]
             self._note("grad_reduced", "; ".join(filter(None, said)))
+
+    def _state(self, turn: OptimizerTurn, *, changed: bool) -> Reading:
+        if turn.scaling == STILL_SCALED or self._framework.reads_before_clipping:
+            return "scaled"
+        if changed:
+            return "changed"
+        return "intact" if self._changes.intact(self._framework.reduced, turn.held) else "unknown"
 
     def remove(self) -> None:
         self._caught.remove()

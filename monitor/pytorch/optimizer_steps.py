@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from monitor.failures import Failures
+from monitor.pytorch.clipping import GradientClipping
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.recording import arguments
 from monitor.recording.arguments import MAX_WRAPPERS, held_by
@@ -167,6 +168,7 @@ class OptimizerSteps(CallListener):
             self._follow_wrapper(wrapper, inner)
         if not optimizers:
             self._hooks.add(self._wait_for_optimizer())
+        self._hooks.add(GradientClipping(listener, failures))
         SCALER_PATCH.add(self)
 
     def _adopt(self, optimizer: Optimizer) -> None:

@@ -51,5 +51,5 @@ class TrainerMon(ModelMonitor):
             return False
         if not any(hasattr(parameter, "main_grad") for chunk in chunks for parameter in chunk.parameters()):
             said = "params_have_main_grad is true, but no parameter has a main_grad: the monitor reads .grad."
-            self._failures.warn("no main_grad", f"{said} Pass params_have_main_grad=False to silence this.")
+            self._failures.advise("no main_grad", f"{said} Pass params_have_main_grad=False to silence this.")
         return True

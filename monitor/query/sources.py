@@ -32,7 +32,7 @@ from monitor.merge.report import Report, summary
 from monitor.merge.rows import Source, Told, gathered, read
 from monitor.merge.tables import Columns, Shard, Texts, order_by, read_file, starts_of_runs
 from monitor.merge.tensors import Catalogue
-from monitor.series import REPLICA_KIND
+from monitor.series import KINDS_OF_RANKS
 from monitor.sinks.arrow import TEXT
 from monitor.sinks.files import ALL_STEPS, StepSpan
 
@@ -491,7 +491,7 @@ class RankDirectories:
 
     def kinds(self, *, whole: bool) -> list[str]:
         """The kinds that have rows of whole tensors, or of ranks."""
-        return [kind for kind in sorted(self._plan.shards) if not whole or (kind != REPLICA_KIND and self._is_merged)]
+        return [kind for kind in sorted(self._plan.shards) if not whole or (kind not in KINDS_OF_RANKS and self._is_merged)]
 
     def told(self) -> Mapping[str, Any]:
         """What there is and what is missing, as far as manifests and the files read so far show it."""

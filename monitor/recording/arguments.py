@@ -1,10 +1,12 @@
-"""Checks the arguments of ``set_monitor`` before anything is attached, and finds the model's chunks and optimizers in them."""
+"""Checks arguments of ``TrainerMon``, and finds the model's chunks and optimizers in those of ``set_monitor``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Final, TypeVar
+
+import numpy as np
 
 T = TypeVar("T")
 
@@ -109,3 +111,19 @@ def count(name: str, value: Any, least: int) -> int:
     if value < least:
         raise ValueError(f"{name} is {value} and must be at least {least}.")
     return int(value)
+
+
+NOT_A_NUMBER: Final = "expected a number or a tensor of one element, got {}"
+
+
+def real_number(value: Any) -> float:
+    """A number of Python or numpy, as a float.
+
+    Raises:
+        TypeError: The value is no real number.
+    """
+    if isinstance(value, np.generic | np.ndarray) and value.size == 1:
+        value = value.item()
+    if not isinstance(value, Real):
+        raise TypeError(NOT_A_NUMBER.format(f"a {type(value).__name__}"))
+    return float(value)

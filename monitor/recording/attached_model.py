@@ -96,6 +96,13 @@ class ParameterSeries:
         """Whether this rank records the kind for at least one trained parameter, not counting compared replicas."""
         return any(one.tensor.requires_grad and watched.series.kind == self.kind for one, watched in self._watched.items())
 
+    def placed(self) -> Iterator[tuple[NamedParameter, Placement]]:
+        """The parameters with rows of this kind, not of compared replicas, and their placements as far as they are known."""
+        seen = {one: found.watched for one, found in self._seen.items()}
+        for parameter, watched in {**self._watched, **seen}.items():
+            if watched is not None and watched.series.kind == self.kind:
+                yield parameter, self._recorder.table.series.placement(watched.series)
+
     def record(self, parameter: NamedParameter, x: Any, micro_step: int = 0) -> None:
         """Record one parameter's tensor, if this rank records it. Of a replica only the last micro-step is kept."""
         try:
@@ -259,7 +266,7 @@ class Attached:
         Args:
             seen: A tensor that knows its placement, for a parameter that does not show the placement.
         """
-        ownership, placement = self.watch.ownership, self._placement(kind, parameter, seen)
+        ownership, placement = self.watch.ownership, self.placement(kind, parameter, seen)
         if ownership.writes(placement):
             series = Series(kind, parameter.chunk, parameter.name)
         elif self.config.checks_replicas and ownership.monitored and not own_columns(kind):
@@ -269,7 +276,7 @@ class Attached:
         self.recorder.table.series.place(series, placement)
         return series
 
-    def _placement(self, kind: str, parameter: NamedParameter, seen: Any) -> Placement:
+    def placement(self, kind: str, parameter: NamedParameter, seen: Any = None) -> Placement:
         """The placement, as far as it is known. A parameter of unknown placement is written by every rank."""
         find = self.failures.guarded("placing a parameter", self.watch.framework.placement, of=parameter.name)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))

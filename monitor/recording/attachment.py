@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, final
@@ -17,6 +17,8 @@ from monitor.recording.module_info import StackCollector, StructureCollector
 from monitor.recording.parameters import GradientCollector, MomentCollector, WeightCollector
 from monitor.recording.recorder import RecordedSeries, SeenModule, observed_dataflow
 from monitor.recording.run import Run
+from monitor.recording.run_numbers import RunNumbers
+from monitor.recording.startup_estimate import records_measurements
 from monitor.recording.step_clock import Clock, Schedule
 from monitor.series import CALL_KIND, MICRO_STEP_KINDS, Series
 from monitor.stats.table import Status
@@ -103,6 +105,10 @@ class StepSealer:
         return run
 
 
+BETWEEN_STEPS: Final = (
+    "log({names}) was called after optimizer.step() has ended a step, and before the next forward. It is not known to which of "
+    "the two steps the numbers belong, and they are not recorded. Call log before optimizer.step()."
+)
 NEVER_STEPPED: Final = (
     "no optimizer that was passed to set_monitor has stepped ({names}), so no step has ended. Pass the "
     "optimizers whose step() the loop calls."
@@ -153,6 +159,8 @@ class Attachment:
         self._turns = phases.OptimizerTurns()
         self._now: phases.OptimizerTurn | None = None
         self._scaling_said = ""
+        self._numbers: RunNumbers | None = None
+        self._has_forwards = False
         self._any_turn = False
         self._unheld_reported = False
         self.has_unheld = False
@@ -188,7 +196,7 @@ class Attachment:
         self.schedule, self._scaling_said = Schedule(self.clock.step, 1, 0), ""
         self._remove_hooks()
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend)
-        self.collectors = phases.Collectors()
+        self.collectors, self._numbers = phases.Collectors(), None
 
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
@@ -221,11 +229,17 @@ class Attachment:
             gradients = GradientCollector(attached, backend.factories.new_gradients)
             attached = replace(attached, is_reduced=gradients.is_reduced)
             yield gradients
+        else:
+            gradients = None
         if config.mv_distribution:
             yield MomentCollector(attached)
         if config.param_distribution:
             yield WeightCollector(attached)
         yield from backend.factories.new_updates(attached)
+        if config.run_numbers is not False and self._monitored:
+            automatic = config.run_numbers or records_measurements(config)
+            self._numbers = RunNumbers(attached, gradients, automatic=automatic)
+            yield self._numbers
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
         """Hook the selected modules."""
@@ -239,10 +253,20 @@ class Attachment:
         if wanted:
             self.watch_activations()
 
+    def log(self, numbers: Mapping[str, Any]) -> None:
+        """Record numbers of the step in progress, if it is collected. Refused between two steps."""
+        if self._numbers is None or not self._recorder.active:
+            return
+        if self._has_forwards and not self.begun:
+            self._failures.warn("logging between two steps", BETWEEN_STEPS.format(names=", ".join(numbers)))
+            return
+        self._numbers.log(numbers)
+
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
         self._failures.reraise_deferred()
         trains = self._backend.modules.trains(root)
         self.begun = self.begun or trains
+        self._has_forwards = self._has_forwards or trains
         if not self._steps.evaluating:
             self.collectors.each(phases.Collector.end_turn, None)  # data of a step that raised
         if trains and self._recorder.active:
@@ -279,6 +303,10 @@ class Attachment:
         if self._recorder.active:
             self.collectors.each(phases.Collector.gradients_ready, self._stepping(optimizer))
 
+    def clipped(self, clipping: phases.Clipping) -> None:
+        if self._recorder.active:
+            self.collectors.each(phases.Collector.clipped, clipping)
+
     def after_step(self, optimizer: Any) -> None:
         if self._recorder.active:
             self.collectors.each(phases.Collector.after_step, self._stepping(optimizer))
@@ -312,7 +340,8 @@ class Attachment:
     def _stepping(self, optimizer: Any) -> phases.OptimizerTurn:
         """The current turn, with the parameters of its optimizer, which are determined once per turn."""
         if self._now is None or self._now.optimizer is not optimizer:
-            self._now = phases.OptimizerTurn(optimizer, self._held.by(optimizer, self._steps.optimizers), self._scaling_said)
+            held = self._held.by(optimizer, self._steps.optimizers)
+            self._now = phases.OptimizerTurn(optimizer, held, self._scaling_said, self._held.ids_of(optimizer))
         return self._now
 
     def _scalar(self, name: str, place: int) -> RecordedSeries:
@@ -351,6 +380,7 @@ class Attachment:
         try:  # if sealing fails, the next step must begin all the same
             if was_active:
                 self._failures.guarded("looking at the optimizers", self._report_optimizers)()
+            self._before_seal()
             self._recorder.end_step()
             if was_active:
                 self._failures.guarded("sealing a step", self.sealer.seal, "Its rows are missing.")(status, self.modules.seen)
@@ -365,6 +395,11 @@ class Attachment:
             self._finish_first_step()  # before the boundary, which may attach collectors that have not seen a step
             self.at_boundary(self.clock.step)
             self._begin_step(before_a_turn=before_a_turn)
+
+    def _before_seal(self) -> None:
+        if self._recorder.active:
+            last = self._failures.guarded("recording the run's own numbers", self.collectors.each)
+            last(phases.Collector.before_seal)
 
     def _report_optimizers(self) -> None:
         """Note partly skipped steps in the manifest, and warn once about parameters that no optimizer steps."""
@@ -413,6 +448,7 @@ class Attachment:
             names = ", ".join(dict.fromkeys(type(one).__name__ for one in self._steps.optimizers))
             self._failures.warn("no optimizer's step", NEVER_STEPPED.format(names=names))
         was_active = self._recorder.active
+        self._before_seal()
         self._recorder.end_step()
         if was_active and self._recorder.has_rows:
             if keep:

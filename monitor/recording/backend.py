@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from monitor.recording.features.reading import FeatureReading
     from monitor.recording.gradient_edges import BackwardEngine
     from monitor.recording.parameters import GradientRows, GradientSource
-    from monitor.recording.phases import Collector
+    from monitor.recording.phases import Clipping, Collector
     from monitor.recording.recorder import TensorReader
     from monitor.recording.run import ProcessTopology
     from monitor.recording.tensor_paths import TensorPaths
@@ -121,6 +121,9 @@ class StepListener(Protocol):
     def step_skipped(self, optimizer: Any) -> None:
         """Called in place of ``after_step`` if the gradients were not finite and the optimizer was not called."""
 
+    def clipped(self, clipping: Clipping) -> None:
+        """Gradients were clipped by their total norm, or the norm was computed, before the end of an optimizer's step."""
+
     def all_stepped(self) -> None:
         """The container of all optimizers has stepped: the step ends, even if some of them had no turn."""
 
@@ -143,7 +146,7 @@ class StepListener(Protocol):
 class FrameworkAdapter(Protocol):
     """Reads gradients, weights and moments of parameters, and knows their placement on the ranks.
 
-    Nine methods, because each place of a parameter's data decides both how it is read and which ranks hold it.
+    Ten methods, because each place of a parameter's data decides both how it is read and which ranks hold it.
 
     Attributes:
         name: Name in messages and the manifest.
@@ -181,6 +184,11 @@ class FrameworkAdapter(Protocol):
     def held(self, optimizer: Any) -> Collection[int] | None:
         """The ids of the parameters that an optimizer steps; None for all. Returns the same object until the ids change."""
 
+    def learning_rates(self, optimizer: Any) -> Sequence[Any]:
+        """The learning rate of each parameter group, with which the optimizer steps next: a number, or a tensor of one element;
+        None for a group that has none. Does not wait.
+        """
+
     def steps(self, listener: StepListener, failures: Failures) -> StepNotifier:
         """Call ``listener`` at every step from now on."""
 
@@ -193,6 +201,16 @@ class Tensors(Protocol):
     """
 
     paths: TensorPaths
+
+    def scalar(self) -> Any:
+        """A tensor of one element on the host, for rows of numbers that the host knows."""
+
+    def number_of(self, x: Any) -> Any:
+        """A snapshot of a number: a float, or for a tensor on a device a tensor of one element there. Does not wait.
+
+        Raises:
+            TypeError: ``x`` is neither a real number nor a tensor of one element whose value this rank has.
+        """
 
     def computing(self) -> AbstractContextManager[object]:
         """A context for the monitor's own operations: autograd does not record them, and they change no state of the user."""

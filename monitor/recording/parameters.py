@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, Literal, Protocol, final
 
 from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.phases import Collector, OptimizerTurn
-from monitor.series import MOMENT_KINDS
+from monitor.series import MOMENT_KINDS, Placement
 from monitor.stats.partials import COUNT, SUM, SUMSQ
 
 # --- Records weight gradients before and after the data-parallel ranks reduce them: the part common to all frameworks.
@@ -34,6 +34,11 @@ MAX_LISTED: Final = 3
 
 NOT_OF_THE_STEP: Final = frozenset({NOT_ACCUMULATED, EACH_MICRO_BATCH, AGGREGATED_EARLY})
 """Notes on ``grad_unreduced`` if it is not the sum over this rank's micro-batches."""
+
+
+Reading = Literal["intact", "changed", "scaled", "unknown"]
+"""The state of the gradients that an optimizer receives: as backward left them, changed since then by clipping or in another
+way, or multiplied by a loss scale."""
 
 
 @final
@@ -103,9 +108,11 @@ class GradientSource(Protocol):
 
     Attributes:
         hooked: The parameters that need a hook; the framework reports the others.
+        reading: The state of the gradients that were read last.
     """
 
     hooked: Sequence[NamedParameter]
+    reading: Reading
 
     @property
     def reductions(self) -> Reductions:
@@ -143,6 +150,8 @@ class GradientCollector(Collector):
 
     Attributes:
         is_reduced: Whether a gradient is known to contain every rank's part when the optimizer's step begins.
+        read: By id of an optimizer, how many of its gradients were read in this step; None if some could not be.
+        readings: By id of an optimizer, the state of these gradients.
     """
 
     def __init__(self, attached: Attached, new_source: Callable[[GradientRows], GradientSource]) -> None:
@@ -155,6 +164,9 @@ class GradientCollector(Collector):
         self.is_reduced = self._reductions.is_reduced
         self._local: list[str] = []
         self._not_reduced = ""
+        self._found = 0
+        self.read: dict[int, int | None] = {}
+        self.readings: dict[int, Reading] = {}
         self._hooks = HookSet()
         self._frozen = set(self._source.hooked)
         self._hook_thawed()
@@ -163,6 +175,8 @@ class GradientCollector(Collector):
             self._hooks.add(self._backend.modules.after_forward(root, ends, compiled=True))
 
     def begin_step(self, *, before_a_turn: bool) -> None:
+        self.read.clear()
+        self.readings.clear()
         if not self._recorder.active:
             self._rows.backwards.clear()
             self._reductions.pause()
@@ -189,11 +203,17 @@ class GradientCollector(Collector):
     def gradients_ready(self, turn: OptimizerTurn) -> None:
         """Read the gradients that are reduced. The others have no row, and a warning says so."""
         self._source.before_reading(turn)
-        self._local = []
+        self._local, self._found = [], 0
         self._rows.reduced.record_all(self._if_reduced, turn.held)
         if self._local:
             self._warn_not_reduced(self._local)
         self._source.after_reading(turn, self._not_reduced)
+        self.read[id(turn.optimizer)] = None if self._local else self._found
+        self.readings[id(turn.optimizer)] = self._source.reading
+
+    def recorded(self) -> Iterator[tuple[NamedParameter, Placement]]:
+        """The parameters whose reduced gradient this rank records, and its placement."""
+        return self._rows.reduced.placed()
 
     def end_turn(self, turn: OptimizerTurn | None) -> None:
         if turn is not None:
@@ -208,6 +228,7 @@ class GradientCollector(Collector):
     def _if_reduced(self, parameter: NamedParameter) -> Any:
         gradient = self._framework.reduced(parameter)
         if self.is_reduced(parameter, gradient):
+            self._found += gradient is not None
             return gradient
         if gradient is not None:
             self._local.append(parameter.name)

@@ -34,11 +34,30 @@ class OptimizerTurn:
         optimizer: The optimizer; None if the framework has none on this rank.
         held: The recorded parameters that it steps; None if it steps all of them.
         scaling: How the loss scale may have changed its gradients, for a note: ``UNSCALED``, ``STILL_SCALED`` or empty.
+        ids: The ids of all parameters that it steps; None if it steps all. Most steps have the same object.
     """
 
     optimizer: Any
     held: ParameterSubset = None
     scaling: str = ""
+    ids: Collection[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """A clipping of gradients by their total norm.
+
+    Attributes:
+        norm: The norm before: a number, or a tensor of one element.
+        limit: The greatest norm that is left; None if nothing is clipped.
+        of: The ids of the clipped parameters; None for all that the optimizers step.
+        is_total: Whether the norm is known to be that of all ranks' gradients. Otherwise it is, if this rank has all of them.
+    """
+
+    norm: Any
+    limit: float | None = None
+    of: frozenset[int] | None = None
+    is_total: bool = False
 
 
 class Collector:
@@ -64,6 +83,9 @@ class Collector:
     def gradients_ready(self, turn: OptimizerTurn) -> None:
         """The gradients are complete, before the step; called after every backward of a closure."""
 
+    def clipped(self, clipping: Clipping) -> None:
+        """Gradients were clipped: before the optimizer's turn or in it."""
+
     def after_step(self, turn: OptimizerTurn) -> None:
         """The optimizer has stepped."""
 
@@ -73,6 +95,9 @@ class Collector:
         Args:
             turn: None if the step has ended or has raised; then it may be called several times.
         """
+
+    def before_seal(self) -> None:
+        """The last moment to record rows of a collected step."""
 
     def end_step(self, *, collected: bool) -> None:
         """A step has ended; or recording ends, and the step in progress is incomplete, which counts as not collected."""
@@ -172,6 +197,10 @@ class OptimizerParameters:
         if id(optimizer) not in self._ids or self._ids[id(optimizer)] is not ids:
             self._divide(optimizers)
         return self._held[id(optimizer)]
+
+    def ids_of(self, optimizer: Any) -> Collection[int] | None:
+        """The ids that ``by`` has found last."""
+        return self._ids[id(optimizer)]
 
     def left_out(self, twice: Any, once: Any, optimizers: Sequence[Any]) -> str:
         """The warning that a step ends because ``twice`` takes a second turn, before ``once`` has had its first."""

@@ -32,6 +32,7 @@ from monitor.stats.table import (
     SealedTable,
     StatsTable,
     TensorLayout,
+    TotalNorm,
 )
 
 Device = Hashable
@@ -203,6 +204,7 @@ class Recorder:
         table: The live table, changed only under ``lock``.
         steps: Number of ended steps.
         late: Enters rows at the end of a step.
+        total: How rows give the total norm of the step in progress; None if they do not.
     """
 
     def __init__(self, reader: TensorReader) -> None:
@@ -214,6 +216,7 @@ class Recorder:
         self.micro_step_begins = reader.micro_step_begins
         self.steps = 0
         self.late: LateRows = NoLateRows()
+        self.total: TotalNorm | None = None
         self._inert = False
         PROCESS.on_fork_child(self._become_inert)
 
@@ -250,6 +253,7 @@ class Recorder:
         """Copy the table into ``into`` and begin a new step."""
         with self.lock:
             self.late.enter()
+            into.total = self.total
             self.table.seal(into)
             self.steps += 1
             self.reader.forget_step()

@@ -189,6 +189,7 @@ def with_recording_off(config: MonitorConfig) -> MonitorConfig:
         "stack_info",
         "print_struct",
         "replica_check",
+        "run_numbers",
     }
     return config.model_copy(update={**dict.fromkeys(off, False), "cc_distribution": CcDistribution(), "collect_times": 0})
 
@@ -317,6 +318,13 @@ class Recording:
         host = Host(self._recorder, self.open, self._failures, self._backend)
         self.attachment = Attachment(watch, names, host, start_step, *rest)
         self._missing_kinds.expect(self.attachment.expected, self.attachment.clock.step)
+        self._show_steps()
+
+    def _show_steps(self) -> None:
+        """Let the run show which step training is in. It keeps the clock, and not the model."""
+        if self._opened is not None and hasattr(self, "attachment"):
+            clock = self.attachment.clock
+            self._opened.manifest.watch_steps(lambda: clock.step)
 
     def open(self) -> Run:
         """The run, which the first call creates: before the first record at the latest, when rank and job are known."""
@@ -326,6 +334,7 @@ class Recording:
             beside = next(iter(OPEN.runs()), None)
             self._opened = Run(self._spec, here, beside, self.series, self._backend.job.versions(), self._listening)
             OPEN.add(self)
+            self._show_steps()
             if self.switching is not None:
                 self.switching.opened(self._opened)
             self._announce(here.rank, self._opened)

@@ -16,7 +16,7 @@ from monitor.recording.attached_model import AttachmentSpec, ModelNames, NamedPa
 from monitor.recording.backend import RecordingBackend
 from monitor.recording.features.watchers import modules_by_hook
 from monitor.selection import ModuleSelection
-from monitor.series import KIND_TABLE, MICRO_STEP_KINDS, REPLICA_KIND, Kind, Ranks, Series, SeriesTable
+from monitor.series import KIND_TABLE, MICRO_STEP_KINDS, REPLICA_KIND, RUN_KIND, Kind, Ranks, Series, SeriesTable
 from monitor.stats.features import own_columns
 from monitor.stats.histograms import MAGNITUDES
 from monitor.stats.ops import has_op
@@ -149,12 +149,17 @@ def records_nothing(config: MonitorConfig) -> str | None:
     """Why no row will be recorded, and what to change; None if there may be rows."""
     if not config.collect_times:
         return "collect_times is 0. Set it to the number of steps to collect."
-    features = any(getattr(config, kind.field) for kind in KIND_TABLE if kind.columns)
-    if features or config.stack_info or _records_tensors(config) or _ends_after_first_step(config):
+    if config.stack_info or config.run_numbers or records_measurements(config) or _ends_after_first_step(config):
         return None
     if config.xy_distribution:
         return "forward_only and backward_only are both true. Set one of them to false."
     return f"no kind of tensor is switched on. {SWITCHES}"
+
+
+def records_measurements(config: MonitorConfig) -> bool:
+    """Whether there may be rows of tensors or features."""
+    features = any(getattr(config, kind.field) for kind in KIND_TABLE if kind.columns and kind.name != RUN_KIND)
+    return not _ends_after_first_step(config) and (features or _records_tensors(config))
 
 
 def _records_tensors(config: MonitorConfig) -> bool:

@@ -296,6 +296,19 @@ class ModelMonitor:
         """The number of the step in progress, of the first attached model; 0 before a model is attached."""
         return self._recordings[0].attachment.clock.step if self._recordings else 0
 
+    def log(self, **numbers: Any) -> None:
+        """Record numbers of the step in progress, such as its loss, as rows of the kind ``run``.
+
+        Call it before ``optimizer.step()``, which ends the step. It does not wait for a device. Numbers belong to the first
+        attached model. If a step logs a name several times, the mean is recorded; of ``tokens`` the sum. A logged number
+        replaces one that the monitor records itself under this name, such as ``grad_norm``.
+
+        Args:
+            numbers: Numbers of Python or numpy, or tensors of one element. Anything else has no row and is reported once.
+        """
+        if self._recordings and not self._closed:
+            self._failures.guarded("logging numbers", self._recordings[0].attachment.log)(numbers)
+
     def batch_ended(self) -> None:
         """Report the end of a batch after which the optimizer may not have been called.
 

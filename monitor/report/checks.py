@@ -11,9 +11,9 @@ from typing import Any, Final, Literal, NamedTuple
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.query.sources import RowChoice
-from monitor.report.facts import RUN_KIND, TOTAL, TOTAL_KIND, Facts
+from monitor.report.facts import TOTAL_KIND, Facts
 from monitor.report.history import WARM_UP, Sudden
-from monitor.series import REPLICA_KIND
+from monitor.series import GRAD_NORM, REPLICA_KIND, RUN_KIND
 
 State = Literal["good", "bad", "not looked at"]
 GOOD: Final = "good"
@@ -280,7 +280,7 @@ def _loss(facts: Facts) -> CheckFinding:
 
 
 def _total_norm(facts: Facts) -> CheckFinding:
-    found = _of_the_run(facts, RUN_KIND, TOTAL)
+    found = _of_the_run(facts, RUN_KIND, GRAD_NORM)
     if found is None and TOTAL_KIND in facts.kinds:
         found = _of_the_run(facts, TOTAL_KIND, facts.kinds[TOTAL_KIND].series[0][1])
     if found is None:
@@ -389,7 +389,7 @@ CHECKS: Final = (
         "Alert rules", _alerts, '"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": true}; trainermon rank-anomalies DIR'
     ),
     CheckEntry("NaN and infinity", _finite, '"wg_distribution": true and "xy_distribution": true', True),
-    CheckEntry("Replicas agree", _replicas, '"replica_check": true, and dp_group in set_monitor'),
+    CheckEntry("Replicas agree", _replicas, '"replica_check": true and "param_distribution": true; dp_group for gradients'),
     CheckEntry("Sudden changes", _sudden, f'"step_interval": 1, and more than {WARM_UP} steps', True),
     CheckEntry("All ranks recorded", _all_ranks, _MERGE, True, False),
     CheckEntry("Ranks ended cleanly", _to_the_end, _MERGE, True, False),

@@ -16,13 +16,14 @@ from monitor.cli import Job, Version, Workers, command_app
 from monitor.coordinator.output import write_whole
 from monitor.merge.execution import MergeError, NothingRecordedError, is_url
 from monitor.report import facts
-from monitor.report.checks import BAD, GOOD, CheckResult, Verdict, checks_of, verdict_of
+from monitor.report.checks import BAD, GOOD, NOT_LOOKED_AT, CheckResult, Verdict, checks_of, verdict_of
 from monitor.report.model import model_of, verdict_for_programs
 from monitor.report.page import page_of
 from monitor.terminal import CLEAN, FLAWED, NOTHING, say
 
 REPORT_FILE: Final = "report.html"
 _STYLES: Final = {GOOD: "green", BAD: "red"}
+_LAST: Final = (GOOD, NOT_LOOKED_AT, BAD)
 _SIGNS: Final = {GOOD: "good          ", BAD: "bad           "}
 
 app = command_app()
@@ -111,7 +112,7 @@ def _print(printed: dict[str, Any] | None, checks: list[CheckResult], verdict: V
         typer.echo(json.dumps(printed, indent=1))
         return
     console = Console()
-    for one in checks:
+    for one in sorted(checks, key=lambda one: _LAST.index(one.state)):  # a terminal shows the end
         say(console, f"{_SIGNS.get(one.state, 'not looked at ')} {one.name}: {one.finding.says}")
     say(console, verdict.says, style=_STYLES.get(verdict.state, ""))
     say(console, verdict.then)

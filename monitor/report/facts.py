@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,19 +22,15 @@ from monitor.merge.merge import Wanted, merge
 from monitor.query.opened import Lacking, open_source, total_norms
 from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order, ranges_of
 from monitor.report.history import FACTOR, FACTOR_OF_WEIGHTS, WINDOW, Axis, Ints, KindHistory
-from monitor.series import KIND_TABLE, PARAMETER_KINDS
+from monitor.series import CLIPPED_NORM, GRAD_NORM, KIND_TABLE, PARAMETER_KINDS, RUN_KIND
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import COLUMNS_OF
 
-RUN_KIND: Final = "run"
-"""The run's own numbers: one row a number, rank and step."""
 VALUE: Final = "value"
-TOTAL: Final = "grad_norm"
-AFTER_CLIPPING: Final = "grad_norm_clipped"
 TOTAL_KIND: Final = "total_norm"
 """The norm over all tensors, computed from rows, as if it were a kind with one series."""
 NORMS_OF: Final = "grad_reduced"
-"""The kind whose rows give the total norm where the run has no ``TOTAL``."""
+"""The kind whose rows give the total norm where the run has no ``GRAD_NORM``."""
 
 SHOWN: Final = ("norm", "absmax", "std", "mean", "max", "min")
 """The op that a heat map shows: the first that was recorded."""
@@ -58,6 +54,16 @@ _BACKWARD: Final = {kind.name for kind in KIND_TABLE if kind.phase == "backward"
 def spans_of(source: MergedSet, kind: str) -> list[StepSpan]:
     """The steps of each file with rows of ranks of a kind, in order. No step is in two files."""
     return next(([one.steps for one in shards] for _, shards in source.recorded([kind])), [])
+
+
+def judged_ops(kind: str, columns: Collection[str]) -> list[str]:
+    """The columns of a kind that are judged and shown if they have a value, the best first."""
+    return [one for one in (*COLUMNS_OF.get(kind, ()), VALUE, *SHOWN) if one in columns]
+
+
+def sudden_factor(kind: str) -> float:
+    """By how much a value of this kind changes at least if it does so suddenly."""
+    return FACTOR_OF_WEIGHTS if kind in PARAMETER_KINDS else FACTOR
 
 
 @dataclass
@@ -96,7 +102,7 @@ class KindReader:
     def choose(self) -> None:
         """Choose the op. It stays empty if the kind has no number."""
         columns, spans = self.columns, self.spans
-        known = [one for one in (*COLUMNS_OF.get(self.kind, ()), VALUE, *SHOWN) if one in columns]
+        known = judged_ops(self.kind, columns)
         others = [one for one in columns[columns.index("count") + 1 if "count" in columns else 0 :] if one not in known]
         if spans:
             first = self._read(range(spans[0].first, spans[0].last + 1), (*known, *others), None)
@@ -293,8 +299,7 @@ def _read(
     facts.kinds = {kind: one for kind, one in every.items() if one.op}
     facts.axis = _axis(told, _series_about(facts))
     for kind, rows in facts.kinds.items():
-        factor = FACTOR_OF_WEIGHTS if kind in PARAMETER_KINDS else FACTOR
-        facts.histories[kind] = KindHistory(facts.axis, len(facts.ranks), MOST_KEPT, MOST_EVENTS, factor)
+        facts.histories[kind] = KindHistory(facts.axis, len(facts.ranks), MOST_KEPT, MOST_EVENTS, sudden_factor(kind))
         rows.feed(facts.histories[kind], progress=progress)
     _read_total_norm(facts)
     _read_clipping(facts)
@@ -336,7 +341,7 @@ def _ranking(base: Path, told: Mapping[str, Any], manifests: Mapping[int, Manife
 def _read_total_norm(facts: Facts) -> None:
     """The total norm of each step from the rows of whole tensors, if the run does not have it."""
     own = facts.kinds.get(RUN_KIND)
-    if (own is not None and (0, TOTAL) in own.series) or NORMS_OF not in facts.source.kinds(whole=True):
+    if (own is not None and (0, GRAD_NORM) in own.series) or NORMS_OF not in facts.source.kinds(whole=True):
         return
     history = KindHistory(facts.axis, len(facts.ranks), MOST_KEPT, MOST_EVENTS)
     lacking = replace(Lacking.of(facts.told, NORMS_OF), dropped=[])
@@ -359,16 +364,16 @@ def _read_total_norm(facts: Facts) -> None:
 
 def _read_clipping(facts: Facts) -> None:
     own = facts.kinds.get(RUN_KIND)
-    if own is None or not {(0, TOTAL), (0, AFTER_CLIPPING)} <= set(own.series):
+    if own is None or not {(0, GRAD_NORM), (0, CLIPPED_NORM)} <= set(own.series):
         return
     for span in own.spans:
-        names = NameFilter([TOTAL, AFTER_CLIPPING])
+        names = NameFilter([GRAD_NORM, CLIPPED_NORM])
         wanted = RowChoice(RUN_KIND, names=names, steps=range(span.first, span.last + 1), columns=("name", "step", VALUE))
-        found: dict[str, dict[int, float]] = {TOTAL: {}, AFTER_CLIPPING: {}}
+        found: dict[str, dict[int, float]] = {GRAD_NORM: {}, CLIPPED_NORM: {}}
         for row in in_order([facts.source.rows(wanted)]).to_pylist():
             found[row["name"]][row["step"]] = row[VALUE]
-        after = found[AFTER_CLIPPING]
-        facts.clipped += [step for step, norm in found[TOTAL].items() if step in after and after[step] < norm * (1 - 1e-6)]
+        after = found[CLIPPED_NORM]
+        facts.clipped += [step for step, norm in found[GRAD_NORM].items() if step in after and after[step] < norm * (1 - 1e-6)]
 
 
 def at_step(facts: Facts, kind: str, step: int) -> KindHistory:

@@ -19,9 +19,9 @@ from monitor.anomalies.ranking.report import described_value, remark
 from monitor.merge.report import summary
 from monitor.report import history as cell
 from monitor.report.checks import CheckResult, Place, RowEvent, Verdict, place_of, row_events, said
-from monitor.report.facts import NOT_PICTURED, RUN_KIND, TOTAL_KIND, Facts, at_step, of_series
+from monitor.report.facts import NOT_PICTURED, TOTAL_KIND, Facts, at_step, of_series
 from monitor.report.history import KindHistory, by_rank, most_unusual
-from monitor.series import NO_MICRO_STEP
+from monitor.series import NO_MICRO_STEP, RUN_KIND
 from monitor.stats.histograms import MAGNITUDES, upper_text
 
 SCHEMA_VERSION: Final = 1

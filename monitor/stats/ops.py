@@ -32,6 +32,7 @@ from monitor.stats.partials import (
     SUMSQ,
     Floats,
     Partials,
+    combine_groups,
 )
 
 Valid = NDArray[np.bool_]
@@ -175,6 +176,12 @@ def _derived(op: str, partials: Partials, special: bool) -> tuple[Floats, Valid]
     if op == "kurtosis":
         return values, _has_kurtosis(partials)
     return values, np.ones(len(partials), dtype=np.bool_) if op in _DEFINED_WHEN_EMPTY else partials["count"] > 0
+
+
+def total_norm(partials: Partials) -> float:
+    """The norm of all rows as one vector. There is at least one row."""
+    values, _ = derive("norm", combine_groups(Partials(partials.columns), np.zeros(1, dtype=np.int64)))
+    return float(values[0])
 
 
 def has_op(op: str, kind: str) -> bool:

@@ -22,11 +22,21 @@ from typing import Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.series import DIRECTION_KIND, KINDS, NO_MICRO_STEP, REPLICA_KIND, SIGNED_KINDS, Series, SeriesTable, shown_kind
+from monitor.series import (
+    DIRECTION_KIND,
+    KINDS,
+    NO_MICRO_STEP,
+    REPLICA_KIND,
+    RUN_KIND,
+    SIGNED_KINDS,
+    Series,
+    SeriesTable,
+    shown_kind,
+)
 from monitor.stats.features import COLUMNS_OF, as_scalar
 from monitor.stats.histograms import HISTOGRAM_OPS
-from monitor.stats.ops import CALLS
-from monitor.stats.partials import COLUMNS, WRITES, Floats, Partials, combine_groups
+from monitor.stats.ops import CALLS, total_norm
+from monitor.stats.partials import COLUMNS, COUNT, SUM, SUMSQ, WRITES, Floats, Partials, combine_groups
 
 PAGE_ROWS: Final = 1024
 NOT_AN_ALIAS: Final = -1
@@ -299,6 +309,7 @@ class SealedTable:
     micro_step_kinds: frozenset[str] = frozenset()
     combined_kinds: frozenset[str] = frozenset()
     counted_kinds: frozenset[str] = frozenset()
+    total: TotalNorm | None = None
     nbytes: int = 0
     _copies: list[PageCopy] = field(default_factory=list)
     _histograms: dict[int, PageCopy] = field(default_factory=dict)
@@ -339,6 +350,7 @@ class SealedTable:
         histograms, table = _whole(counted, self._lengths), self._table
         kinds, table.row_order = measured(numbers, self._columns, self._identity, histograms, table.row_order)
         kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
+        kinds = with_total(kinds, self.total)
         return StepRows(self.step, self.ops, kinds, table.layouts, self.status, self.micro_step_kinds, self.counted_kinds)
 
 
@@ -420,6 +432,53 @@ def _resolve_aliases(numbers: Floats, order: NDArray[np.int64], columns: HostCol
     numbers[aliases[intact]] = numbers[source[intact]]
     if histograms is not None:
         histograms[aliases[intact]] = histograms[source[intact]]
+
+
+@dataclass(frozen=True, slots=True)
+class TotalNorm:
+    """How the rows of gradients give the total norm of a step, for rows of ``run`` that have no number yet.
+
+    Attributes:
+        rows: The rows that ``grad_reduced`` must have.
+        before: The series of the norm before clipping, if it has a row. The other row without a number is the norm after it.
+        intact: Whether nothing is known to have changed the gradients since backward.
+        alone: Whether ``grad_unreduced`` has the same gradients, as backward left them.
+    """
+
+    rows: int
+    before: int | None = None
+    intact: bool = False
+    alone: bool = False
+
+
+def with_total(kinds: dict[str, KindRows], total: TotalNorm | None) -> dict[str, KindRows]:
+    """``kinds``, with the total norm in one of the rows of ``run`` that have no number, and without the others of these rows.
+
+    It is the norm before clipping if the gradients are as backward left them, and otherwise only the norm after it.
+    """
+    numbers = kinds.get(RUN_KIND)
+    if numbers is None or not (numbers.partials.columns[COUNT] == 0).any():
+        return kinds
+    waiting, found = numbers.partials.columns[COUNT] == 0, kinds.get("grad_reduced")
+    if total is None or found is None or len(found) != total.rows:
+        filled = np.zeros_like(waiting)
+    else:
+        filled = waiting & ((numbers.series == total.before) == _are_intact(total, found, kinds.get("grad_unreduced")))
+        columns = numbers.partials.columns.copy()
+        columns[SUM, filled], columns[COUNT, filled] = total_norm(found.partials), 1.0
+        numbers = replace(numbers, partials=Partials(columns))
+    numbers = _take(numbers, np.flatnonzero(~waiting | filled))
+    return {kind: rows for kind, rows in {**kinds, RUN_KIND: numbers}.items() if len(rows)}
+
+
+def _are_intact(total: TotalNorm, reduced: KindRows, unreduced: KindRows | None) -> bool:
+    """Whether reduced gradients are those that backward left. If both were measured, their sums of squares say it."""
+    if total.before is None:
+        return False
+    if not total.alone or unreduced is None or len(unreduced) != len(reduced):
+        return total.intact
+    before, after = (np.sort(rows.partials.columns[SUMSQ]) for rows in (unreduced, reduced))
+    return bool(np.array_equal(before, after, equal_nan=True))
 
 
 def _take(rows: KindRows, where: NDArray[np.int64] | slice) -> KindRows:

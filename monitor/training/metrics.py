@@ -408,6 +408,10 @@ class RunMetrics:
             said = f"A step has no attribute {name!r}, which is not shown. It has {known}."
             self._failures.warn(f"attribute {name} of a step", said)
 
+    def log_loss(self, terms: Sequence[Any]) -> None:
+        """For callbacks: the losses from which the step's backwards began, before the optimizer steps."""
+        self._failures.guarded("logging the loss", self._recording.log_loss)(terms)
+
     def warn_once(self, said: str) -> None:
         """For callbacks: warn once that something is not shown, and why."""
         self._failures.warn(said, said)

@@ -7,14 +7,11 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Final, Protocol
 
-import numpy as np
-
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.selection import without_module
 from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable
-from monitor.stats.ops import derive
-from monitor.stats.partials import combine_groups
+from monitor.stats.ops import derive, total_norm
 from monitor.stats.table import KindRows, StepRows
 from monitor.training.config import TrainingConfig
 from monitor.training.step import StepNorms
@@ -190,8 +187,7 @@ def _total(rows: KindRows | None, scale: float = 1.0) -> float | None:
     """The norm of all rows as one vector."""
     if rows is None:
         return None
-    values, _ = derive("norm", combine_groups(replace(rows.partials, histogram=None), np.zeros(1, dtype=np.int64)))
-    return float(values[0]) / scale
+    return total_norm(rows.partials) / scale
 
 
 # --- The configuration that makes the tensor monitor record the norms that training metrics need.
@@ -221,6 +217,7 @@ def recorded(config: TrainingConfig, *, grad_norm_is_told: bool) -> MonitorConfi
     return MonitorConfig(
         format=("hdf5",),
         ops=("norm",),
+        run_numbers=False,
         wg_distribution=local or grad_norm,
         mv_distribution=moments,
         param_distribution=weights,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -85,6 +85,11 @@ class NormRecording:
         """Warn of fields that the user's monitor does not record and the norms need."""
         if missing := [field for field in FIELDS if getattr(wanted, field) and not getattr(there, field)]:
             self._failures.warn("not recorded", f"{NOT_SET} {', '.join(missing)}.")
+
+    def log_loss(self, terms: Sequence[Any]) -> None:
+        """Log the sum of ``terms`` in the user's monitor, if there is one."""
+        if self._monitor is not None and not self._owns_monitor and terms:
+            self._monitor.log(loss=sum(terms))
 
     def realign(self, ended: int) -> None:
         """Advance the recording by a step in which the optimizer was not called, so that both keep counting alike.

@@ -74,7 +74,7 @@ def test_the_commands_convert(here: Path) -> None:
 def test_the_calls_convert(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exec(CALLS.replace("process_num=2", "process_num=1"), {"__name__": "__main__"})
     rows, path = re.fullmatch(r"(\d+) rows in (\S+)\n", capsys.readouterr().out).groups()  # type: ignore[union-attr]
-    assert (rows, Path(path).name) == ("160", "monitor_metrics.db")
+    assert (rows, Path(path).name) == ("180", "monitor_metrics.db")
     (found,) = here.glob("monitor_output/*_csv2tensorboard_by_step/rank0")
     assert {run.name for run in found.iterdir()} == {"grad_reduced", "param_updated"}
 

@@ -26,8 +26,9 @@ EVERYTHING: dict[str, Any] = {
     "ur_distribution": True,
     "ops": OPS,
     "format": ("hdf5",),
+    "run_numbers": False,
 }
-"""A configuration that records every kind of a training loop."""
+"""A configuration that records every kind of tensor of a training loop."""
 
 Wide = NDArray[np.float64]
 

@@ -27,7 +27,8 @@ OPS = {
 
 
 def written(output: Output, **config: Any) -> str:
-    """The path of a configuration file."""
+    """The path of a configuration file, without the run's own numbers unless they are asked for."""
+    config = {"run_numbers": False, **config}
     path = output.base.parent / f"config-{len(list(output.base.parent.glob('config-*')))}.json"
     path.write_text(json.dumps(config))
     return str(path)

@@ -30,22 +30,26 @@ ACTIVATIONS = {"actv": FORWARD, "actv_grad": FORWARD - 2 * MICRO_BATCHES * STEPS
 
 MOMENTS = {"exp_avg": PARAMETERS * (STEPS - 1), "exp_avg_sq": PARAMETERS * (STEPS - 1)}
 
+RATES = {"run": STEPS}
+NORMS = {"run": 2 * STEPS}
+"""With the norm of all gradients."""
+
 PROMISED: dict[str, dict[str, int]] = {
-    "activations": ACTIVATIONS,
+    "activations": {**ACTIVATIONS, **RATES},
     "alerts": {},
     "api": {},
-    "communication": {},
-    "everything": {**ACTIVATIONS, **GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS},
-    "features": {"linear_hook": 2 * STEPS},
+    "communication": RATES,
+    "everything": {**ACTIVATIONS, **GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS, **NORMS},
+    "features": {"linear_hook": 2 * STEPS, **RATES},
     "hdf5": {},
-    "low_precision": {**ACTIVATIONS, **GRADIENTS, "update_ratio": WEIGHTS},
-    "micro_batch_gradients": {"grad_reduced": WEIGHTS, "grad_unreduced": WEIGHTS * MICRO_BATCHES},
-    "optimizer_moments": MOMENTS,
+    "low_precision": {**ACTIVATIONS, **GRADIENTS, "update_ratio": WEIGHTS, **NORMS},
+    "micro_batch_gradients": {"grad_reduced": WEIGHTS, "grad_unreduced": WEIGHTS * MICRO_BATCHES, **NORMS},
+    "optimizer_moments": {**MOMENTS, **RATES},
     "print_structure": {},
     "stack_info": {},
-    "tensorboard": {**GRADIENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS},
-    "updates": {"other": WEIGHTS, "update_ratio": WEIGHTS, "adam_update": WEIGHTS, "adam_ratio": WEIGHTS},
-    "weight_gradients": GRADIENTS,
+    "tensorboard": {**GRADIENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS, **NORMS},
+    "updates": {"other": WEIGHTS, "update_ratio": WEIGHTS, "adam_update": WEIGHTS, "adam_ratio": WEIGHTS, **RATES},
+    "weight_gradients": {**GRADIENTS, **NORMS},
 }
 """By the file's stem: how many rows of each kind there are in CSV."""
 
@@ -94,7 +98,7 @@ def test_the_one_for_alerts_judges_every_step_and_finds_nothing_in_healthy_train
     assert (list(judged.steps.steps()), judged.not_judged, judged.closed) == (list(range(STEPS)), {}, True)
     assert judged.events == 0
     (path,) = output.directory().glob("metrics_0-99.h5")
-    assert Counter(read_hdf5(path)["kind"].to_pylist()) == {**GRADIENTS, **ACTIVATIONS}
+    assert Counter(read_hdf5(path)["kind"].to_pylist()) == {**GRADIENTS, **ACTIVATIONS, **NORMS}
 
 
 def test_the_one_for_communication_leaves_what_was_communicated_and_where(output: Output, tmp_path: Path) -> None:
@@ -116,7 +120,7 @@ def test_the_one_for_hdf5_leaves_one_file_of_all_kinds(output: Output) -> None:
     trained(CONFIGS / "hdf5.json").close()
     (path,) = output.directory().glob("metrics_0-99.h5")
     kinds = Counter(read_hdf5(path)["kind"].to_pylist())
-    assert kinds == {**GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS}
+    assert kinds == {**GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS, **NORMS}
 
 
 def test_the_one_for_tensorboard_leaves_an_event_file_too(output: Output) -> None:
@@ -126,7 +130,7 @@ def test_the_one_for_tensorboard_leaves_an_event_file_too(output: Output) -> Non
     run = EventAccumulator(str(output.directory()))
     run.Reload()
     ops = load_config(CONFIGS / "tensorboard.json").ops
-    assert len(run.Tags()["scalars"]) == len(ops) * PARAMETERS * 4
+    assert len(run.Tags()["scalars"]) == len(ops) * PARAMETERS * 4 + len(("learning_rate.0", "grad_norm"))
     assert [one.step for one in run.Scalars("0:0.weight/rank0/grad_reduced_norm")] == list(range(STEPS))
 
 

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from watching import EVERYTHING, Output, attached, footprint, train, warnings_in
 
 from monitor.config import ConfigError
+from monitor.coordinator.manifest_format import read_manifest
 from monitor.coordinator.output import OutputError
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.tensor_reader import TorchTensorReader
@@ -397,6 +398,7 @@ class TestMainGrad:
             train(two, of_two, 2, X)
         (said,) = warnings_in(caplog)
         assert "params_have_main_grad" in said
+        assert all(read_manifest(path / "manifest.json").failures == {} for path in output.directories())
         for path in output.directories():
             assert len(output.rows("grad_reduced", path)) == len(output.rows("grad_unreduced", path)) == 8
 

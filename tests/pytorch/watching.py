@@ -85,7 +85,10 @@ def attached(
     start_iteration: int = 0,
     **config: Any,
 ) -> TrainerMon:
-    """A monitor on ``model`` with this configuration. Close it, or use it as a context manager."""
+    """A monitor on ``model`` with this configuration, without the run's own numbers unless they are asked for. Close it, or use
+    it as a context manager.
+    """
+    config = {"run_numbers": False, **config}
     path = output.base.parent / f"config-{len(list(output.base.parent.glob('config-*')))}.json"
     path.write_text(json.dumps(config))
     monitor = TrainerMon(path, params_have_main_grad=params_have_main_grad)

@@ -44,8 +44,10 @@ def test_a_phase_that_no_collector_overrides_calls_nothing() -> None:
         "forward_begins": 0,
         "before_step": 1,
         "gradients_ready": 0,
+        "clipped": 0,
         "after_step": 0,
         "end_turn": 0,
+        "before_seal": 0,
         "end_step": 0,
         "remove": 1,
     }

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from pyarrow.parquet import write_table
 from recorded_job import merged
 from reported_job import STEPS, WHEN, modelled, record
 
 from monitor.merge.outputs import PER_RANK
+from monitor.pytorch import TrainerMon
 from monitor.report.checks import BAD, GOOD
 
 
@@ -45,3 +48,30 @@ def test_loss_and_norm_have_curves_and_clipped_steps_are_marked(loss: float, tmp
         assert verdict.says.startswith(f"First came loss on rank 0 in step {WHEN}: its value is ")
         assert model.data["at"] == WHEN
     assert "run" not in [one["name"] for one in model.data["kinds"]]
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_run_that_logs_its_loss_and_clips_shows_both(fault: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "out"))
+    (tmp_path / "config.json").write_text(json.dumps({"wg_distribution": True, "format": "parquet"}))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    with TrainerMon(tmp_path / "config.json", params_have_main_grad=False) as monitor:
+        monitor.set_monitor(model, grad_acc_steps=1, optimizer=optimizer)
+        for step in range(STEPS):
+            loss = model(torch.randn(64, 5)).square().mean()
+            loss.backward()
+            monitor.log(loss=loss * (1e6 if fault and step == WHEN else 1))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if step % 3 else 1e3)
+            optimizer.step()
+            optimizer.zero_grad()
+    model_of_page, checks, verdict = modelled(tmp_path / "out")
+    states = {one.name: one.state for one in checks}
+    shown = [one["name"] for one in model_of_page.data["run"]]
+    assert shown == ["loss", "learning_rate.0", "grad_norm", "grad_norm_clipped"]
+    assert (states["Loss"], states["Total gradient norm"]) == (BAD if fault else GOOD, GOOD)
+    clipped = [one["at"] for one in model_of_page.data["marks"] if one["what"] == "clipped"]
+    assert clipped == [step for step in range(STEPS) if step % 3]
+    if fault:
+        assert verdict.says.startswith(f"First came loss on rank 0 in step {WHEN}: its value is ")

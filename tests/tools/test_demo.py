@@ -34,7 +34,17 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 
 def test_both_ranks_record_every_kind_at_the_configured_steps(demo: tuple[str, Path]) -> None:
-    kinds = {"actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq"}
+    kinds = {
+        "actv",
+        "actv_grad",
+        "grad_unreduced",
+        "grad_reduced",
+        "param_origin",
+        "param_updated",
+        "exp_avg",
+        "exp_avg_sq",
+        "run",
+    }
     for rank in (0, 1):
         (directory,) = demo[1].glob(f"*-rank{rank}-*")
         # A fresh optimizer has no moments before its first step.

@@ -9,6 +9,10 @@ import pytest
 from shown import scalars
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from monitor import open_run
+from monitor.config import MonitorConfig
+from monitor.pytorch import TrainerMon
+
 YAML = """
 monitor_config: {{monitor_on: true, dump_path: {base}/dump, device_local_norm_format: tensorboard}}
 tensorboard: {{tensorboard_dir: {base}/board}}
@@ -70,3 +74,20 @@ def test_the_gradient_norm_of_lightning_is_that_of_all_parameters(
     trainers.lit(getattr(trainers, module)(network), yaml, tmp_path, **clipping)()
     shown = scalars(tmp_path / "board" / "rank_0")["grad-norm"]
     assert [value for _, value in shown] == pytest.approx(network.norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("how", ["huggingface", "lightning"])
+def test_the_loss_of_each_step_is_logged_in_a_monitor_that_records_the_model(
+    trainers: Any, how: str, yaml: Path, tmp_path: Path
+) -> None:
+    network, base = trainers.Network(), tmp_path / "recorded"
+    config = MonitorConfig(run_numbers=True, format=("parquet",))
+    with TrainerMon.of_config(config, base, params_have_main_grad=False) as monitor:
+        monitor.set_monitor(network, 1, network.optimizer)
+        if how == "huggingface":
+            trainers.hugging(network, yaml, tmp_path, monitor=monitor)()
+        else:
+            trainers.lit(trainers.Module(network), yaml, tmp_path, monitor)()
+    rows = open_run(base).rows("run", name="loss", columns=["step", "value"]).to_pylist()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [row["value"] for row in rows] == pytest.approx(network.losses, rel=1e-6)

@@ -26,9 +26,12 @@ class Network(nn.Module):
         self.linear = nn.Linear(4, 1)
         self.failures = 0
         self.norms: list[float] = []
+        self.losses: list[float] = []
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
 
     def forward(self, x: Tensor, **_: Any) -> dict[str, Tensor]:
         loss = self.linear(x).square().mean()
+        self.losses.append(loss.item())
         if self.failures:
             self.failures -= 1
             raise ZeroDivisionError
@@ -51,7 +54,7 @@ class Module(pl.LightningModule):
         self.network.see()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return self.network.optimizer
 
 
 class InTwoGroups(Module):
@@ -60,7 +63,7 @@ class InTwoGroups(Module):
             torch.nn.utils.clip_grad_norm_([parameter], 1e9)
 
 
-def hugging(network: Network, yaml: Path, tmp_path: Path) -> Any:
+def hugging(network: Network, yaml: Path, tmp_path: Path, **options: Any) -> Any:
     arguments = TrainingArguments(
         output_dir=str(tmp_path / "out"),
         use_cpu=True,
@@ -72,13 +75,14 @@ def hugging(network: Network, yaml: Path, tmp_path: Path) -> Any:
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    callback = huggingface.TrainingMetricsCallback(yaml, model_flops="measure")
+    callback = huggingface.TrainingMetricsCallback(yaml, model_flops="measure", **options)
     data = [{"x": row} for row in DATA]
-    return Trainer(model=network, args=arguments, train_dataset=data, callbacks=[callback]).train
+    given = {"optimizers": (network.optimizer, None)} if options else {}
+    return Trainer(model=network, args=arguments, train_dataset=data, callbacks=[callback], **given).train
 
 
-def lit(module: Module, yaml: Path, tmp_path: Path, **clipping: Any) -> Any:
-    callback = lightning.TrainingMetricsCallback(yaml, model_flops="measure")
+def lit(module: Module, yaml: Path, tmp_path: Path, monitor: Any = None, **clipping: Any) -> Any:
+    callback = lightning.TrainingMetricsCallback(yaml, model_flops="measure", monitor=monitor)
 
     def train() -> None:
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -65,6 +65,7 @@ def train(seed: int | None) -> Place:
         monitor.set_monitor(model, grad_acc_steps=MICRO_STEPS, optimizer=optimizer, dp_group=dist.group.WORLD)
         for step in range(STEPS):
             loss = sum(micro_steps(model, text, generator))
+            monitor.log(loss=loss)
             optimizer.step()
             optimizer.zero_grad()
             if dist.get_rank() == 0 and step % LOG_INTERVAL == 0:

@@ -78,6 +78,7 @@ def train(steps: int) -> list[float]:
             tokens, following = random_batch(text, BATCH, config.context, generator)
             loss = F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
             loss.backward()
+            monitor.log(loss=loss)
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - started)

@@ -14,6 +14,7 @@ import numpy as np
 from monitor.anomalies.ranking.job import Columns, Flags, Member, RankedJob
 from monitor.coordinator.manifest_format import EarlierRun, ManifestRecord, StepsRecord
 from monitor.coordinator.resume import KILLED
+from monitor.merge.tables import distinct
 
 # --- Steps of the earlier runs that a resumed run continues. Their events were renamed to directories of their own.
 
@@ -237,5 +238,5 @@ def _if_any(reason: str, left: Flags) -> Iterator[tuple[str, Flags]]:
 
 def _gaps(found: Mapping[str, Mapping[int, Columns]]) -> Iterator[UnjudgedSteps]:
     for reason, by_rank in found.items():
-        steps = np.unique(np.concatenate(list(by_rank.values())))
+        steps = distinct(np.concatenate(list(by_rank.values())))
         yield UnjudgedSteps(reason, tuple(sorted(by_rank)), len(steps), int(steps[0]), int(steps[-1]))

@@ -22,6 +22,7 @@ from monitor.recording.arguments import MAX_WRAPPERS
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import HookSet, StepListener
 from monitor.recording.patches import CallListener, CallPatch
+from monitor.recording.phases import Clipping
 from monitor.series import Placement, Ranks, Shard, ranks_of
 
 # --- The engine of DeepSpeed that trains a model. The monitor does not import DeepSpeed: if it is in use, it is imported
@@ -176,9 +177,19 @@ class EngineSteps(CallListener):
 
     def _ended(self) -> None:
         if self._engine.was_step_applied() and (self._called or grad_scaler_of(self._engine) is None):
+            self._guarded("reading the norm of gradients", self._report_norm)()
             self._listener.after_step(self._stepped)
         else:
             self._listener.step_skipped(self._stepped)
+
+    def _report_norm(self) -> None:
+        """Report the total norm as DeepSpeed has computed it in this step. Without one there is 0 or None."""
+        optimizer = self._engine.optimizer
+        norm = getattr(optimizer, "_global_grad_norm", None)
+        still_scaled = is_scaled(self._engine) and type(optimizer).__name__ == "FP16_UnfusedOptimizer"
+        if (isinstance(norm, Tensor) or norm) and not still_scaled:
+            limit = float(self._engine.gradient_clipping())
+            self._listener.clipped(Clipping(norm, limit if limit > 0 else None, is_total=True))
 
     def _is_called(self, *_: Any) -> None:
         self._called = True

@@ -442,6 +442,10 @@ class Framework:
             known = self._groups[id(optimizer)] = ids, frozenset(ids)
         return known[1]
 
+    def learning_rates(self, optimizer: Any) -> Sequence[Any]:
+        """The learning rate of each parameter group, a number or a tensor; None for a group that has none."""
+        return [group.get("lr") for group in optimizer.param_groups]
+
     def steps(self, listener: StepListener, failures: Failures) -> StepNotifier:
         """Report every step to ``listener`` from now on."""
         return OptimizerSteps(self.optimizers, self.chunks, listener, failures, self._containers, self._around)

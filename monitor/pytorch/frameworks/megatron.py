@@ -29,6 +29,7 @@ from monitor.recording.arguments import MAX_WRAPPERS
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import HookSet, Removable, StepListener, StepNotifier
 from monitor.recording.patches import CallListener, CallPatch
+from monitor.recording.phases import Clipping
 from monitor.series import LOCAL, Placement, Ranks, Shard, ranks_of
 
 # --- Placement of parameters in Megatron's DistributedDataParallel, and the tensors that its optimizers step for them.
@@ -495,8 +496,11 @@ class MegatronSteps(CallListener):
 
     def _end(self, result: Any) -> None:
         """Take the result of ``step``, whose first element is whether it was done."""
-        self._stepping = None
+        stepping, self._stepping = self._stepping, None
         if result[0]:
+            if result[1]:  # None or 0 without clipping
+                limit = members(stepping)[0].config.clip_grad
+                self._listener.clipped(Clipping(result[1], limit if limit > 0 else None, is_total=True))
             self._listener.after_step(*self.optimizers)
         else:
             self._listener.step_skipped(*self.optimizers)

@@ -87,6 +87,11 @@ class TrainingMetricsCallback(TrainerCallback):
             self._training_steps.take()
             self._step = self.metrics.begin_step()
 
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Log the sum of the losses that backward began from, which is the loss of the step on this rank."""
+        if self.metrics is not None:
+            self.metrics.log_loss(self._losses.seen)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The Trainer logs after this, with its loss."""
         del state
@@ -161,20 +166,24 @@ class TrainingSteps(CallListener):
 
 
 class Losses(CallListener):
-    """The losses that accelerate's backward calls begin from."""
+    """The losses that accelerate's backward calls begin from.
+
+    Attributes:
+        seen: The losses since the last ``take``.
+    """
 
     def __init__(self) -> None:
-        self._seen: list[Any] = []
+        self.seen: list[Any] = []
         BACKWARD.add(self)
 
     def call_begins(self, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         loss = args[1] if len(args) > 1 else kwargs.get("loss")
         if isinstance(loss, Tensor):
-            self._seen.append(loss.detach())
+            self.seen.append(loss.detach())
 
     def take(self) -> list[Any]:
         """The losses since the last ``take``."""
-        seen, self._seen = self._seen, []
+        seen, self.seen = self.seen, []
         return seen
 
     def remove(self) -> None:

@@ -58,6 +58,7 @@ class TrainingMetricsCallback(Callback):
         rows = getattr(trainer.train_dataloader, "batch_size", None) or 0
         self._steps = trainer.global_step
         self._rows: list[int | None] = []
+        self._backwards: list[Tensor] = []
         self.metrics = TrainingMetrics(
             self._config,
             trainer.strategy.model,
@@ -82,6 +83,20 @@ class TrainingMetricsCallback(Callback):
             self._rows.clear()
         self._rows.append(rows_of(batch))
         self.metrics.count_flops()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Keep the loss of a micro-batch until the optimizer steps."""
+        del trainer, pl_module
+        if self.metrics is not None and isinstance(loss, Tensor):
+            self._backwards.append(loss.detach())
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Log the sum of the losses that backward began from. With several optimizers it is no loss of the step."""
+        del pl_module, optimizer
+        if self.metrics is not None and self._backwards:
+            losses, self._backwards = self._backwards, []
+            if len(trainer.optimizers) == 1:
+                self.metrics.log_loss(losses)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **__: Any) -> None:
         """The optimizer has stepped, or its next step has one more micro-batch."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 from launching import Launcher
 from watching import Output, Row
 
@@ -20,6 +21,7 @@ OF_PARAMETERS: dict[str, Any] = {
     "wg_distribution": True,
     "param_distribution": True,
     "mv_distribution": True,
+    "run_numbers": None,
     "ops": ["min", "max", "mean", "norm", "zeros", "nans", "shape"],
     "ndigits": 17,
 }
@@ -61,6 +63,10 @@ class Job:
         rows = [row for rank in range(len(self.directories)) for row in self.rows(kind, rank) if row.step == step]
         assert rows, f"no rank has rows of {kind} in step {step}"
         return math.sqrt(sum(row.values["norm"] ** 2 for row in rows))
+
+    def numbers(self, name: str, rank: int) -> list[float]:
+        """The run's own numbers of a name, in order of steps."""
+        return [row.values["value"] for row in sorted(self.rows("run", rank), key=lambda row: row.step) if row.name == name]
 
     @property
     def warnings(self) -> list[str]:
@@ -116,3 +122,14 @@ def shape_of(row: Row) -> tuple[int, ...]:
 def sum_of(row: Row) -> float:
     """Of the elements that the rank held; of none, 0, and the mean is an empty cell."""
     return row.values["mean"] * math.prod(shape_of(row)) if math.prod(shape_of(row)) else 0.0
+
+
+def assert_norms_of_clipping(job: Job, limit: float) -> None:
+    """The norms before and after clipping are those that the framework reports; without a limit (0) there is none after it."""
+    reported = job.plain[0]["gradients"]
+    if limit:
+        assert job.numbers("grad_norm", 0) == pytest.approx(reported, rel=1e-5)
+        assert job.numbers("grad_norm_clipped", 0) == pytest.approx([min(norm, limit) for norm in reported], rel=1e-5)
+    else:
+        assert job.numbers("grad_norm", 0) in ([], pytest.approx(reported, rel=1e-5))
+        assert job.numbers("grad_norm_clipped", 0) == []

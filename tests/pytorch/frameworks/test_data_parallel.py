@@ -55,6 +55,12 @@ def test_the_norm_of_all_reduced_gradients_is_what_torch_reports(job: Job, step:
     assert job.plain[0]["gradients"][step] == pytest.approx(job.total_norm("grad_reduced", step), rel=1e-5)
 
 
+def test_the_rank_that_writes_all_gradients_has_their_norm_as_a_number_of_the_run(job: Job) -> None:
+    assert job.numbers("grad_norm", 0) == pytest.approx(job.plain[0]["gradients"], rel=1e-6)
+    assert job.numbers("grad_norm", 1) == []
+    assert job.numbers("learning_rate.0", 0) == job.numbers("learning_rate.0", 1) != []
+
+
 @pytest.mark.parametrize("step", range(STEPS))
 def test_the_norm_of_all_weights_is_that_of_the_model(job: Job, step: int) -> None:
     assert job.plain[0]["before"][step] == pytest.approx(job.total_norm("param_origin", step), rel=1e-5)
@@ -159,6 +165,10 @@ def test_what_clipping_has_written_to_is_marked(run_job: Callable[..., Job], how
     for step in range(STEPS):
         expected = 1e-3 if how == "clipped" else job.plain[0]["gradients"][step]
         assert expected == pytest.approx(job.total_norm("grad_reduced", step), rel=1e-5)
+    for rank in (0, 1):
+        assert job.numbers("grad_norm", rank) == pytest.approx(job.plain[0]["gradients"], rel=1e-6)
+        after = [min(norm, 1e-3 if how == "clipped" else norm) for norm in job.plain[0]["gradients"]]
+        assert job.numbers("grad_norm_clipped", rank) == pytest.approx(after, rel=1e-4)
 
 
 def test_without_a_group_every_rank_writes_and_the_manifest_knows_the_replicas(run_job: Callable[..., Job]) -> None:

@@ -81,6 +81,14 @@ def test_the_norm_of_all_reduced_gradients_is_what_the_engine_reports(jobs: dict
     assert job.plain[0]["norms"] == [close(job.total_norm("grad_reduced", step)) for step in STEPS]
 
 
+@pytest.mark.parametrize("case", [case for case in [*WHOLE, *SCALED] if case != "zero0"])
+def test_each_rank_has_the_norm_that_the_engine_reports_as_a_number_of_the_run(jobs: dict[str, Job], case: str) -> None:
+    job = jobs[case]
+    for rank in (0, 1):
+        expected = [close(norm) for norm in job.plain[rank]["norms"] if case not in SCALED or math.isfinite(norm)]
+        assert job.numbers("grad_norm", rank) == expected
+
+
 @pytest.mark.parametrize("case", [case for case in WHOLE if case != "zero1"])
 def test_each_reduced_gradient_is_what_deepspeed_gathers(jobs: dict[str, Job], case: str) -> None:
     job = jobs[case]

@@ -90,6 +90,14 @@ def test_the_norm_of_all_reduced_gradients_is_what_clipping_reports(ran: Ran, na
 
 
 @whole_models
+def test_each_rank_has_the_norm_that_clipping_reports_as_a_number_of_the_run(ran: Ran, name: str) -> None:
+    job = ran(name)
+    for rank in range(len(job.directories)):
+        for number in ("grad_norm", "grad_norm_clipped"):
+            assert job.numbers(number, rank) == pytest.approx(job.plain[rank]["gradients"], rel=1e-6)
+
+
+@whole_models
 def test_the_norm_of_all_weights_is_that_of_the_gathered_model(ran: Ran, name: str) -> None:
     job = ran(name)
     for kind, expected in (("param_origin", "before"), ("param_updated", "after")):

@@ -94,6 +94,16 @@ def test_the_norm_of_all_reduced_gradients_is_what_clipping_reports(ran: Ran, ho
 
 
 @every_job
+def test_each_rank_has_the_norm_that_clipping_reports_as_a_number_of_the_run(ran: Ran, how: str) -> None:
+    job = ran(how)
+    for rank in range(len(job.directories)):
+        expected = [] if how == "ignored" else pytest.approx(job.plain[rank]["gradients"], rel=1e-5)
+        for number in ("grad_norm", "grad_norm_clipped"):
+            assert job.numbers(number, rank) == expected
+        assert job.numbers("learning_rate.0", rank) == [0.01] * 3
+
+
+@every_job
 @pytest.mark.parametrize("step", range(3))
 def test_the_norm_of_all_weights_is_that_of_the_gathered_model(ran: Ran, how: str, step: int) -> None:
     assert ran(how).plain[0]["before"][step] == pytest.approx(ran(how).total_norm("param_origin", step), rel=1e-5)

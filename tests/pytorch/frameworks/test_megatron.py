@@ -98,6 +98,14 @@ def test_the_norm_of_all_reduced_gradients_is_what_the_step_returns(job: Job) ->
             assert norm == pytest.approx(each_once(job, "grad_reduced", step), rel=1e-5)
 
 
+@pytest.mark.parametrize("job", HOWS, indirect=True)
+def test_each_rank_has_the_norm_that_the_step_returns_as_a_number_of_the_run(job: Job) -> None:
+    norms = [norm for norm in job.plain[0]["gradients"] if norm is not None]
+    for rank in (0, 1):
+        for number in ("grad_norm", "grad_norm_clipped"):
+            assert job.numbers(number, rank) == pytest.approx(norms, rel=1e-6)
+
+
 @pytest.mark.parametrize("job", [how for how in HOWS if "ungrouped" not in how], indirect=True)
 def test_with_groups_nothing_is_written_twice(job: Job) -> None:
     for rank in (0, 1):

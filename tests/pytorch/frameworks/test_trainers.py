@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from jobs import Job
+from jobs import Job, assert_norms_of_clipping
 
 from monitor.pytorch.gradients import CHANGED
 
@@ -65,6 +65,10 @@ def test_the_norm_of_all_reduced_gradients_is_what_the_framework_reports(job: Jo
         expected = min(reported, case.limit) if case.limit else reported
         assert expected == pytest.approx(job.total_norm("grad_reduced", step), rel=1e-5)
     assert len(job.plain[0]["gradients"]) == STEPS
+
+
+def test_the_norms_before_and_after_clipping_are_numbers_of_the_run(job: Job, case: Case) -> None:
+    assert_norms_of_clipping(job, case.limit)
 
 
 def test_the_manifest_says_that_gradients_were_clipped(job: Job, case: Case) -> None:

@@ -1,0 +1,121 @@
+"""Observes how gradients are clipped by their total norm: the functions of torch that do it, and FSDP's method."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from monitor.failures import Failures
+from monitor.pytorch.hooks import TorchCallPatch
+from monitor.recording.backend import StepListener
+from monitor.recording.patches import CallListener, CallPatch
+from monitor.recording.phases import Clipping
+
+# --- The patches. ``clip_grad_norm_`` looks these two functions up at each call, however a loop has imported it. Loops that sum
+# the norm over ranks by themselves call the second one, under the name that ``torch.nn.utils`` gives it.
+
+
+class EagerPatch(TorchCallPatch):
+    """A patch of a function that loops may compile, alone or with a whole step. Compiled code calls the original."""
+
+    def _is_unseen(self) -> bool:
+        return torch.compiler.is_compiling()
+
+
+COMPUTES: Final = EagerPatch(clip_grad, "_get_total_norm", ("tensors", "norm_type"))
+SCALES: Final = EagerPatch(clip_grad, "_clip_grads_with_norm_", ("parameters", "max_norm", "total_norm"))
+SCALES_BY_ANY: Final = EagerPatch(torch.nn.utils, "clip_grads_with_norm_", ("parameters", "max_norm", "total_norm"))
+
+FULLY_SHARDED: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"
+"""The module that defines ``FullyShardedDataParallel``, whose method sums the norm over its ranks."""
+
+EUCLIDEAN: Final = 2.0
+
+
+def _patch_of_fsdp() -> TorchCallPatch | None:
+    """The patch of FSDP's method; None if FSDP is not in use."""
+    of = getattr(sys.modules.get(FULLY_SHARDED), "FullyShardedDataParallel", None)
+    return None if of is None else TorchCallPatch(of, "clip_grad_norm_", ("self", "max_norm", "norm_type"))
+
+
+class GradientClipping(CallListener):
+    """Reports each clipping to a listener, when it is done.
+
+    A norm that is no Euclidean one, or that is spread over the ranks, is reported as None: the gradients have changed.
+    """
+
+    def __init__(self, listener: StepListener, failures: Failures) -> None:
+        self._listener = listener
+        self._report = failures.guarded("following the clipping of gradients", self._reported)
+        self._computed: tuple[Any, float] | None = None
+        self._within_fsdp = False
+        self._fsdp = _patch_of_fsdp()
+        self._patches = [one for one in (COMPUTES, SCALES, SCALES_BY_ANY, self._fsdp) if one is not None and one.fits]
+        for patch in self._patches:
+            patch.add(self)
+
+    def remove(self) -> None:
+        """Stop observing."""
+        for patch in self._patches:
+            patch.remove(self)
+        self._computed = None
+
+    def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del args, kwargs
+        self._within_fsdp |= patch is self._fsdp
+
+    def call_raised(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del args, kwargs
+        self._within_fsdp &= patch is not self._fsdp
+
+    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        if patch is COMPUTES:
+            norm_type = _argument("norm_type", 1, args, kwargs, EUCLIDEAN)
+            self._computed = result, float(norm_type)
+            return
+        if patch is self._fsdp:
+            self._within_fsdp = False
+        if not self._within_fsdp:
+            self._report(patch, args, kwargs, result)
+
+    def _reported(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        limit = float(_argument("max_norm", 1, args, kwargs, None))
+        if patch is self._fsdp:
+            root, norm_type = args[0], _argument("norm_type", 2, args, kwargs, EUCLIDEAN)
+            self._listener.clipped(Clipping(_if(norm_type == EUCLIDEAN, result), limit, _ids(root), is_total=True))
+            return
+        norm, of = _argument("total_norm", 2, args, kwargs, None), _ids(_argument("parameters", 0, args, kwargs, None))
+        computed, self._computed = self._computed, None
+        by_torch = computed is not None and computed[0] is norm
+        is_euclidean = computed is None or not by_torch or computed[1] == EUCLIDEAN
+        # A norm that torch has not just computed is one that the loop has summed over the ranks; so is a DTensor's.
+        is_total = not by_torch or hasattr(norm, "placements")
+        if of is not None:
+            self._listener.clipped(Clipping(_if(is_euclidean and _is_whole(norm), norm), limit, of, is_total))
+
+
+def _argument(name: str, place: int, args: Sequence[Any], kwargs: Mapping[str, Any], default: Any) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _if(known: bool, norm: Any) -> Any:
+    return norm if known else None
+
+
+def _is_whole(norm: Any) -> bool:
+    """Whether this rank has the value: of a DTensor it may have only a part."""
+    return all(one.is_replicate() for one in getattr(norm, "placements", ()))
+
+
+def _ids(given: Any) -> frozenset[int] | None:
+    """The ids of parameters; None for a generator, which has been read to its end."""
+    if isinstance(given, nn.Module):
+        return frozenset(map(id, given.parameters()))
+    if isinstance(given, Tensor):
+        return frozenset({id(given)})
+    return frozenset(map(id, given)) if isinstance(given, list | tuple) else None

@@ -1,0 +1,341 @@
+"""The run's own numbers: learning rates, the total norm of gradients before and after clipping, and what a loop logs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+import torch
+from pyarrow.parquet import read_table
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from watching import Output, attached, warnings_in
+
+from monitor import open_run
+from monitor.merge.merge import Wanted, merge
+from monitor.sinks.hdf5 import read_hdf5
+
+GRADIENTS = {"wg_distribution": True, "ops": ["norm"], "ndigits": 17, "run_numbers": None}
+RANGE = ["Jan01_00-00-00", "Dec31_23-59-59"]
+Clip = Callable[[nn.Module], Any]
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def backward(model: nn.Module) -> Tensor:
+    loss = model(torch.randn(6, 5)).square().sum()
+    loss.backward()
+    return loss
+
+
+def norm_of_gradients(model: nn.Module) -> float:
+    """In float64."""
+    return math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None))
+
+
+def numbers(output: Output, directory: Path | None = None) -> dict[tuple[str, int], float]:
+    """By name and step."""
+    rows = output.rows("run", directory)
+    found = {(row.name, row.step): row.values["value"] for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def of_step(output: Output, step: int) -> dict[str, float]:
+    return {name: value for (name, of), value in numbers(output).items() if of == step}
+
+
+def no_clipping(model: nn.Module) -> None:
+    del model
+
+
+def in_groups(model: nn.Module) -> None:
+    """Each layer by a norm of its own."""
+    clip_grad_norm_(model[0].parameters(), 0.5)
+    clip_grad_norm_(list(model[2].parameters()), 0.25)
+
+
+def by_given_norm(model: nn.Module) -> None:
+    """As loops do that sum the norm over the ranks by themselves."""
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    nn.utils.clip_grads_with_norm_(list(model.parameters()), 1.0, norm)
+
+
+CLIPPING: dict[str, tuple[Clip, bool]] = {
+    "none": (no_clipping, False),
+    "binds": (lambda model: clip_grad_norm_(model.parameters(), 1.0), True),
+    "does not bind": (lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e9), True),
+    "only the norm": (lambda model: nn.utils.clip_grad_norm_(model.parameters(), math.inf), True),
+    "in groups": (in_groups, True),
+    "by a given norm": (by_given_norm, True),
+}
+"""How a loop clips, and whether there is a norm after clipping."""
+
+
+@pytest.mark.parametrize("gradients", [True, False], ids=["with rows of gradients", "without"])
+@pytest.mark.parametrize("name", CLIPPING)
+def test_the_norm_before_and_after_clipping_is_that_of_all_gradients(output: Output, name: str, gradients: bool) -> None:
+    model, expected = small_model(), {}
+    optimizer, (clip, clips) = torch.optim.SGD(model.parameters(), lr=0.01), CLIPPING[name]
+    with attached(output, model, optimizer, **GRADIENTS | {"wg_distribution": gradients, "run_numbers": True}):
+        for step in range(3):
+            backward(model)
+            expected["grad_norm", step] = norm_of_gradients(model)
+            clip(model)
+            if clips:
+                expected["grad_norm_clipped", step] = norm_of_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    if not gradients and not clips:  # then nothing has computed it
+        expected = {}
+    found = {place: value for place, value in numbers(output).items() if place[0].startswith("grad_norm")}
+    assert found == pytest.approx(expected, rel=2e-6)
+    assert found.keys() == expected.keys()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.1),
+        lambda model: [p.grad.mul_(0.5) for p in model.parameters()],
+        lambda model: [p.grad.data.mul_(0.5) for p in model.parameters()],
+        lambda model: clip_grad_norm_(model.parameters(), 1.0, norm_type=1),
+        lambda model: clip_grad_norm_(model[0].parameters(), 1.0),
+        lambda model: [clip_grad_norm_(model.parameters(), limit) for limit in (2.0, 1.0)],
+    ],
+    ids=["by value", "by hand", "past the version", "by another norm", "some", "twice"],
+)
+def test_where_the_norm_before_is_not_known_only_the_norm_that_the_optimizer_received_has_a_row(
+    output: Output, change: Clip
+) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS):
+        backward(model)
+        change(model)
+        received = norm_of_gradients(model)
+        optimizer.step()
+    assert of_step(output, 0) == pytest.approx({"learning_rate.0": 0.01, "grad_norm_clipped": received}, rel=1e-12)
+
+
+def test_a_norm_of_some_gradients_is_no_total_norm(output: Output) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS, targets={"0": {}}):
+        backward(model)
+        optimizer.step()
+    assert of_step(output, 0) == {"learning_rate.0": 0.01}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_is_recorded_as_it_is(output: Output, value: float) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        loss = backward(model)
+        model[0].weight.grad[0, 0] = value
+        clip_grad_norm_(model.parameters(), 1.0)
+        monitor.log(loss=loss * value)
+        optimizer.step()
+    found = of_step(output, 0)
+    assert repr((found["grad_norm"], found["loss"])) == repr((value, value))
+    assert math.isnan(found["grad_norm_clipped"])
+
+
+def test_learning_rates_are_those_of_the_groups_at_the_step_and_counted_over_the_optimizers(output: Output) -> None:
+    model = small_model()
+    first = torch.optim.SGD([{"params": [model[0].weight]}, {"params": [model[0].bias], "lr": 0.5}], lr=0.25)
+    second = torch.optim.Adam(model[2].parameters(), lr=torch.tensor(0.125))
+    scheduler = torch.optim.lr_scheduler.StepLR(first, step_size=1, gamma=0.5)
+    with attached(output, model, [first, second], **GRADIENTS):
+        for _ in range(2):
+            backward(model)
+            for one in (first, second):
+                one.step()
+            scheduler.step()
+    expected = {0: (0.25, 0.5, 0.125), 1: (0.125, 0.25, 0.125)}
+    for step, rates in expected.items():
+        found = of_step(output, step)
+        assert [found[f"learning_rate.{group}"] for group in range(3)] == list(rates)
+        assert "grad_norm" in found
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        2,
+        2.5,
+        np.float32(0.1),
+        np.int64(7),
+        np.array(0.3),
+        torch.tensor(0.7),
+        torch.tensor([3]),
+        torch.ones((), requires_grad=True),
+    ],
+    ids=repr,
+)
+def test_a_logged_number_is_recorded_in_float64(output: Output, number: Any) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        backward(model)
+        monitor.log(own=number)
+        optimizer.step()
+    assert of_step(output, 0)["own"] == pytest.approx(number.item() if isinstance(number, Tensor) else float(number), rel=1e-15)
+
+
+def test_of_several_calls_in_a_step_the_mean_is_recorded_and_of_tokens_the_sum(output: Output) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, grad_acc_steps=2, **GRADIENTS) as monitor:
+        for step in range(2):
+            for loss in (1.0, 4.0):
+                backward(model)
+                monitor.log(loss=torch.tensor(loss + step), tokens=10, norm=np.float32(loss))
+            monitor.log(grad_norm=9.0)
+            optimizer.step()
+    for step in range(2):
+        found = of_step(output, step)
+        assert (found["loss"], found["tokens"], found["norm"]) == (2.5 + step, 20, 2.5)
+        assert found["grad_norm"] == 9.0, "a logged number replaces the monitor's own"
+
+
+def test_bad_numbers_have_no_row_and_are_reported_once_and_counted(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        for _ in range(2):
+            backward(model)
+            monitor.log(loss="0.5", text=None, vector=torch.ones(2), meta=torch.ones((), device="meta"), phase=1j, good=1)
+            optimizer.step()
+    assert {name for name, _ in numbers(output)} == {"good", "learning_rate.0", "grad_norm"}
+    (said,) = [one for one in warnings_in(caplog) if "logging a number" in one]
+    assert "of 'loss' failed" in said
+    assert "got a str" in said
+    assert output.manifest()["failures"]["logging a number: TypeError"] == 10
+
+
+def test_a_call_between_two_steps_has_no_row_and_says_where_to_call(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        monitor.log(early=1)
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+            monitor.log(late=2)
+    monitor.log(closed=3)
+    assert {name for name, _ in numbers(output)} == {"early", "learning_rate.0", "grad_norm"}
+    (said,) = [one for one in warnings_in(caplog) if "log(late)" in one]
+    assert "Call log before optimizer.step()" in said
+
+
+def test_numbers_of_steps_that_are_not_collected_have_no_row(output: Output) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS, start_step=1, step_interval=2) as monitor:
+        for step in range(4):
+            backward(model)
+            monitor.log(loss=step)
+            optimizer.step()
+    assert {place: value for place, value in numbers(output).items() if place[0] == "loss"} == {("loss", 1): 1, ("loss", 3): 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"run_numbers": False, "wg_distribution": True}, set()),
+        ({"run_numbers": None}, {"loss"}),
+        ({"run_numbers": None, "param_distribution": True}, {"loss", "learning_rate.0"}),
+        ({"run_numbers": True}, {"loss", "learning_rate.0"}),
+    ],
+)
+def test_the_field_says_which_numbers_are_recorded(output: Output, config: dict[str, Any], expected: set[str]) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **config) as monitor:
+        loss = backward(model)
+        monitor.log(loss=loss)
+        optimizer.step()
+    assert {name for name, _ in numbers(output)} == expected
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int, log: Callable[..., object]) -> list[Tensor]:
+    """With clipping; the losses, and the norms that clipping returned."""
+    found = []
+    for _ in range(steps):
+        loss = backward(model)
+        log(loss=loss, tokens=torch.tensor(6))
+        norm = clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.detach(), norm]
+    return found
+
+
+def test_training_has_the_same_bits_and_the_functions_of_torch_are_restored(output: Output) -> None:
+    results = []
+    before = clip_grad_norm_.__wrapped__.__globals__["_get_total_norm"]
+    for monitored in (False, True):
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
+        if monitored:
+            with attached(output, model, optimizer, **GRADIENTS) as monitor:
+                found = train(model, optimizer, 3, monitor.log)
+        else:
+            found = train(model, optimizer, 3, lambda **_: None)
+        results.append([*found, *model.parameters(), *(x for state in optimizer.state.values() for x in state.values())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert clip_grad_norm_.__wrapped__.__globals__["_get_total_norm"] is before
+    assert len(numbers(output)) == 3 * 5
+
+
+def test_clipping_that_is_compiled_is_not_observed_and_compiles_whole(output: Output) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    clip = torch.compile(lambda parameters: clip_grad_norm_(parameters, 1.0), backend="eager", fullgraph=True)
+    with attached(output, model, optimizer, **GRADIENTS):
+        backward(model)
+        clip(list(model.parameters()))
+        optimizer.step()
+    assert of_step(output, 0) == pytest.approx({"learning_rate.0": 0.01, "grad_norm_clipped": 1.0}, rel=1e-5)
+
+
+def test_every_format_has_them_and_a_resumed_run_continues_them(output: Output, tmp_path: Path) -> None:
+    for start in (0, 2):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01 + start)
+        config = {**GRADIENTS, "format": ["csv", "hdf5", "parquet", "tensorboard"], "append_output": RANGE if start else []}
+        with attached(output, model, optimizer, start_iteration=start, **config) as monitor:
+            train(model, optimizer, 2, monitor.log)
+    csv, directory = numbers(output), output.directory()
+    assert [csv["learning_rate.0", step] for step in range(4)] == [0.01, 0.01, 2.01, 2.01]
+    assert len(csv) == 4 * 5
+    hdf5 = [
+        row for path in directory.glob("*.h5") for row in read_hdf5(path, ops=["value"]).to_pylist() if row["kind"] == "run"
+    ]
+    assert {(row["name"], row["step"]): row["value"] for row in hdf5} == csv
+    parquet = [row for path in directory.glob("*.parquet") for row in read_table(path).to_pylist() if row["kind"] == "run"]
+    assert {(row["name"], row["step"]): row["value"] for row in parquet} == csv
+    merged = tmp_path / "merged"
+    merge(Wanted(output.base, merged), lambda _done, _total: None)
+    assert [path.stem for path in merged.rglob("run_*")] == ["run_0-99"]
+    for path in (output.base, merged):
+        rows = open_run(path).rows("run", columns=["name", "step", "rank", "value"])
+        assert {(row["name"], row["step"]): row["value"] for row in rows.to_pylist()} == csv
+        assert pc.unique(rows["rank"]).to_pylist() == [0]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = EventAccumulator(str(directory))
+    run.Reload()
+    shown = {one.step: one.value for one in run.Scalars("0:grad_norm/rank0/run_value")}
+    assert shown == pytest.approx({step: csv["grad_norm", step] for step in range(4)}, rel=1e-6)
