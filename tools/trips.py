@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 PACKAGE = str(ROOT / "monitor") + os.sep
-CONFIG = '{"wg_distribution": true, "format": "csv", "ops": ["min", "max", "mean", "norm"], "run_numbers": false}'
+CONFIG = '{"wg_distribution": true, "format": "csv", "ops": ["min", "max", "mean", "norm"]}'
 
 
 @contextmanager

@@ -22,6 +22,7 @@ MOST_RANGES_OF_A_CAUSE: Final = 200
 MOST_CAUSES: Final = 16
 MOST_CHARACTERS_OF_A_CAUSE: Final = 300
 OTHER_CAUSES: Final = "other causes"
+KILLED: Final = "killed before it was written"
 
 
 class StepRange(NamedTuple):
@@ -326,6 +327,11 @@ class StepsRecord(StrictRecord):
         rest = RestRecord(count=over.count, first=over.first, last=over.last) if over else None
         return cls(count=steps.count, ranges=steps.ranges, rest=rest)
 
+    def restored(self, most: int = MOST_RANGES) -> StepRanges:
+        """The steps, to be continued."""
+        over = self.rest
+        return StepRanges.restored(self.ranges, Rest(over.count, over.first, over.last) if over else None, most)
+
     @model_validator(mode="after")
     def _consistent(self) -> StepsRecord:
         end = -1
@@ -537,6 +543,34 @@ class ManifestRecord(StrictRecord):
         return (
             "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()) + "\n}\n"
         ).encode()
+
+
+def collected_every(record: ManifestRecord) -> int:
+    """The interval between two collected steps, as configured."""
+    interval = record.config.get("step_interval", 1)
+    return interval if isinstance(interval, int) and interval > 0 else 1
+
+
+def steps_between(known: int, resumed: int, interval: int) -> StepRange | None:
+    """The steps after ``known`` at this interval, before ``resumed``; None if there are none."""
+    last = known + (resumed - 1 - known) // interval * interval
+    return StepRange(known + interval, last, interval if last > known + interval else 1) if last > known else None
+
+
+def was_killed(record: ManifestRecord) -> bool:
+    """Whether the last run that reported steps, or a run after it, did not end cleanly."""
+    runs: list[ManifestRecord | EarlierRun] = [record, *reversed(record.resumed)]
+    for run in runs:
+        if not run.closed:
+            return True
+        if run.first_step is not None:
+            return False
+    return False
+
+
+def newest_step(record: ManifestRecord | None) -> int:
+    """The last written step; -1 if there is none."""
+    return -1 if record is None else record.steps.written.newest
 
 
 def known_version(version: int) -> int:

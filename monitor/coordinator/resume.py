@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from monitor.config import AUTO
 from monitor.coordinator import manifest_format as schema
+from monitor.coordinator.manifest import Earlier
 from monitor.coordinator.output import (
     OUTPUT_VARIABLE,
     DirectoryLock,
@@ -25,7 +26,6 @@ from monitor.failures import LOGGER, Failures
 from monitor.formats import FORMATS
 from monitor.sinks import recovery_of
 from monitor.sinks.files import recover_all
-from monitor.stats.table import Status
 
 Span = tuple[str, str]
 """Two timestamps, both included. They have no year: if the first is the later one, New Year lies between them."""
@@ -119,239 +119,6 @@ def _known(directory: Path) -> schema.ManifestRecord | None:
         return schema.read_manifest(directory / schema.MANIFEST_FILE)
     except schema.ManifestError:
         return None
-
-
-# --- The steps of all runs that record to one directory, as one timeline. A later run replaces the steps that it repeats.
-
-MOST_EARLIER_RUNS: Final = 100
-
-KILLED: Final = "killed before it was written"
-
-
-class Timeline:
-    """The outcome of each step. Not safe across threads.
-
-    Attributes:
-        first: The first step that this run has reported; None before.
-        killed_before: The steps between the last one of an earlier run that was killed and the first of this run.
-    """
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.killed_before: schema.StepRange | None = None
-        self._resumed, self._killed, self._interval = False, False, 1
-        self._written, self._skipped, self._incomplete = (
-            schema.StepRanges(),
-            schema.StepRanges(),
-            schema.StepRanges(),
-        )
-        self._abandoned = schema.StepRanges()
-        self._dropped = schema.StepsByCause()
-        self._lost: dict[str, schema.StepsByCause] = {}
-
-    @classmethod
-    def restored(cls, record: schema.ManifestRecord) -> Timeline:
-        """The timeline of an earlier run, to be continued by this run."""
-        line = cls()
-        line._resumed, line._killed = True, was_killed(record)
-        line._interval = collected_every(record)
-        steps = record.steps
-        line._written, line._skipped, line._incomplete, line._abandoned = (
-            _restored(one) for one in (steps.written, steps.skipped, steps.incomplete, steps.abandoned)
-        )
-        line._dropped = _restored_by_cause(record.dropped)
-        line._lost = {sink: _restored_by_cause(causes) for sink, causes in record.lost.items()}
-        return line
-
-    @classmethod
-    def found(cls) -> Timeline:
-        """The timeline of an earlier run that left no manifest."""
-        line = cls()
-        line._resumed = line._killed = True
-        return line
-
-    @property
-    def newest(self) -> int:
-        """The last of the steps written; -1 if there are none."""
-        return self._written.newest
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """How many steps were written, and how many dropped."""
-        return self._written.count, sum(steps.count for _, steps in self._dropped.items())
-
-    def correct(self, ranges: Iterable[tuple[int, int]], held: Mapping[str, Collection[int]], cut: Iterable[int]) -> None:
-        """Correct the timeline by the earlier run's files: it may have been killed after its last save.
-
-        Args:
-            ranges: First and last steps.
-            held: By sink, the steps in these ranges that its files hold. A step in the files of all sinks was written.
-            cut: Steps that the files held only partly.
-        """
-        held = {sink: frozenset(steps) for sink, steps in held.items()}
-        for first, last in ranges:
-            within = {sink: {step for step in steps if first <= step <= last} for sink, steps in held.items()}
-            somewhere = set[int]().union(*within.values())
-            known = {step for taken in self._written.take(first, last) for step in taken.steps()}
-            abandoned = {step for taken in self._abandoned.take(first, last) for step in taken.steps()}
-            for step in sorted(somewhere):
-                missing = [sink for sink, steps in within.items() if step not in steps]
-                if missing and step in abandoned:  # one sink wrote the step again, another did not yet
-                    self._abandoned.add(step)
-                else:
-                    self._find(step, missing)
-            for step in known - somewhere:
-                self._dropped.add(step, KILLED)
-        for step in cut:
-            self._dropped.add(step, KILLED)
-
-    def write(self, step: int, status: Status) -> None:
-        """Every sink has the step."""
-        self._reach(step)
-        self._abandoned.take(step, step)
-        self._written.add(step)
-        if status == "skipped":
-            self._skipped.add(step)
-        elif status == "incomplete":
-            self._incomplete.add(step)
-
-    def drop(self, step: int, reason: str) -> None:
-        """No sink has the step."""
-        self._reach(step)
-        self._dropped.add(step, reason)
-
-    def lose(self, step: int, sink: str, reason: str) -> None:
-        """One sink does not have the step."""
-        self._reach(step)
-        self._lost.setdefault(sink, schema.StepsByCause()).add(step, reason)
-
-    def manifest_fields(self) -> dict[str, Any]:
-        """Fields of ``ManifestRecord``."""
-        written, skipped, incomplete, abandoned = (
-            schema.StepsRecord.of(steps) for steps in (self._written, self._skipped, self._incomplete, self._abandoned)
-        )
-        return {
-            "steps": schema.RecordedSteps(written=written, skipped=skipped, incomplete=incomplete, abandoned=abandoned),
-            "dropped": _by_cause(self._dropped),
-            "lost": {sink: _by_cause(causes) for sink, causes in self._lost.items()},
-            "first_step": self.first,
-        }
-
-    def _find(self, step: int, missing: Collection[str]) -> None:
-        """The files of all sinks but ``missing`` have the step."""
-        if not missing:
-            self._written.add(step)
-        for sink in missing:
-            causes = self._lost.setdefault(sink, schema.StepsByCause())
-            if step not in causes:
-                causes.add(step, KILLED)
-
-    def _reach(self, step: int) -> None:
-        """Note a step of this run. Steps may be reported in any order."""
-        if self.first is None or step < self.first:
-            if self._resumed:
-                self._leave(step, schema.LAST_STEP if self.first is None else self.first - 1)
-                self._miss(step)
-            self.first = step
-
-    def _miss(self, step: int) -> None:
-        """Mark the steps between a killed run's last step and this run's first one as dropped: the killed run had them."""
-        if self.first is not None or not self._killed:
-            return
-        known = max(self._written.newest, self._dropped.newest, *(causes.newest for causes in self._lost.values()), -1)
-        if known >= 0 and (gap := steps_between(known, step, self._written.interval or self._interval)) is not None:
-            self.killed_before = gap
-            self._dropped.add_range(gap, KILLED)
-
-    def _leave(self, first: int, last: int) -> None:
-        """Mark the earlier run's steps in this range as abandoned."""
-        self._abandoned.add_all(self._written.take(first, last))
-        self._skipped.take(first, last)
-        self._incomplete.take(first, last)
-        for causes in (self._dropped, *self._lost.values()):
-            causes.take(first, last)
-        self._lost = {sink: causes for sink, causes in self._lost.items() if any(steps.count for _, steps in causes.items())}
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """The record of the earlier runs in a directory, which a run continues.
-
-    Attributes:
-        timeline: The outcome of the steps so far.
-        runs: The known runs, oldest first.
-        failures: The number of failures of each cause.
-    """
-
-    timeline: Timeline = field(default_factory=Timeline)
-    runs: tuple[schema.EarlierRun, ...] = ()
-    failures: Mapping[str, int] = field(default_factory=dict)
-    notes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, record: schema.ManifestRecord | None) -> Earlier:
-        """From the last run's manifest; None: it left no manifest."""
-        if record is None:
-            return cls(Timeline.found())
-        shared = schema.EarlierRun.model_fields.keys() & schema.ManifestRecord.model_fields.keys()
-        last = schema.EarlierRun(**{name: getattr(record, name) for name in shared})
-        earlier = cls(Timeline.restored(record), (*record.resumed, last)[-MOST_EARLIER_RUNS:], record.failures, record.notes)
-        return earlier.ended()
-
-    def ended(self) -> Earlier:
-        """The same record, in which the last run ends with the newest step of the timeline."""
-        *before, last = self.runs
-        newest = self.timeline.newest
-        return replace(self, runs=(*before, last.model_copy(update={"last_step": newest if newest >= 0 else None})))
-
-    @property
-    def series_files(self) -> frozenset[str]:
-        """The series files that the manifest still points at."""
-        return frozenset(run.series.file for run in self.runs if run.series is not None)
-
-
-def collected_every(record: schema.ManifestRecord) -> int:
-    """The interval between two collected steps, as configured."""
-    interval = record.config.get("step_interval", 1)
-    return interval if isinstance(interval, int) and interval > 0 else 1
-
-
-def steps_between(known: int, resumed: int, interval: int) -> schema.StepRange | None:
-    """The steps after ``known`` at this interval, before ``resumed``; None if there are none."""
-    last = known + (resumed - 1 - known) // interval * interval
-    return schema.StepRange(known + interval, last, interval if last > known + interval else 1) if last > known else None
-
-
-def was_killed(record: schema.ManifestRecord) -> bool:
-    """Whether the last run that reported steps, or a run after it, did not end cleanly."""
-    runs: list[schema.ManifestRecord | schema.EarlierRun] = [record, *reversed(record.resumed)]
-    for run in runs:
-        if not run.closed:
-            return True
-        if run.first_step is not None:
-            return False
-    return False
-
-
-def newest_step(record: schema.ManifestRecord | None) -> int:
-    """The last written step; -1 if there is none."""
-    return Earlier.of(record).timeline.newest
-
-
-def _restored(steps: schema.StepsRecord, **most: int) -> schema.StepRanges:
-    over = steps.rest
-    return schema.StepRanges.restored(steps.ranges, schema.Rest(over.count, over.first, over.last) if over else None, **most)
-
-
-def _restored_by_cause(causes: Mapping[str, schema.StepsRecord]) -> schema.StepsByCause:
-    steps = schema.StepsByCause()
-    for cause, record in causes.items():
-        steps.restore(cause, _restored(record, most=schema.MOST_RANGES_OF_A_CAUSE))
-    return steps
-
-
-def _by_cause(steps: schema.StepsByCause) -> dict[str, schema.StepsRecord]:
-    return {cause: schema.StepsRecord.of(ranges) for cause, ranges in steps.items()}
 
 
 # --- Chooses the directory that a rank records to: a new one or, with ``append_output``, that of an earlier run.
@@ -487,7 +254,7 @@ def _why_anew(alike: Sequence[tuple[Path, schema.ManifestRecord]], this: Restart
         return f"{both}. Give each job an output directory of its own ({OUTPUT_VARIABLE})"
     if this.start_step:
         return ""
-    last = newest_step(record)
+    last = schema.newest_step(record)
     kept = f"training starts at step 0, so {newest.name} is left as it is"
     return (
         f"{kept}. To continue after its step {last}, pass the step of the checkpoint as start_iteration" if last >= 0 else kept
@@ -544,7 +311,7 @@ def _recover_files(directory: Path, rank: int, formats: Sequence[str], begun_ns:
     saved = (directory / schema.MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0
     written, first = (formats, 0) if record is None else (record.formats, record.first_step or 0)
     recoveries = {name: recovery for name in FORMATS if name in (*written, *formats) and (recovery := recovery_of(name))}
-    found = recover_all(directory, recoveries, written, first, newest_step(record), saved, begun_ns)
+    found = recover_all(directory, recoveries, written, first, schema.newest_step(record), saved, begun_ns)
     for path in found.aside:
         LOGGER.warning("[rank %d] a process that was killed left %s damaged. The file was set aside.", rank, path)
     earlier = Earlier.of(record)

@@ -11,8 +11,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
-from monitor.coordinator.manifest_format import StepRange, StepRanges, StepsRecord, without_pairs
-from monitor.coordinator.resume import collected_every, newest_step, steps_between, was_killed
+from monitor.coordinator.manifest_format import (
+    StepRange,
+    StepRanges,
+    StepsRecord,
+    collected_every,
+    newest_step,
+    steps_between,
+    was_killed,
+    without_pairs,
+)
 from monitor.merge.combine import NOT_RECORDED, Disagreement, Outcome
 from monitor.merge.discovery import NO_END, RankRun, SetAside
 from monitor.merge.restarts import joints

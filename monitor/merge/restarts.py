@@ -10,7 +10,7 @@ from typing import NamedTuple
 from monitor.config import AUTO
 from monitor.coordinator import manifest_format as schema
 from monitor.coordinator.manifest_format import ManifestRecord, StepRange, StepRanges, StepsRecord
-from monitor.coordinator.resume import collected_every, moment, order_in_time, steps_between
+from monitor.coordinator.resume import moment, order_in_time
 
 # Jobs that continued each other are one line of steps. A step belongs to the last run that began at or before it.
 #
@@ -132,7 +132,7 @@ def joints(line: Iterable[RunPart], interval: int) -> Iterator[Joint]:
     for part in line:
         if part.first is not None:
             if earlier:
-                again = steps_between(part.first - interval, last + 1, interval)
+                again = schema.steps_between(part.first - interval, last + 1, interval)
                 redone = schema.NO_STEPS if again is None else StepsRecord(count=again.size, ranges=(again,))
                 yield Joint(part.job_id, earlier, part.first, redone)
             last, earlier = max(last, part.last), part.job_id
@@ -171,7 +171,7 @@ class _JobFacts:
             ranks,
             max(moment(one.saved) for one in manifests),
             all(one.closed for one in manifests),
-            collected_every(manifests[0]),
+            schema.collected_every(manifests[0]),
             any(one.config.get("append_output") == AUTO[0] for one in manifests),
         )
 

@@ -44,6 +44,7 @@ class RunNumbers(Collector):
         self._attached, self._gradients, self._automatic = attached, gradients, automatic
         self._recorder, self._framework = attached.recorder, attached.framework
         self._tensors, self._failures = attached.backend.tensors, attached.failures
+        self._scalar = self._tensors.scalar()
         self._is_alone = attached.watch.ownership.world_size == 1
         self._series: dict[str, RecordedSeries] = {}
         self._logged: dict[str, tuple[Any, int]] = {}
@@ -53,6 +54,7 @@ class RunNumbers(Collector):
         self._turns: dict[int, Collection[int] | None] = {}
         self._whole: frozenset[int] | None = None
         self._all_here: bool | None = None
+        self._norm_at: int | None = None
         self._covered: dict[int, tuple[Collection[int], bool]] = {}
 
     def log(self, numbers: Mapping[str, Any]) -> None:
@@ -66,7 +68,7 @@ class RunNumbers(Collector):
     def _log(self, name: str, given: Any) -> None:
         if name not in self._series and len(self._series) >= MOST_NAMES:
             raise ValueError(f"there are {MOST_NAMES} names already: log one number under one name in all steps")
-        number = self._tensors.number_of(given)
+        number = self._number(given)
         total, calls = self._logged.get(name, (0.0, 0))
         if calls and isinstance(total, float) != isinstance(number, float):
             raise TypeError(
@@ -96,7 +98,7 @@ class RunNumbers(Collector):
             self._failures.guarded("reading the norm of clipped gradients", self._take_norm, _NOT_RECORDED)(clipping)
 
     def _take_norm(self, clipping: Clipping) -> None:
-        norm = None if clipping.norm is None else self._tensors.number_of(clipping.norm)
+        norm = None if clipping.norm is None else self._number(clipping.norm)
         self._clippings.append(Clipping(norm, clipping.limit, clipping.of, clipping.is_total))
 
     def _take_rates(self, optimizer: Any) -> None:
@@ -108,7 +110,10 @@ class RunNumbers(Collector):
                 groups += len(self._framework.learning_rates(one))
         for group, rate in enumerate(self._framework.learning_rates(optimizer), self._first_group.get(id(optimizer), 0)):
             if rate is not None:
-                self._rates[f"{LEARNING_RATE}.{group}"] = self._tensors.number_of(rate)
+                self._rates[f"{LEARNING_RATE}.{group}"] = self._number(rate)
+
+    def _number(self, given: Any) -> Any:
+        return given if type(given) is float else self._tensors.number_of(given)
 
     def before_seal(self) -> None:
         self._recorder.total = None
@@ -123,7 +128,7 @@ class RunNumbers(Collector):
 
     def _record(self, name: str, number: Any, count: int = 1) -> None:
         numbers = {} if number is FROM_ROWS else {COUNT: float(count), SUM: number}
-        x = self._tensors.scalar() if number is FROM_ROWS or isinstance(number, float) else number
+        x = self._scalar if number is FROM_ROWS or isinstance(number, float) else number
         self._recorder.record_numbers(self._series_of(name), numbers, x)
 
     def _series_of(self, name: str) -> RecordedSeries:
@@ -146,12 +151,18 @@ class RunNumbers(Collector):
             states = set(self._gradients.readings.values())
             alone = self._is_alone and not self._attached.config.monitor_mbs_grad
             may_be_intact = not self._clippings and "changed" not in states and (alone or states == {"intact"})
-            before = self._attached.recorder.table.series.index_of(self._series_of(GRAD_NORM).series) if may_be_intact else None
+            before = self._place_of_norm() if may_be_intact else None
             self._recorder.total = TotalNorm(rows, before, states == {"intact"}, alone)
             if may_be_intact:
                 yield GRAD_NORM, FROM_ROWS
             if not may_be_intact or alone:  # the rows decide which of the two it is
                 yield CLIPPED_NORM, FROM_ROWS
+
+    def _place_of_norm(self) -> int:
+        """The index of the series of the norm before clipping."""
+        if self._norm_at is None:
+            self._norm_at = self._recorder.table.series.index_of(self._series_of(GRAD_NORM).series)
+        return self._norm_at
 
     def _together(self, norms: Sequence[Any]) -> Any:
         """The norm of several vectors as one."""

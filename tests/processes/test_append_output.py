@@ -21,7 +21,7 @@ from recorded import Recorded, hidden, listed, rank_directories
 from typer.testing import CliRunner
 
 from monitor import OpenedRun, open_run
-from monitor.coordinator.resume import KILLED
+from monitor.coordinator.manifest_format import KILLED
 from monitor.merge.cli import app as merge_command
 from monitor.merge.merge import Wanted, merge
 from monitor.sinks.csv_files import CsvRows

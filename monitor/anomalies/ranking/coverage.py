@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from monitor.anomalies.ranking.job import Columns, Flags, Member, RankedJob
-from monitor.coordinator.manifest_format import EarlierRun, ManifestRecord, StepsRecord
-from monitor.coordinator.resume import KILLED
+from monitor.coordinator.manifest_format import KILLED, EarlierRun, ManifestRecord, StepsRecord
 from monitor.merge.tables import distinct
 
 # --- Steps of the earlier runs that a resumed run continues. Their events were renamed to directories of their own.

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from monitor.anomalies.ranking.cli import app
 from monitor.anomalies.ranking.report import advice, notes
-from monitor.coordinator.resume import KILLED
+from monitor.coordinator.manifest_format import KILLED
 
 ROWS = len(list(PlayedRank().rows()))
 
