@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
+
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.query.sources import RowChoice
-from monitor.report.facts import TOTAL_KIND, Facts
+from monitor.report.facts import GLOBAL_NAME, SHOWN, TOTAL_KIND, Facts, KindReader, ended_early
 from monitor.report.history import WARM_UP, Sudden
-from monitor.series import GRAD_NORM, REPLICA_KIND, RUN_KIND
+from monitor.series import CLIPPED_NORM, GRAD_NORM, REPLICA_KIND, RUN_KIND
 
 State = Literal["good", "bad", "not looked at"]
 GOOD: Final = "good"
@@ -104,17 +106,27 @@ _FIRST_IN_A_STEP: Final = ("param_origin",)
 """Weights are read late in a step, and passes have used them before."""
 
 
-def row_events(facts: Facts) -> list[RowEvent]:
-    """What rows alone show, in the order in which it happened as far as rows say."""
+def row_events(facts: Facts, *, only_infinite: bool = False) -> list[RowEvent]:
+    """What rows alone show, in the order in which it happened as far as rows say.
+
+    Args:
+        only_infinite: Only the first value of each kind that is not finite.
+    """
     found = []
     for number, (kind, history) in enumerate(facts.histories.items()):
         names = facts.kinds[kind].names
         late = (kind not in _FIRST_IN_A_STEP, number)
         found += [
             (one.step, late, one.micro_step, one.series, RowEvent(kind, names[one.series], facts.ranks[one.rank], one))
-            for one in history.events
+            for one in (filter(None, [history.first_infinite]) if only_infinite else history.events)
+            if may_not_jump(kind, names[one.series]) or not math.isfinite(one.value)
         ]
     return [one[-1] for one in sorted(found)]
+
+
+def may_not_jump(kind: str, name: str) -> bool:
+    """Whether a sudden change is a fault. Learning rates change by plan. Of other numbers that a loop logs nothing is known."""
+    return kind != RUN_KIND or "loss" in name.lower() or name in (GRAD_NORM, CLIPPED_NORM)
 
 
 def said(one: RowEvent, facts: Facts) -> str:
@@ -137,32 +149,71 @@ def _alerts(facts: Facts) -> CheckFinding:
         return CheckFinding(NOT_LOOKED_AT, facts.why_not_ranked)
     if ranking.events:
         one = ranking.first_origin or ranking.ranked[0]
-        return CheckFinding(BAD, f"{counts(ranking)}.", place_of(one))
+        return CheckFinding(BAD, f"{counts(ranking)}.", place_of(one, facts))
     if ranking.is_well:
         return CheckFinding(GOOD, advice(ranking))
     return CheckFinding(NOT_LOOKED_AT, " ".join([advice(ranking), *notes(ranking)]))
 
 
-def place_of(one: Ranked) -> Place:
-    """The place of an event of the ranking."""
+def place_of(one: Ranked, facts: Facts) -> Place:
+    """The place of an event of the ranking, with the name that the tensor has in the pictures."""
     series = one.subject.recorded_as
     kind, name = (series.kind, series.name)
     if kind == REPLICA_KIND:
         kind, _, name = name.partition("/")
-    return Place(one.step, one.member.rank, kind, f"{series.vpp_stage}:{name}" if series.vpp_stage else name)
+    if kind in facts.kinds:
+        name = facts.kinds[kind].name_of(one.step, one.member.rank, series.vpp_stage, name)
+    return Place(one.step, one.member.rank, kind, name)
 
 
 _RULES: Final = "Alert rules say where it began: switch them on, and run trainermon rank-anomalies."
 
 
+_SHOWS_ALL: Final = ("norm", "absmax", "std", "mean")
+"""Ops that are not finite if an element is not."""
+_SHOW_ALL_TOGETHER: Final = ({"min", "max"}, {"nans", "infs"})
+"""``max`` shows no minus infinity, and ``min`` no infinity."""
+
+
 def _finite(facts: Facts) -> CheckFinding:
-    if not facts.histories:
-        return CheckFinding(NOT_LOOKED_AT, "The run has no rows with a number.")
     number = sum(one.infinite for one in facts.histories.values())
-    if not number:
-        return CheckFinding(GOOD, f"No NaN and no infinity in {sum(facts.told['rows'].values()):,} rows.")
-    first = next(one for one in row_events(facts) if not one.is_finite)
-    return CheckFinding(BAD, f"First came {said(first, facts)}. {number:,} values are NaN or infinite.", first.place, _RULES)
+    if number:
+        first = row_events(facts, only_infinite=True)[0]
+        return CheckFinding(
+            BAD, f"First came {said(first, facts)}. {number:,} values are NaN or infinite.", first.place, _RULES
+        )
+    of_elements = {
+        kind: rows
+        for kind, rows in {**facts.kinds, **facts.others}.items()
+        if rows.op in SHOWN[len(_SHOWS_ALL) :] or (not rows.op and "count" in rows.columns)
+    }
+    bounds = (
+        Bound((), "nans", 1, True, "elements are NaN"),
+        Bound((), "infs", 1, True, "elements are infinite"),
+        Bound((), "min", -math.inf, False, "an element is infinite"),
+    )
+    found = [
+        one
+        for kind, rows in of_elements.items()
+        for bound in bounds
+        if bound.column in rows.ops and bound.column != rows.op
+        for one in _beyond(facts, kind, bound.column, bound)
+    ]
+    if found:
+        return _first_beyond(found, _RULES)
+    unseen = [f"{kind} has only {', '.join(rows.ops) or 'no op'}" for kind, rows in of_elements.items() if _is_partial(rows)]
+    unseen += [f"{rows.unseen:,} rows of {kind} have no {rows.op}" for kind, rows in facts.kinds.items() if rows.unseen]
+    if unseen or not facts.histories:
+        return CheckFinding(NOT_LOOKED_AT, f"Not all can be seen: {_few(unseen, len(unseen))}." if unseen else _NO_NUMBER)
+    return CheckFinding(GOOD, f"No NaN and no infinity in {sum(facts.told['rows'].values()):,} rows.")
+
+
+_NO_NUMBER: Final = "The run has no rows with a number."
+
+
+def _is_partial(rows: KindReader) -> bool:
+    """Whether a NaN or an infinity may be in elements and not in the recorded ops."""
+    return not any(ops <= set(rows.ops) for ops in _SHOW_ALL_TOGETHER)
 
 
 def _sudden(facts: Facts) -> CheckFinding:
@@ -209,16 +260,29 @@ def _still_runs(facts: Facts) -> bool:
 
 def _steps(facts: Facts) -> CheckFinding:
     dropped, gaps = facts.told["dropped"]["listed"], facts.told["gaps"]["listed"]
+    if _still_runs(facts):  # ranks may be a few steps apart
+        gaps = [one for one in gaps if _first(one["steps"]) <= _newest_saved(facts, one["rank"])]
+    ended = ended_early(facts)
     lost = [*(f"rank {one['rank']}, {_of(one)}: {one['reason']}" for one in dropped)]
+    lost += [f"no rank has {kind} after step {step}" for kind, step in ended.items()]
     lost += [f"rank {one['rank']} has no {one['kind']} at {_of(one)}" for one in gaps]
-    if not lost:
-        return CheckFinding(GOOD, "No step is missing on any rank.")
-    first = min((*dropped, *gaps), key=lambda one: _first(one["steps"]))
-    place = Place(_first(first["steps"]), first["rank"], first.get("kind", ""))
-    count = facts.count("dropped") + facts.count("gaps")
-    return CheckFinding(
-        BAD, f"Steps are missing: {_few(lost, count)}.", place, "docs/performance.md says why steps are dropped."
-    )
+    if lost:
+        places = [Place(_first(one["steps"]), one["rank"], one.get("kind", "")) for one in (*dropped, *gaps)]
+        places += [Place(step + 1, None, kind) for kind, step in ended.items()]
+        first = min(places, key=lambda one: (one.step or 0, one.kind))
+        count = len(lost) + facts.count("dropped") + facts.count("gaps") - len(dropped) - len(facts.told["gaps"]["listed"])
+        return CheckFinding(
+            BAD, f"Steps are missing: {_few(lost, count)}.", first, "docs/performance.md says why steps are dropped."
+        )
+    if absent := sorted(facts.measured - facts.told["rows"].keys()):
+        return CheckFinding(NOT_LOOKED_AT, f"Ranks recorded {_few(absent, len(absent))}, and the files have no rows of it.")
+    if facts.left_out:
+        return CheckFinding(NOT_LOOKED_AT, f"Ranks recorded {facts.left_out:,} steps more than these files have.")
+    return CheckFinding(GOOD, "No step is missing on any rank.")
+
+
+def _newest_saved(facts: Facts, rank: int) -> int:
+    return facts.manifests[rank].steps.written.newest if rank in facts.manifests else -1
 
 
 def _replicas(facts: Facts) -> CheckFinding:
@@ -329,9 +393,7 @@ def _within(bounds: Sequence[Bound], nothing: str) -> Callable[[Facts], CheckFin
         ]
         beyond = [one for each in asked for one in _beyond(facts, *each)]
         if beyond:
-            step, rank, kind, name, column, value, means = min(beyond)
-            says = f"{kind} {name} on rank {rank} in step {step}: its {column} is {value:.3g}: {means}."
-            return CheckFinding(BAD, says, Place(step, rank, kind, name))
+            return _first_beyond(beyond)
         columns = sorted({column for _, column, _ in asked})
         return (
             CheckFinding(GOOD, f"{', '.join(columns)} are within bounds.") if columns else CheckFinding(NOT_LOOKED_AT, nothing)
@@ -340,17 +402,38 @@ def _within(bounds: Sequence[Bound], nothing: str) -> Callable[[Facts], CheckFin
     return judge
 
 
-def _beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[tuple[int, int, str, str, str, float, str]]:
-    """The first row beyond a bound in the first file that has one."""
-    for span in facts.kinds[kind].spans:
-        wanted = ("step", "rank", "name", column)
+class Beyond(NamedTuple):
+    """A row beyond a bound."""
+
+    step: int
+    rank: int
+    kind: str
+    name: str
+    column: str
+    value: float
+    means: str
+
+
+def _beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyond]:
+    """The first row beyond a bound, or with NaN, in the first file that has one."""
+    for span in {**facts.kinds, **facts.others}[kind].spans:
+        wanted = ("step", "rank", GLOBAL_NAME, column)
         rows = facts.source.rows(RowChoice(kind, steps=range(span.first, span.last + 1), columns=wanted))
-        values = rows[column].fill_null(math.nan).to_numpy()
-        there = (values >= bound.limit if bound.high else values <= bound.limit).nonzero()[0]
+        rows = rows.filter(rows[column].is_valid())
+        values = rows[column].to_numpy().astype(float)
+        beyond = values >= bound.limit if bound.high else values <= bound.limit
+        there = (beyond | np.isnan(values)).nonzero()[0]
         if len(there):
             row: Mapping[str, Any] = rows.slice(int(there[0]), 1).to_pylist()[0]
-            yield row["step"], row["rank"], kind, row["name"], column, row[column], bound.means
+            means = bound.means if beyond[there[0]] else "it cannot be computed from NaN"
+            yield Beyond(row["step"], row["rank"], kind, row[GLOBAL_NAME], column, row[column], means)
             return
+
+
+def _first_beyond(found: Sequence[Beyond], then: str = "") -> CheckFinding:
+    one = min(found, key=lambda each: each[:5])
+    says = f"{one.kind} {one.name} on rank {one.rank} in step {one.step}: its {one.column} is {one.value:.3g}: {one.means}."
+    return CheckFinding(BAD, says, Place(one.step, one.rank, one.kind, one.name), then)
 
 
 def _monitor(facts: Facts) -> CheckFinding:

@@ -72,7 +72,7 @@ def monitor_report(
             verdict = verdict_of(found, checks)
             printed = verdict_for_programs(found, checks, verdict) if as_json else None
             if path is not None:
-                write_whole(path, page_of(model_of(found, checks, verdict)).encode())
+                _write(path, page_of(model_of(found, checks, verdict)).encode())
     except NothingRecordedError as error:
         say(errors, f"There is nothing to report: {error}", style="yellow")
         raise typer.Exit(FLAWED) from error
@@ -84,10 +84,23 @@ def monitor_report(
 
 
 def _path(run: str, output: Path | None, as_json: bool) -> Path | None:
-    """Where the page goes; None if none is written."""
+    """Where the page goes; None if none is written.
+
+    Raises:
+        ValueError: It is a directory.
+    """
+    if output is not None and output.is_dir():
+        raise ValueError(f"{output} is a directory. Name a file: -o {output / REPORT_FILE}")
     if output is not None or as_json:
         return output
     return Path(REPORT_FILE) if is_url(run) else Path(run) / REPORT_FILE
+
+
+def _write(path: Path, page: bytes) -> None:
+    if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced
+        path.write_bytes(page)
+    else:
+        write_whole(path, page)
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +18,13 @@ import pyarrow as pa
 from monitor.anomalies.ranking.loading import NothingReadError, folder_of
 from monitor.anomalies.ranking.ranking import Ranking, ranking_of
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
+from monitor.coordinator.series_file import read_columns
 from monitor.merge.execution import MergeError
 from monitor.merge.merge import Wanted, merge
 from monitor.query.opened import Lacking, open_source, total_norms
 from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order, ranges_of
 from monitor.report.history import FACTOR, FACTOR_OF_WEIGHTS, WINDOW, Axis, Ints, KindHistory
-from monitor.series import CLIPPED_NORM, GRAD_NORM, KIND_TABLE, PARAMETER_KINDS, RUN_KIND
+from monitor.series import CLIPPED_NORM, GRAD_NORM, KIND_TABLE, KINDS_OF_RANKS, PARAMETER_KINDS, REPLICA_KIND, RUN_KIND
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import COLUMNS_OF
 
@@ -34,6 +36,8 @@ NORMS_OF: Final = "grad_reduced"
 
 SHOWN: Final = ("norm", "absmax", "std", "mean", "max", "min")
 """The op that a heat map shows: the first that was recorded."""
+GLOBAL_NAME: Final = "global_name"
+_PLACED: Final = ("vpp_stage", "stage", GLOBAL_NAME)
 NOT_PICTURED: Final = ("replica",)
 """Kinds that are only compared."""
 
@@ -48,6 +52,10 @@ MOST_EVENTS: Final = 50
 Progress = Callable[[str, int, int], None]
 """Told what is read, how many parts of it are done, and of how many."""
 
+MOST_ASKED: Final = 8
+"""Directories whose series files are read."""
+_REGULAR: Final = {kind.name for kind in KIND_TABLE if kind.warned}
+"""Kinds with rows in each step."""
 _BACKWARD: Final = {kind.name for kind in KIND_TABLE if kind.phase == "backward"}
 
 
@@ -68,12 +76,14 @@ def sudden_factor(kind: str) -> float:
 
 @dataclass
 class KindReader:
-    """The rows of a kind, read in order of steps.
+    """The rows of a kind, read in order of steps. Names are those of the whole model, also where a pipeline's ranks count anew.
 
     Attributes:
         op: The column that is judged and shown.
         ops: All columns with a value in the first rows.
-        series: Chunk and name of each series, in order of execution.
+        series: Place and name of each series, in order of execution. The place is that of its stage in the pipeline, or the
+            number of the model chunk if there is no pipeline.
+        unseen: Number of rows of elements without a value of ``op``.
     """
 
     source: MergedSet
@@ -81,13 +91,28 @@ class KindReader:
     op: str = ""
     ops: tuple[str, ...] = ()
     series: list[tuple[int, str]] = field(default_factory=list)
+    unseen: int = 0
     _number: dict[tuple[int, str], int] = field(default_factory=dict)
+    _known_as: dict[str, set[str]] = field(default_factory=dict)
+    _has_stages: bool = False
 
     @property
     def names(self) -> list[str]:
-        """Of each series, with its chunk if there are several."""
-        several = any(chunk for chunk, _ in self.series)
-        return [f"{chunk}:{name}" if several else name for chunk, name in self.series]
+        """Of each series, with its place if several places have the name."""
+        places, what = Counter(name for _, name in self.series), "stage" if self._has_stages else ""
+        return [f"{what}{place}:{name}" if places[name] > 1 else name for place, name in self.series]
+
+    def name_of(self, step: int, rank: int, chunk: int, name: str) -> str:
+        """The name in the whole model of what a rank calls ``name``, as in ``names``."""
+        rows = self._read(range(step, step + 1), ("rank", *_PLACED), [name])
+        of = [one for one in rows.to_pylist() if one["rank"] == rank]
+        found = ((self._place(one), one[GLOBAL_NAME]) for one in of if (one["vpp_stage"] or 0) == chunk)
+        number = self._number.get(next(found, (chunk, name)))
+        return name if number is None else self.names[number]
+
+    def places_of(self, name: str) -> list[int]:
+        """The numbers of the series of a name in the whole model."""
+        return [number for number, (_, one) in enumerate(self.series) if one == name]
 
     @cached_property
     def spans(self) -> list[StepSpan]:
@@ -118,7 +143,7 @@ class KindReader:
     ) -> None:
         """Read rows into a history. All files are read, one at a time, if nothing is chosen."""
         spans = self.spans
-        columns = ("rank", "step", "micro_step", "vpp_stage", "name", self.op)
+        columns = ("rank", "step", "micro_step", *_PLACED, self.op)
         for done, span in enumerate(spans):
             wanted = (
                 range(max(span.first, steps.start), min(span.last + 1, steps.stop))
@@ -126,21 +151,51 @@ class KindReader:
                 else range(span.first, span.last + 1)
             )
             if wanted:
-                rows = self._read(wanted, columns, names)
-                self._feed(history, rows.filter(rows[self.op].is_valid()) if rows[self.op].null_count else rows, wanted)
+                rows = self._read(wanted, columns, self._known_by(names))
+                if rows[self.op].null_count:
+                    if names is None and steps is None:
+                        self.unseen += self._without_value(wanted)
+                    rows = rows.filter(rows[self.op].is_valid())
+                self._feed(history, rows, wanted)
             if progress is not None:
                 progress(self.kind, done + 1, len(spans))
 
     def last_rows(self, name: str, columns: Sequence[str], most: int) -> list[dict[str, Any]]:
         """Rows of a series, named as in ``names``, of about the last steps, in order of steps."""
-        chunk, text = self.series[self.names.index(name)]
+        series = self.series[self.names.index(name)]
         found: list[dict[str, Any]] = []
         for span in reversed(self.spans):
-            rows = self._read(range(span.first, span.last + 1), (*columns, "vpp_stage"), [text]).to_pylist()
-            found = [one for one in rows if (one["vpp_stage"] or 0) == chunk] + found
+            wanted = (*columns, *_PLACED)
+            rows = self._read(range(span.first, span.last + 1), wanted, self._known_by([series[1]])).to_pylist()
+            found = [one for one in rows if (self._place(one), one[GLOBAL_NAME]) == series] + found
             if len({one["step"] for one in found}) >= most:
                 break
         return found
+
+    def _place(self, row: Mapping[str, Any]) -> int:
+        """The place of a row's series. Numbers of the run are those of all ranks alike."""
+        stage = None if self.kind in KINDS_OF_RANKS else row["stage"]
+        return int(row["vpp_stage"] or 0) if stage is None else int(stage)
+
+    def _places(self, rows: pa.Table) -> Ints:
+        """The same for a table."""
+        chunk: Ints = rows["vpp_stage"].fill_null(0).to_numpy()
+        if self.kind in KINDS_OF_RANKS or rows["stage"].null_count == len(rows):
+            return chunk
+        self._has_stages = True
+        stage: Ints = rows["stage"].fill_null(-1).to_numpy()
+        return np.where(stage < 0, chunk, stage)
+
+    def _without_value(self, steps: range) -> int:
+        """Rows of elements without a value of ``op``."""
+        if "count" not in self.columns:
+            return 0
+        rows = self._read(steps, ("count", self.op), None)
+        return int((rows["count"].to_numpy()[rows[self.op].is_null().to_numpy()] > 0).sum())
+
+    def _known_by(self, names: Sequence[str] | None) -> list[str] | None:
+        """What ranks call the tensors with these names in the whole model."""
+        return None if names is None else sorted({one for name in names for one in self._known_as.get(name, {name})})
 
     def _read(self, steps: range, columns: Sequence[str], names: Sequence[str] | None) -> pa.Table:
         chosen = None if names is None else NameFilter(names)
@@ -159,8 +214,8 @@ class KindReader:
 
     def _numbered(self, rows: pa.Table, steps: range) -> Ints:
         """Of each row the number of its series. New series are numbered in order of execution."""
-        names = rows["name"].combine_chunks()
-        chunk = rows["vpp_stage"].fill_null(0).to_numpy()
+        names = rows[GLOBAL_NAME].combine_chunks()
+        chunk = self._places(rows)
         chunks = int(chunk.max()) + 1
         code = names.indices.to_numpy().astype(np.int64)
         code = code * chunks + chunk if chunks > 1 else code
@@ -181,14 +236,16 @@ class KindReader:
 
     def _order(self, steps: range) -> Callable[[tuple[int, str]], tuple[int, int]]:
         """Sorts series by their stage of the pipeline and the first call of any rank, as far as that is known."""
-        columns = ("name", "vpp_stage", "stage", "call_id")
-        rows = self._read(steps, [one for one in columns if one in self.columns], None)
-        named = rows.set_column(rows.column_names.index("name"), "name", rows["name"].cast(pa.string()))
-        found = named.group_by(["name", "vpp_stage"]).aggregate([("stage", "min"), ("call_id", "min")]).to_pylist()
+        rows = self._read(steps, ("name", GLOBAL_NAME, "vpp_stage", "stage", "call_id"), None)
+        for one in ("name", GLOBAL_NAME):
+            rows = rows.set_column(rows.column_names.index(one), one, rows[one].cast(pa.string()))
+        found = rows.group_by(["name", GLOBAL_NAME, "vpp_stage", "stage"]).aggregate([("call_id", "min")]).to_pylist()
         way = -1 if self.kind in _BACKWARD else 1
-        first = {
-            (one["vpp_stage"] or 0, one["name"]): (way * (one["stage_min"] or 0), one["call_id_min"] or 0) for one in found
-        }
+        first: dict[tuple[int, str], tuple[int, int]] = {}
+        for one in found:
+            self._known_as.setdefault(one[GLOBAL_NAME], set()).add(one["name"])
+            series, place = (self._place(one), one[GLOBAL_NAME]), (way * (one["stage"] or 0), one["call_id_min"] or 0)
+            first[series] = min(place, first.get(series, place))
         return lambda one: first.get(one, (0, 0))
 
 
@@ -206,6 +263,9 @@ class Facts:
         manifests: By rank; empty where the directories of ranks are not there.
         ranking: None if no events were found; ``why_not_ranked`` says why.
         kinds: In order of execution.
+        others: Kinds of which no op is judged.
+        measured: Kinds that ranks have recorded, as far as that is known.
+        left_out: Number of steps that the first rank has recorded, and of which there are no rows.
         histories: Of each kind. ``run`` has the run's own numbers, and the total norm if only rows give it.
         no_total_norm: Why steps have no total norm, and how many have none.
         clipped: Steps at which the norm of gradients was clipped.
@@ -219,9 +279,12 @@ class Facts:
     why_not_ranked: str
     axis: Axis
     kinds: dict[str, KindReader] = field(default_factory=dict)
+    others: dict[str, KindReader] = field(default_factory=dict)
     histories: dict[str, KindHistory] = field(default_factory=dict)
     no_total_norm: dict[str, int] = field(default_factory=dict)
     clipped: list[int] = field(default_factory=list)
+    measured: frozenset[str] = frozenset()
+    left_out: int = 0
 
     @property
     def ranks(self) -> list[int]:
@@ -297,13 +360,26 @@ def _read(
     for one in every.values():
         one.choose()
     facts.kinds = {kind: one for kind, one in every.items() if one.op}
+    facts.others = {kind: one for kind, one in every.items() if not one.op}
     facts.axis = _axis(told, _series_about(facts))
+    facts.measured, facts.left_out = _measured(base, told), _left_out(facts)
     for kind, rows in facts.kinds.items():
         facts.histories[kind] = KindHistory(facts.axis, len(facts.ranks), MOST_KEPT, MOST_EVENTS, sudden_factor(kind))
         rows.feed(facts.histories[kind], progress=progress)
+        _mark_differing(facts, kind, facts.histories[kind])
     _read_total_norm(facts)
     _read_clipping(facts)
     return facts
+
+
+def _mark_differing(facts: Facts, kind: str, history: KindHistory) -> None:
+    """Show where replicas differ. The one that differs may have no rows of the kind itself."""
+    rows = facts.kinds[kind]
+    for one in facts.told["disagreements"]["listed"]:
+        if one["kind"] == kind and one["rank"] in facts.ranks:
+            value = float(one["value"]) if one["op"] == rows.op else np.nan
+            for series in rows.places_of(one["name"]):
+                history.mark_differing(one["step"], series, facts.ranks.index(one["rank"]), value)
 
 
 def _series_about(facts: Facts) -> int:
@@ -314,6 +390,39 @@ def _series_about(facts: Facts) -> int:
         read = rows._read(range(first.first, first.first + 1), ("name",), None)
         count += len(read["name"].unique())
     return count
+
+
+def _measured(base: Path, told: Mapping[str, Any]) -> frozenset[str]:
+    """The kinds that some of the merged directories have rows of, by their series files."""
+    found: set[str] = set()
+    for name in told["directories"][:MOST_ASKED]:
+        with suppress(ManifestError, OSError):
+            columns = read_columns(base / name, read_manifest(base / name / MANIFEST_FILE))
+            if columns is not None:
+                found |= {columns.kinds[kind] for kind, layout in zip(columns.kind, columns.layout, strict=True) if layout >= 0}
+    return frozenset(found - {REPLICA_KIND})
+
+
+def _left_out(facts: Facts) -> int:
+    if not facts.manifests:
+        return 0
+    recorded = facts.manifests[min(facts.manifests)].steps.written.ranges
+    written = [np.zeros(0, np.int64), *(np.arange(first, last + 1, interval) for first, last, interval in recorded)]
+    return len(np.setdiff1d(np.concatenate(written), facts.axis.steps))
+
+
+def ended_early(facts: Facts) -> dict[str, int]:
+    """The kinds of which no rank has rows at the last steps, and of each the last step with rows.
+
+    If the configuration was changed while the run recorded, there are none: it may have switched them off.
+    """
+    if any(len(one.configurations) > 1 for one in facts.manifests.values()):
+        return {}
+    steps = np.concatenate([np.arange(one.start, one.stop, one.step) for one in ranges_of(facts.told["steps"])])
+    skipped = [np.arange(one.start, one.stop, one.step) for one in ranges_of(facts.told["skipped_steps"])]
+    steps = np.setdiff1d(steps, np.concatenate([np.zeros(0, np.int64), *skipped]))
+    last = {kind: rows.spans[-1].last for kind, rows in {**facts.kinds, **facts.others}.items() if kind in _REGULAR}
+    return {kind: step for kind, step in last.items() if (steps > step).sum() >= 2}
 
 
 def _axis(told: Mapping[str, Any], series: int) -> Axis:
@@ -385,6 +494,7 @@ def at_step(facts: Facts, kind: str, step: int) -> KindHistory:
         facts.kinds[kind].feed(history, range(int(before), step))
     history.keep_from(Axis(np.array([step]), 1))
     facts.kinds[kind].feed(history, range(step, step + 1))
+    _mark_differing(facts, kind, history)
     return history
 
 
@@ -393,4 +503,5 @@ def of_series(facts: Facts, kind: str, names: Sequence[str]) -> KindHistory:
     history = KindHistory(facts.axis, len(facts.ranks))
     history.keep_from(facts.axis)
     facts.kinds[kind].feed(history, None, names)
+    _mark_differing(facts, kind, history)
     return history

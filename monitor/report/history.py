@@ -48,9 +48,13 @@ CALM: Final = 4
 PARTLY: Final = LEAST + CALM
 MOST: Final = 25
 """Standard deviations; more look the same."""
-INFINITE: Final = LEAST + MOST + 2
+DIFFERS: Final = LEAST + MOST + 2
+"""The value is finite, and not that of another rank which should have the same."""
+INFINITE: Final = DIFFERS + 1
 NAN: Final = INFINITE + 1
 
+LARGEST: Final = float(np.finfo(np.float32).max)
+"""Finite values beyond it are drawn here."""
 DEVIATIONS_OF: Final = 1.349
 """Standard deviations between the quartiles of a normal distribution."""
 
@@ -114,8 +118,9 @@ class KindHistory:
         pair_series, pair_rank: Of each pair, the number of its series and of its rank.
         deviations: Of each pair the greatest that was judged; ``at`` has its step, ``value`` and ``typical`` what was compared.
         events: Of each pair, the first value that is not finite or changes suddenly: by step and then in order of execution.
+            Beyond a bound only the first of each series is kept.
         judged: Number of values that had a history.
-        infinite: Number of values that are NaN or infinite.
+        infinite: Number of values that are NaN or infinite; ``first_infinite`` is the first of them.
     """
 
     def __init__(self, axis: Axis, ranks: int, most_kept: int = 0, most_events: int = 50, factor: float = FACTOR) -> None:
@@ -139,6 +144,7 @@ class KindHistory:
         self.events: list[Sudden] = []
         self.judged = 0
         self.infinite = 0
+        self.first_infinite: Sudden | None = None
 
     def keep_from(self, axis: Axis) -> None:
         """Keep the cells and values of every pair from the next row on, in the columns of ``axis``."""
@@ -146,6 +152,22 @@ class KindHistory:
         self.grid = np.zeros((len(self.grid), axis.bins), np.uint8)
         self.cells = np.zeros((len(self.pair_series), axis.bins), np.uint8)
         self.values = np.full((len(self.pair_series), axis.bins), np.nan, np.float32)
+
+    def mark_differing(self, step: int, series: int, rank: int, value: float) -> None:
+        """Show at a step that a rank has another value than other ranks, which should have the same.
+
+        Args:
+            value: What it has; NaN if that is not of the op that is shown.
+        """
+        if series >= len(self.grid) or step not in self._axis.steps:
+            return
+        column = int(self._axis.bin_of(np.array([step]))[0])
+        self.grid[series, column] = max(self.grid[series, column], DIFFERS)
+        pair = self._pairs(np.array([series]), np.array([rank]))[0]
+        if self.cells is not None and self.values is not None:
+            self.cells[pair, column] = max(self.cells[pair, column], DIFFERS)
+            if np.isnan(self.values[pair, column]):
+                self.values[pair, column] = np.clip(value, -LARGEST, LARGEST)
 
     def add(self, step: Ints, micro_step: Ints, series: Ints, rank: Ints, values: NDArray[np.float64]) -> None:
         """Take rows of later steps than those before.
@@ -225,16 +247,21 @@ class KindHistory:
         deviation = np.maximum((high - low) / DEVIATIONS_OF, NARROWEST)
         apart = np.abs(logarithm - median)
         apart[(logarithm <= ZERO) & (held[0] <= ZERO)] = 0  # it is zero now and then
-        judged = finite & (number >= WARM_UP)
+        # Nothing is known of what follows a history of zeros: a weight that begins to be trained, an expert that is chosen.
+        judged = finite & (number >= WARM_UP) & ((median > ZERO) | (logarithm <= ZERO))
         deviations = np.where(judged, apart / deviation, 0).astype(np.float32)
         cells = self._cells(recorded, matrix, judged, deviations)
         self.judged += int(judged.sum())
         self._note_greatest(own, step, matrix, deviations, judged, median)
         sudden = (recorded & ~finite) | (judged & (deviations >= SUDDEN) & (apart >= self._sudden))
         if sudden.any():
-            self.infinite += int((recorded & ~finite).sum())
             typical = np.where(number >= WARM_UP, np.exp(median.astype(np.float64)), np.nan)
-            self._note_events(own, step, micro_step, sudden, matrix, typical, deviations)
+            about = own, step, micro_step, matrix, typical, deviations
+            self._note_events(sudden, *about)
+            infinite = np.argwhere(recorded & ~finite)
+            self.infinite += len(infinite)
+            if len(infinite) and self.first_infinite is None:
+                self.first_infinite = self._value_at(*infinite[0].tolist(), *about)
         self._note_cells(own, self._axis.bin_of(step), matrix, cells, recorded)
         kept = self._held[len(step) :, own] if len(step) < len(self._held) else self._held[:0, own]
         self._held[:, own] = np.concatenate([kept, logarithm[-len(self._held) :]])
@@ -258,20 +285,27 @@ class KindHistory:
         more = judged[when, columns] & (greatest > self.deviations[own])
         pairs, when = own[more], when[more]
         self.deviations[pairs], self.at[pairs] = greatest[more], step[when]
-        self.value[pairs], self.typical[pairs] = matrix[when, columns[more]], np.exp(median[more])
+        self.value[pairs], self.typical[pairs] = matrix[when, columns[more]], np.exp(median[more].astype(np.float64))
 
-    def _note_events(self, own: Ints, step: Ints, micro_step: Ints, sudden: Flags, *of: NDArray[Any]) -> None:
-        matrix, typical, deviations = of
-        for time in np.flatnonzero(sudden.any(axis=1)).tolist():
-            new = np.flatnonzero(sudden[time] & ~self._has_event[own])[: self._most_events - len(self.events)]
-            self._has_event[own[new]] = True
-            for column in new.tolist():
-                pair = own[column]
-                at = int(step[time]), int(micro_step[time]), int(self.pair_series[pair]), int(self.pair_rank[pair])
-                numbers = (matrix[time, column], typical[column], deviations[time, column])
-                self.events.append(Sudden(*at, *map(float, numbers)))
-            if len(self.events) >= self._most_events:
-                return
+    def _note_events(self, sudden: Flags, own: Ints, *about: NDArray[Any]) -> None:
+        columns = np.flatnonzero(sudden.any(axis=0) & ~self._has_event[own])
+        when = sudden[:, columns].argmax(axis=0)
+        order = np.argsort(when, kind="stable")
+        columns, when = columns[order], when[order]
+        series = self.pair_series[own[columns]]
+        self._has_event[own[columns]] = True
+        first = np.zeros(len(columns), np.bool_)
+        first[np.unique(series, return_index=True)[1]] = True
+        first &= ~np.isin(series, [one.series for one in self.events])
+        kept = np.flatnonzero(first | (np.arange(len(columns)) < self._most_events - len(self.events)))
+        for column, time in zip(columns[kept].tolist(), when[kept].tolist(), strict=True):
+            self.events.append(self._value_at(time, column, own, *about))
+
+    def _value_at(self, time: int, column: int, own: Ints, *about: NDArray[Any]) -> Sudden:
+        step, micro_step, matrix, typical, deviations = about
+        pair = own[column]
+        at = int(step[time]), int(micro_step[time]), int(self.pair_series[pair]), int(self.pair_rank[pair])
+        return Sudden(*at, float(matrix[time, column]), float(typical[column]), float(deviations[time, column]))
 
     def _note_cells(self, own: Ints, bins: Ints, matrix: NDArray[np.float64], cells: Codes, recorded: Flags) -> None:
         shown = cells.copy()
@@ -287,7 +321,8 @@ class KindHistory:
                 worst, columns = cells[times][when, np.arange(len(own))], np.arange(len(own))
                 more = worst >= np.maximum(self.cells[own, one], 1)
                 self.cells[own[more], one] = worst[more]
-                self.values[own[more], one] = matrix[times][when[more], columns[more]]
+                values = matrix[times][when[more], columns[more]]
+                self.values[own[more], one] = np.where(np.isfinite(values), np.clip(values, -LARGEST, LARGEST), values)
 
 
 def _taken(held: Values, place: Ints) -> Values:

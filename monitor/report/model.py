@@ -18,7 +18,7 @@ from monitor.anomalies.ranking.ranking import Ranked
 from monitor.anomalies.ranking.report import described_value, remark
 from monitor.merge.report import summary
 from monitor.report import history as cell
-from monitor.report.checks import CheckResult, Place, RowEvent, Verdict, place_of, row_events, said
+from monitor.report.checks import CheckResult, Place, RowEvent, Verdict, may_not_jump, place_of, row_events, said
 from monitor.report.facts import NOT_PICTURED, TOTAL_KIND, Facts, at_step, of_series
 from monitor.report.history import KindHistory, by_rank, most_unusual
 from monitor.series import NO_MICRO_STEP, RUN_KIND
@@ -90,6 +90,7 @@ def model_of(facts: Facts, checks: Sequence[CheckResult], verdict: Verdict) -> M
             "calm": cell.CALM,
             "partly": cell.PARTLY,
             "most": cell.MOST,
+            "differs": cell.DIFFERS,
             "infinite": cell.INFINITE,
             "nan": cell.NAN,
         },
@@ -140,6 +141,8 @@ def unusual_of(facts: Facts) -> list[dict[str, Any]]:
     found = []
     for number, pair in most_unusual(histories, MOST_LISTED):
         of, rows = histories[number], facts.kinds[kinds[number]]
+        if not may_not_jump(kinds[number], rows.names[of.pair_series[pair]]):
+            continue
         found.append(
             {
                 "kind": kinds[number],
@@ -158,14 +161,14 @@ def unusual_of(facts: Facts) -> list[dict[str, Any]]:
 def events_of(facts: Facts) -> list[dict[str, Any]]:
     """The first events, in order: those of alert rules, or what rows alone show."""
     if facts.ranking is not None and facts.ranking.ranked:
-        return [_ranked(one) for one in facts.ranking.ranked]
+        return [_ranked(one, facts) for one in facts.ranking.ranked]
     events = [_of_rows(one, facts) for one in row_events(facts)]
     events += [_differing(one) for one in facts.told["disagreements"]["listed"][:MOST_LISTED]]
     return sorted(events, key=lambda one: int(one["step"]))[:MOST_LISTED]
 
 
-def _ranked(one: Ranked) -> dict[str, Any]:
-    place = place_of(one)
+def _ranked(one: Ranked, facts: Facts) -> dict[str, Any]:
+    place = place_of(one, facts)
     return {
         "kind": place.kind,
         "tensor": place.name,
@@ -337,7 +340,7 @@ class _Curves:
         values = history.values[pairs]
         labels = [f"rank {self._facts.ranks[one]}" for one in history.pair_rank[pairs]]
         if len(pairs) > MOST_LINES:
-            worst = int(history.deviations[pairs].argmax())
+            worst = self._worst(history, pairs)
             low, middle, high = _quantiles(values)
             labels, values = ["median", "5 %", "95 %", labels[worst]], np.stack([middle, low, high, values[worst]])
         elif kind == TOTAL_KIND:
@@ -347,6 +350,12 @@ class _Curves:
         lines, cells = self._model.put(values.astype("<f4")), None if banded or history.cells is None else history.cells[pairs]
         codes = None if cells is None else self._model.put(cells)
         return {"name": name, "op": op, "series": series, "band": banded, "labels": labels, "lines": lines, "codes": codes}
+
+    def _worst(self, history: KindHistory, pairs: cell.Ints) -> int:
+        """Which of the pairs of a series has its own line: the first that is not finite or changes suddenly."""
+        of, ranks = history.pair_series[pairs[0]], history.pair_rank[pairs]
+        first = next((int((ranks == one.rank).argmax()) for one in history.events if one.series == of), None)
+        return int(history.deviations[pairs].argmax()) if first is None else first
 
 
 def _quantiles(values: cell.Values) -> tuple[cell.Values, cell.Values, cell.Values]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from recorded_job import RecordedRank
-from reported_job import NAMES, WHEN, Fault, cells, modelled, record, reported
+from reported_job import LAYERS, NAMES, WHEN, Fault, cells, modelled, record, reported
 from sink_rows import Measured
 
 from monitor.report import history
@@ -74,10 +74,16 @@ def test_the_verdict_names_the_place_of_a_fault_in_the_rows(what: str, tmp_path:
         assert f"rank {rank}" in verdict.says
     assert not check or check in [one.name for one in checks if one.state == BAD]
     assert (model.data["start"]["kind"], model.data["start"]["tensor"], model.data["atStep"]) == (kind, name, WHEN)
-    if "replica" not in what:
-        row = cells(model, kind)[NAMES[kind].index(name)]
-        assert row[WHEN] == max(row)
-        assert row[WHEN] >= history.LEAST + history.SUDDEN
+    row = cells(model, kind)[NAMES[kind].index(name)]
+    assert row[WHEN] == max(row)
+    assert row[WHEN] >= history.LEAST + history.SUDDEN
+    of = next(one for one in model.data["kinds"] if one["name"] == kind)
+    frame = next(one["cells"] for one in of["frames"] if one["at"] == WHEN)
+    by_rank = np.frombuffer(bytes(model.arrays), np.uint8, 2 * LAYERS, frame).reshape(2, LAYERS)
+    assert np.unravel_index(by_rank.argmax(), by_rank.shape) == (
+        rank if rank == 1 or "rank's" not in what else 1,
+        NAMES[kind].index(name),
+    )
 
 
 def test_a_rank_that_stopped_is_named_with_its_last_step(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 // A heat map of cells of one byte. The browser never scales it: where cells share a pixel, the greatest of them is painted.
 
 const PALETTE = [[0, [68, 1, 84]], [0.25, [59, 82, 139]], [0.5, [33, 145, 140]], [0.75, [94, 201, 98]], [1, [253, 231, 37]]]
-const NOT_RECORDED = [139, 146, 156], STRIPE = [196, 201, 208], INFINITE = [230, 97, 0], NAN = [179, 0, 27]
+const NOT_RECORDED = [139, 146, 156], STRIPE = [196, 201, 208], DIFFERS = [214, 0, 147], INFINITE = [230, 97, 0], NAN = [179, 0, 27]
 const CALM_STRIPE = [112, 84, 128]
 const LEAST_HEIGHT = 60, MOST_HEIGHT = 460, ROW_HEIGHT = 16, TEXT_HEIGHT = 12
 
@@ -11,7 +11,7 @@ const packed = ([r, g, b]) => (255 << 24 | b << 16 | g << 8 | r) >>> 0
 // Two colours for each code, which alternate in stripes where they differ.
 function coloursOf(codes) {
   const plain = new Uint32Array(256).fill(packed(NOT_RECORDED)), striped = new Uint32Array(256).fill(packed(NOT_RECORDED))
-  const levels = codes.infinite - codes.least - 1
+  const levels = codes.differs - codes.least - 1
   for (let level = 0; level < levels; level++) {
     const code = codes.least + level + (level >= codes.calm ? 1 : 0)
     plain[code] = striped[code] = packed(between(level / (levels - 1)))
@@ -19,6 +19,7 @@ function coloursOf(codes) {
   plain[codes.warmUp] = packed(PALETTE[0][1])
   striped[codes.warmUp] = packed(CALM_STRIPE)
   striped[codes.partly] = packed(STRIPE)
+  plain[codes.differs] = striped[codes.differs] = packed(DIFFERS)
   plain[codes.infinite] = striped[codes.infinite] = packed(INFINITE)
   plain[codes.nan] = striped[codes.nan] = packed(NAN)
   return { plain, striped }

@@ -29,10 +29,11 @@ class Report {
   }
 
   meaning(code) {
-    const { warmUp, least, calm, partly, most, infinite, nan } = this.data.codes
+    const { warmUp, least, calm, partly, most, differs, infinite, nan } = this.data.codes
     if (code === 0) return 'not recorded'
     if (code === warmUp) return 'its history begins'
     if (code === partly) return 'not recorded on some ranks'
+    if (code === differs) return 'differs between ranks'
     if (code === infinite) return 'infinite'
     if (code === nan) return 'NaN'
     const level = code - least - (code > partly ? 1 : 0)
@@ -69,7 +70,7 @@ class Report {
     const codes = one.codes === null ? null : this.cells(one.codes, one.labels.length * this.columns)
     const options = {
       height, heading: heading ? title : undefined, band: one.band, at: this.data.atStep === null ? undefined : this.data.first[this.data.at], stepName: place => this.stepName(place),
-      isOdd: (line, place) => !Number.isFinite(lines[line].values[place]) && codes !== null && codes[line * this.columns + place] > 0,
+      isOdd: (line, place) => !Number.isFinite(lines[line].values[place]) && codes !== null && codes[line * this.columns + place] >= this.data.codes.infinite,
     }
     drawn.push(new Curve(parent, title, this.data.first, lines, options))
   }
@@ -123,8 +124,8 @@ class Report {
   }
 
   legend() {
-    const { warmUp, least, calm, partly, most, infinite, nan } = this.data.codes
-    const shown = [least, least + 3, partly + 5, partly + 11, partly + most - calm + 1, infinite, nan, 0, partly, warmUp]
+    const { warmUp, least, calm, partly, most, differs, infinite, nan } = this.data.codes
+    const shown = [least, least + 3, partly + 5, partly + 11, partly + most - calm + 1, differs, infinite, nan, 0, partly, warmUp]
     for (const code of shown) {
       const item = element('li', $('legend')), sample = element('canvas', item)
       paint(sample, new Uint8Array([code]), 1, 1, this.colours, 14, 14)

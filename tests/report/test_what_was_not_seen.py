@@ -1,0 +1,164 @@
+"""What a report did not see is not green, and what is no fault is not red."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import compute
+from pyarrow.parquet import read_table, write_table
+from recorded_job import RecordedRank, merged
+from reported_job import NAMES, STEPS, WHEN, cells, modelled, record, reported
+from sink_rows import Measured
+
+from monitor.report.checks import BAD, GOOD, NOT_LOOKED_AT, CheckResult
+from monitor.report.history import DIFFERS, NAN, Axis, KindHistory
+from monitor.sinks.files import StepSpan
+from monitor.stats.partials import COUNT, SUM
+
+
+def state_of(checks: Iterable[CheckResult], name: str) -> str:
+    return next(one.state for one in checks if one.name == name)
+
+
+@pytest.mark.parametrize(
+    ("ops", "element", "state"),
+    [
+        (("nans",), np.nan, BAD),
+        (("nans",), 1.0, NOT_LOOKED_AT),
+        (("max",), 1.0, NOT_LOOKED_AT),
+        (("min", "max"), -np.inf, BAD),
+        (("max", "infs", "nans"), -np.inf, BAD),
+        (("min", "max"), 1.0, GOOD),
+        (("zeros",), np.nan, NOT_LOOKED_AT),
+    ],
+)
+def test_a_nan_or_an_infinity_that_no_op_shows_is_not_called_absent(
+    ops: tuple[str, ...], element: float, state: str, tmp_path: Path
+) -> None:
+    one = RecordedRank(tmp_path, format="csv", ops=ops)
+    for step in range(12):
+        one.write(step, {"grad_unreduced": [Measured("w", [1.0, element if step == 9 else 1.0])]})
+    one.close()
+    with reported(tmp_path) as (_, checks, verdict):
+        assert state_of(checks, "NaN and infinity") == state
+        if state == BAD:
+            assert (verdict.place.step, verdict.place.kind, verdict.place.name) == (9, "grad_unreduced", "w")
+        else:
+            assert verdict.state == NOT_LOOKED_AT or state == GOOD
+
+
+def test_rows_without_the_op_that_is_judged_are_not_green(tmp_path: Path) -> None:
+    record(tmp_path)
+    merged(tmp_path)
+    (path,) = (tmp_path / "merged" / "per_rank").glob("actv_*.parquet")
+    rows = read_table(path)
+    late = compute.greater_equal(rows["step"], WHEN)
+    norm = compute.if_else(late, None, rows["norm"])
+    write_table(rows.set_column(rows.column_names.index("norm"), "norm", norm), path)
+    with reported(tmp_path / "merged") as (_, checks, verdict):
+        assert state_of(checks, "NaN and infinity") == NOT_LOOKED_AT
+        assert "80 rows of actv have no norm" in next(one.finding.says for one in checks if one.name == "NaN and infinity")
+        assert verdict.state == NOT_LOOKED_AT
+
+
+def test_a_kind_that_ends_early_on_all_ranks_is_named(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path)
+    for step in range(STEPS):
+        rows = {kind: [Measured("w", micro_step=0 if kind == "actv" else -1)] for kind in ("actv", "grad_unreduced")}
+        one.write(step, rows if step < WHEN else {"grad_unreduced": rows["grad_unreduced"]})
+    one.close()
+    with reported(tmp_path) as (_, _, verdict):
+        assert (verdict.state, verdict.place.step, verdict.place.kind) == (BAD, WHEN, "actv")
+        assert f"no rank has actv after step {WHEN - 1}" in verdict.says
+
+
+def test_a_set_of_a_part_is_not_called_healthy(tmp_path: Path) -> None:
+    record(tmp_path)
+    for wanted, says in (({"kinds": ["actv", "replica"]}, "grad_reduced"), ({"steps": StepSpan(0, 15)}, "14 steps more")):
+        merged(tmp_path, says, **wanted)
+        with reported(tmp_path / says) as (_, checks, verdict):
+            assert (state_of(checks, "No step missing"), verdict.state) == (NOT_LOOKED_AT, NOT_LOOKED_AT)
+            assert says in next(one.finding.says for one in checks if one.name == "No step missing")
+
+
+def test_ranks_of_a_running_job_may_be_some_steps_apart(tmp_path: Path) -> None:
+    for rank, last in ((0, 17), (1, 14)):
+        one = RecordedRank(tmp_path, rank, 2, "parquet", ops=("norm",), steps_per_record=1)
+        for step in range(last + 1):
+            one.write(step, {"grad_unreduced": [Measured("w")]})
+            if step == 12:
+                one.manifest.save()
+        one.flush()
+    with reported(tmp_path) as (_, checks, _):
+        assert [one.name for one in checks if one.state == BAD] == ["Ranks ended cleanly"]
+
+
+@pytest.mark.parametrize("name", ["learning_rate.0", "epoch", "loss"])
+def test_only_losses_and_norms_among_the_numbers_of_a_run_may_not_jump(name: str, tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path, format="parquet")
+    for step in range(STEPS):
+        number = {COUNT: 1.0, SUM: 1e-9 if step < WHEN else 1.0}
+        one.write(step, {"run": [Measured(name, numbers=number)], "grad_unreduced": [Measured("w")]})
+    one.close()
+    with reported(tmp_path) as (_, checks, verdict):
+        assert state_of(checks, "Sudden changes") == verdict.state == (BAD if name == "loss" else GOOD)
+
+
+def test_what_follows_zeros_is_no_sudden_change_and_large_values_stay_finite(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path, format="parquet", ops=("norm",))
+    for step in range(STEPS):
+        rows = [Measured("bias", [0.0 if step < WHEN else 1.0]), Measured("large", [1e100])]
+        one.write(step, {"grad_unreduced": rows})
+    one.close()
+    model, checks, verdict = modelled(tmp_path)
+    assert (verdict.state, state_of(checks, "Sudden changes")) == (GOOD, GOOD)
+    assert cells(model, "grad_unreduced").max() < DIFFERS
+    (curve,) = (one for one in model.data["kinds"][0]["curves"] if one["name"] == "large")
+    assert np.isfinite(np.frombuffer(bytes(model.arrays), "<f4", STEPS, curve["lines"])).all()
+
+
+def test_a_tensor_that_explodes_and_then_is_nan_is_named_where_it_exploded(tmp_path: Path) -> None:
+    def explodes(_rank: int, step: int, kind: str, name: str, values: np.ndarray) -> np.ndarray:
+        late = step - WHEN if (kind, name) == ("grad_unreduced", NAMES[kind][0]) else -1
+        return values * (np.nan if late > 3 else 1e30 ** (late + 1) if late >= 0 else 1.0)
+
+    _, _, verdict = modelled(record(tmp_path, explodes))
+    assert (verdict.place.step, verdict.place.kind) == (WHEN, "grad_unreduced")
+
+
+def test_stages_that_count_their_layers_from_zero_have_rows_and_curves_of_their_own(tmp_path: Path) -> None:
+    for rank in range(2):
+        one = RecordedRank(tmp_path, rank, 2, "parquet", {"pp": (0, 1)}, ops=("norm",))
+        for step in range(STEPS):
+            last = np.nan if rank == 1 and step >= WHEN else 1.0
+            one.write(step, {"actv": [Measured(f"layers.{layer}.y", [last if layer else 1.0], 0) for layer in range(2)]})
+        one.close()
+    model, _, verdict = modelled(tmp_path)
+    assert (verdict.place.step, verdict.place.rank, verdict.place.name) == (WHEN, 1, "layers.3.y")
+    assert model.data["kinds"][0]["series"] == [f"layers.{layer}.y" for layer in range(4)]
+    assert [(row == NAN).sum() for row in cells(model, "actv")] == [0, 0, 0, STEPS - WHEN]
+    (curve,) = (one for one in model.data["kinds"][0]["curves"] if one["name"] == "layers.3.y")
+    assert curve["labels"] == ["rank 1"]
+
+
+def test_with_many_ranks_the_line_of_its_own_is_that_of_the_fault(tmp_path: Path) -> None:
+    for rank in range(10):
+        one = RecordedRank(tmp_path, rank, 10, "parquet", ops=("norm",))
+        for step in range(STEPS):
+            value = np.nan if rank == 7 and step == WHEN else 100.0 if rank == 3 and step == 15 else 1.0
+            one.write(step, {"actv": [Measured("output", [value], micro_step=0)]})
+        one.close()
+    model, _, verdict = modelled(tmp_path)
+    assert verdict.place.rank == 3
+    history = model.data["kinds"][0]["curves"][0]
+    assert history["labels"][-1] == "rank 3"
+
+
+def test_a_series_has_its_first_event_however_many_another_has() -> None:
+    history = KindHistory(Axis(np.arange(3), 3), 60, most_events=50)
+    of = np.repeat(np.arange(2), 60)
+    history.add(np.zeros(120, np.int64), np.full(120, -1), of, np.tile(np.arange(60), 2), np.full(120, np.nan))
+    assert (len(history.events), history.events[-1].series, history.events[-1].rank) == (51, 1, 0)
