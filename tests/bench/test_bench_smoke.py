@@ -160,6 +160,7 @@ def test_the_kernel_is_as_accurate_as_promised_on_what_kernels_measures(kernels:
     assert max(each["mean"]["monitor"] for each in figures["errors"]) <= 1e-6
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 3 s: make prove runs it")
 def test_writer_prints_the_rate_of_each_way_to_write(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = run("writer.py", "--rows", "20000", "--steps", "2", "--rounds", "1", "--json", str(figures))
@@ -190,6 +191,7 @@ def test_formats_prints_what_a_million_rows_take_in_each_format(tmp_path: Path) 
     assert sizes.keys() == {"csv", "hdf5", "parquet", "tensorboard"}
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 4 s: make prove runs it")
 def test_merging_prints_what_the_command_takes_and_what_reading_the_same_files_takes(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     size = ("--rows", "240", "--steps", "4", "--ranks", "3", "--lengths", "--formats", "parquet", "csv", "--workers", "1")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evidence import PROVES
 from object_store import ANYONE, BUCKET, Proxy, client_of, s3_server, stored
 from recorded_job import RecordedRank, files, merged
 from sink_rows import Measured
@@ -81,7 +82,7 @@ def said_to_be_written(objects: dict[str, bytes]) -> set[str]:
     return {name for record in records for name in record[4]}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module", autouse=PROVES)
 def outage(job: Path, server: int) -> Iterator[Ran]:
     """A merge whose server is away for ten seconds, while the other tests run."""
     proxy = Proxy(server)
@@ -135,6 +136,7 @@ def test_a_part_that_is_killed_loses_nothing_that_was_said_to_be_written_and_is_
     assert stored(client, "killed") == whole
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 5 s: make prove runs it")
 def test_a_slow_server_that_breaks_connections_changes_no_byte(job: Path, server: int, proxy: Proxy) -> None:
     proxy.delay = 0.05
     proxy.on_put = lambda number: proxy.reset() if number in (2, 5, 9) else None
@@ -166,6 +168,7 @@ def test_a_bucket_that_there_is_not_is_said_at_once(job: Path, proxy: Proxy) -> 
     assert "Trying again" not in said
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 12 s: make prove runs it")
 def test_a_server_that_is_away_for_ten_seconds_is_waited_for(job: Path, server: int, outage: Ran) -> None:
     status, said = outage.end()
     assert status == 0, said

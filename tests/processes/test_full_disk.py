@@ -8,7 +8,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from evidence import sampled
+from evidence import PROVES, sampled
 from launching import EVERY_STEP, Ended, Launcher
 from recorded import Recorded, listed, rank_directories
 
@@ -60,6 +60,7 @@ def test_a_full_disk_costs_the_steps_that_it_has_no_room_for_and_nothing_else(
     assert "The disk is full: free some space." in warning
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 4 s: make prove runs it")
 def test_an_open_record_keeps_the_steps_that_it_had_when_the_disk_was_full(launcher: Launcher, plain_losses: list[str]) -> None:
     ended, recording = train_on_small_disk(launcher, 0, step_count_per_record=6)
     assert ended.losses == plain_losses[:12]

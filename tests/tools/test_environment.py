@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from evidence import PROVES
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL = {
@@ -84,6 +85,7 @@ def test_two_set_ups_at_the_same_time_make_one_environment(project: Path, made: 
     assert not list(project.glob("*lock*"))
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 4 s: make prove runs it")
 @pytest.mark.usefixtures("made")
 def test_an_environment_over_another_has_what_is_in_that_one_and_puts_its_own_before_it(project: Path) -> None:
     (found,) = (project / ".venv").glob("lib/python*/site-packages/leaf.py")
@@ -95,6 +97,7 @@ def test_an_environment_over_another_has_what_is_in_that_one_and_puts_its_own_be
     assert subprocess.run(tried, capture_output=True, text=True, check=False).stdout == "False\n"
 
 
+@pytest.mark.skipif(not PROVES, reason="it takes 4 s: make prove runs it")
 @pytest.mark.usefixtures("made")
 def test_an_environment_is_made_once_and_again_when_the_constraints_change(project: Path) -> None:
     marker = project / ".venv" / "made-earlier"

@@ -70,7 +70,7 @@ AROUND_GROUPS = (15, 16, 17, 18, 19, 20, 23, 24)
 """The float32 of one more or less than a number of lanes; of the others the ends are sampled, and some between."""
 
 
-@pytest.mark.parametrize(("dtype", "size"), sampled(SIZED, 0, 1, 7, 12, *AROUND_GROUPS, 31, 35, 37), ids=str)
+@pytest.mark.parametrize(("dtype", "size"), sampled(SIZED, 0, 7, 12, *AROUND_GROUPS, 37), ids=str)
 def test_any_number_of_elements_agrees_with_the_reference(dtype: torch.dtype, size: int) -> None:
     x = normal(size).to(dtype)
     assert_agrees(row_of(x), x, EPS)
@@ -112,7 +112,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 VIEWED = list(product((torch.bfloat16, torch.float32, torch.complex64, torch.complex128), VIEWS))
 
 
-@pytest.mark.parametrize(("dtype", "view"), sampled(VIEWED, *range(6), 6, 13, 20), ids=str)
+@pytest.mark.parametrize(("dtype", "view"), sampled(VIEWED, 0, 2, 4, 6, 13, 20), ids=str)
 def test_views_are_read_where_they_are(dtype: torch.dtype, view: str) -> None:
     x = VIEWS[view](numbers(dtype, 6 * 5 * 4 * 32).view(6, 5, 4, 32))
     assert_agrees(row_of(x), x, EPS)
