@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -27,7 +28,7 @@ from monitor.merge.discovery import choose, discover, runs_of
 from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.query.sources import QueryError, RankDirectories, RowChoice
 from monitor.report.facts import NOT_PICTURED, judged_ops, sudden_factor
-from monitor.report.history import INFINITE, NAN, WINDOW, Axis, Ints, KindHistory, most_unusual
+from monitor.report.history import INFINITE, WINDOW, Axis, Ints, KindHistory, most_unusual
 from monitor.series import RUN_KIND
 from monitor.sinks.spool import PART
 
@@ -51,6 +52,9 @@ STANDS_STILL_S: Final = 60.0
 
 MOST_RANKS: Final = 16
 """Whose rows are read, evenly chosen."""
+
+COUNTS: Final = {"nans": float("nan"), "infs": float("inf")}
+"""Ops that count elements which are not finite, used where no other op is judged, and what such an element is."""
 
 MOST_UNUSUAL: Final = 5
 NOTABLE: Final = 8.0
@@ -175,11 +179,12 @@ class Look:
     @property
     def is_well(self) -> bool:
         """Whether everything was looked at, every rank is there and none is silent, the job does not stand still, no step was
-        dropped, no value is NaN or infinite, and no rule has fired.
+        dropped, no value is NaN or infinite, none of the run's own numbers either, and no rule has fired.
         """
         whole = len(self.ranks) == self.world_size and not self.notes and (self.stands_still_s or 0) < STANDS_STILL_S
         steady = not any(one.state in (SILENT, UNKNOWN) or one.dropped for one in self.ranks)
-        return whole and steady and all(one.deviations for one in self.unusual) and not (self.alerts and self.alerts.events)
+        finite = all(one.deviations for one in self.unusual) and all(isfinite(one.value) for one in self.numbers.values())
+        return whole and steady and finite and not (self.alerts and self.alerts.events)
 
     @property
     def stands_still_s(self) -> float | None:
@@ -377,7 +382,10 @@ class _Kind:
         self.forget()
         self.steps = np.unique(step)
         self.history.keep_from(Axis(self.steps, len(self.steps)))
-        self.history.add(step, micro_step, np.array(series), rank, rows[self.op].to_numpy().astype(np.float64))
+        values = rows[self.op].to_numpy().astype(np.float64)
+        if self.op in COUNTS:  # an element that is counted would show in the ops that were not recorded
+            values = np.where(values > 0, COUNTS[self.op], 1.0)
+        self.history.add(step, micro_step, np.array(series), rank, values)
 
     def forget(self) -> None:
         """Forget how unusual the rows were."""
@@ -415,7 +423,8 @@ class RowsNow:
 
     def read(self, job: str, ranks: Sequence[int], newest: int) -> None:
         """Read what is new in the last ``WINDOW`` steps."""
-        chosen = sorted({ranks[place * len(ranks) // MOST_RANKS] for place in range(MOST_RANKS)})
+        # The last rank is among them: it is the one that has the loss of a pipeline.
+        chosen = sorted({ranks[place * (len(ranks) - 1) // (MOST_RANKS - 1)] for place in range(MOST_RANKS)})
         if (job, chosen) != (self._job, self.ranks):
             self._job = job
             self._begin(chosen)
@@ -441,11 +450,13 @@ class RowsNow:
             op = self._kinds[kind].op
             rows = source.rows(replace(choice, columns=(*columns, op)))
         else:
-            ops = judged_ops(kind, source.scan(choice).kept.ops)
+            recorded = source.scan(choice).kept.ops
+            ops = [*judged_ops(kind, recorded), *(one for one in COUNTS if one in recorded)]
             rows = source.rows(replace(choice, columns=(*columns, *ops)))
             op = next((one for one in ops if rows[one].null_count < len(rows)), "")
-        rows = rows.filter(rows[op].is_valid()) if op else rows
-        if not op or not len(rows):
+        there, rows = len(rows), rows.filter(rows[op].is_valid()) if op else rows.slice(0, 0)
+        if not len(rows):
+            self.notes += [f"rows of {kind} have no {op or 'op that is judged'}"] if there else []
             return
         self.newest = max(self.newest, int(rows["step"].to_numpy().max()))
         if kind == RUN_KIND:
@@ -486,13 +497,12 @@ class RowsNow:
         self._recent, self.unusual = found[: MOST_UNUSUAL**2], found[:MOST_UNUSUAL]
 
     def _not_finite(self, kind: str, read: _Kind) -> Iterable[Unusual]:
-        cells = read.history.cells
-        if cells is None:
+        cells, values = read.history.cells, read.history.values
+        if cells is None or values is None:
             return
         for pair in np.flatnonzero(cells.max(axis=1, initial=0) >= INFINITE)[:MOST_UNUSUAL].tolist():
             column = int((cells[pair] >= INFINITE).argmax())
-            value = float("nan") if cells[pair, column] == NAN else float("inf")
-            yield self._unusual(kind, read, pair, int(read.steps[column]), value, None, None)
+            yield self._unusual(kind, read, pair, int(read.steps[column]), float(values[pair, column]), None, None)
 
     def _unusual(
         self, kind: str, read: _Kind, pair: int, step: int, value: float, typical: float | None, deviations: float | None

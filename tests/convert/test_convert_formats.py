@@ -99,9 +99,7 @@ def test_the_curves_are_those_that_the_format_tensorboard_writes(tmp_path: Path,
         }
 
 
-@pytest.mark.skipif(
-    not PROVES, reason="databases and events have a case of it each: make prove runs it"
-)
+@pytest.mark.skipif(not PROVES, reason="databases and events have a case of it each: make prove runs it")
 @pytest.mark.parametrize("source", ["hdf5", "parquet", "merged"])
 def test_neither_processes_nor_batches_of_ranks_change_a_byte(
     tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from monitor.coordinator.output import write_whole
 from monitor.coordinator.progress import PROGRESS_FILE, ProgressRecord
 from monitor.merge.execution import NothingRecordedError
 from monitor.report.history import WARM_UP
+from monitor.stats.partials import COUNT, SUM
 from monitor.top.cli import app, for_programs, screen
 from monitor.top.watching import ENDED, RUNNING, SILENT, UNKNOWN, WAITING, SignOfLife, Watch
 
@@ -251,3 +252,39 @@ def test_the_sign_of_life_of_a_rank_is_its_own_thread_s_and_gone_when_it_closes(
     assert (told.job_id, told.step, told.recorded, told.written) == (JOB, 0, 0, 1)
     one.close()
     assert not path.exists()
+
+
+def test_the_loss_of_the_last_rank_is_seen_however_many_ranks_there_are(tmp_path: Path, open_ranks: ExitStack) -> None:
+    ranks = ranks_of(tmp_path, open_ranks, 20)
+    for one in ranks:
+        living(one, NOW - 1)
+    ranks[-1].write(1, {"run": [Measured("loss", numbers={COUNT: 1.0, SUM: math.nan})]})
+    ranks[-1].flush()
+    look = Watch(tmp_path).look()
+    assert (len(look.rows_of), look.rows_of[0], look.rows_of[-1]) == (16, 0, 19)
+    assert math.isnan(look.numbers["loss"].value)
+    assert not look.is_well
+
+
+@pytest.mark.parametrize(
+    ("ops", "element", "seen"),
+    [
+        (("nans",), math.nan, "nan"),
+        (("norm",), -math.inf, "inf"),
+        (("min", "mean"), -math.inf, "-inf"),
+        (("zeros",), math.nan, ""),
+    ],
+)
+def test_what_no_op_shows_is_said_and_not_well(
+    ops: tuple[str, ...], element: float, seen: str, tmp_path: Path, open_ranks: ExitStack
+) -> None:
+    one = RecordedRank(tmp_path, format="csv", ops=ops, steps_per_record=1)
+    open_ranks.callback(one.close)
+    for step in range(3):
+        one.write(step, {"grad_reduced": [Measured("w", [1.0, element if step == 1 else 1.0])]})
+    one.manifest.save()
+    living(one, NOW - 1, recorded=2)
+    look = Watch(tmp_path).look()
+    assert not look.is_well
+    assert [str(each.value) for each in look.unusual] == ([seen] if seen else [])
+    assert look.notes == ([] if seen else ["rows of grad_reduced have no op that is judged"])
