@@ -178,8 +178,8 @@ class Look:
 
     @property
     def is_well(self) -> bool:
-        """Whether everything was looked at, every rank is there and none is silent, the job does not stand still, no step was
-        dropped, no value is NaN or infinite, none of the run's own numbers either, and no rule has fired.
+        """Whether everything was looked at and nothing is wrong. Wrong are ranks that are missing or silent, and a job that
+        stands still. So are dropped steps, values and numbers of the run that are not finite, and rules that have fired.
         """
         whole = len(self.ranks) == self.world_size and not self.notes and (self.stands_still_s or 0) < STANDS_STILL_S
         steady = not any(one.state in (SILENT, UNKNOWN) or one.dropped for one in self.ranks)
