@@ -10,11 +10,9 @@ from monitor.recording.attached_model import Attached, NamedParameter
 from monitor.recording.parameters import GradientCollector
 from monitor.recording.phases import Clipping, Collector, OptimizerTurn
 from monitor.recording.recorder import RecordedSeries
-from monitor.series import CLIPPED_NORM, GRAD_NORM, RUN_KIND, Placement, Series
+from monitor.series import CLIPPED_NORM, GRAD_NORM, LEARNING_RATE, RUN_KIND, Placement, Series
 from monitor.stats.partials import COUNT, SUM
 from monitor.stats.table import TotalNorm
-
-LEARNING_RATE: Final = "learning_rate"
 
 SUMMED: Final = frozenset({"tokens"})
 """Names whose calls in one step are added up. Of the calls of any other name the mean is recorded."""

@@ -21,7 +21,7 @@ from monitor.report import history as cell
 from monitor.report.checks import CheckResult, Place, RowEvent, Verdict, may_not_jump, place_of, row_events, said
 from monitor.report.facts import NOT_PICTURED, TOTAL_KIND, Facts, at_step, of_series
 from monitor.report.history import KindHistory, by_rank, most_unusual
-from monitor.series import NO_MICRO_STEP, RUN_KIND
+from monitor.series import LEARNING_RATE, NO_MICRO_STEP, RUN_KIND
 from monitor.stats.histograms import MAGNITUDES, upper_text
 
 SCHEMA_VERSION: Final = 1
@@ -100,7 +100,7 @@ def model_of(facts: Facts, checks: Sequence[CheckResult], verdict: Verdict) -> M
         "atStep": verdict.place.step,
         "marks": list(_marks(facts)),
         "ranks": facts.ranks,
-        "run": [*curves.of_kind(RUN_KIND), *curves.of_kind(TOTAL_KIND)],
+        "run": sorted([*curves.of_kind(RUN_KIND), *curves.of_kind(TOTAL_KIND)], key=_is_learning_rate),
         "kinds": [_kind(facts, model, kind, int(at), grouped, curves) for kind in pictured],
         "start": _start(facts, pictured, verdict, unusual),
         "events": events_of(facts),
@@ -110,6 +110,10 @@ def model_of(facts: Facts, checks: Sequence[CheckResult], verdict: Verdict) -> M
         "configuration": json.dumps(facts.first, indent=1) if facts.first else "",
     }
     return model
+
+
+def _is_learning_rate(curve: dict[str, Any]) -> bool:
+    return str(curve["name"]).startswith(LEARNING_RATE)
 
 
 def verdict_for_programs(facts: Facts, checks: Sequence[CheckResult], verdict: Verdict) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_a_run_that_logs_its_loss_and_clips_shows_both(fault: bool, tmp_path: Pa
     model_of_page, checks, verdict = modelled(tmp_path / "out")
     states = {one.name: one.state for one in checks}
     shown = [one["name"] for one in model_of_page.data["run"]]
-    assert shown == ["loss", "learning_rate.0", "grad_norm", "grad_norm_clipped"]
+    assert shown == ["loss", "grad_norm", "grad_norm_clipped", "learning_rate.0"]
     assert (states["Loss"], states["Total gradient norm"]) == (BAD if fault else GOOD, GOOD)
     clipped = [one["at"] for one in model_of_page.data["marks"] if one["what"] == "clipped"]
     assert clipped == [step for step in range(STEPS) if step % 3]

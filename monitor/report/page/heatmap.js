@@ -71,6 +71,9 @@ function element(tag, parent, text, name) {
   return made
 }
 
+// The beginning and the end of a name.
+const shortened = (name, most) => name.length > most ? name.slice(0, most / 2 - 1) + '…' + name.slice(-most / 2) : name
+
 class HeatMap {
   // shown(row, column) is called when the cursor moves, chosen(row, column) when a cell is chosen.
   constructor(parent, label, colours, shown, chosen) {
@@ -96,9 +99,10 @@ class HeatMap {
     this.canvas.addEventListener('focus', () => this.move(this.row, this.column))
   }
 
-  // rowName and columnName give texts; marks are { at, what }.
-  show({ cells, rows, columns, rowName, columnName, marks }) {
-    Object.assign(this, { cells, rows, columns, rowName, columnName, marks })
+  // rowName and columnName give texts; marks are { at, what }; ticks(count) gives columns to name, by default evenly spread ones.
+  show({ cells, rows, columns, rowName, columnName, marks, ticks }) {
+    const spread = count => Array.from({ length: Math.min(count, columns) }, (_, tick) => Math.floor(tick * columns / Math.min(count, columns)))
+    Object.assign(this, { cells, rows, columns, rowName, columnName, marks, ticks: ticks || spread })
     this.row = Math.min(this.row, rows - 1)
     this.column = Math.min(this.column, columns - 1)
     this.draw()
@@ -137,20 +141,14 @@ class HeatMap {
     context.textBaseline = 'middle'
     const every = Math.ceil(TEXT_HEIGHT * this.rows / height)
     for (let row = 0; row < this.rows; row += every) {
-      let name = this.rowName(row)
-      if (name.length > 32) name = '…' + name.slice(-31)
-      context.fillText(name, width - 2, (row + 0.5) * height / this.rows, width - 4)
+      context.fillText(shortened(this.rowName(row), 32), width - 2, (row + 0.5) * height / this.rows, width - 4)
     }
   }
 
   drawAxis(width, ratio) {
     const context = this.text(this.axis, width, this.marks ? 30 : 16, ratio), count = Math.max(2, Math.floor(width / 110))
-    for (let tick = 0; tick < count; tick++) {
-      const column = Math.floor(tick * this.columns / count)
-      if (tick && column === Math.floor((tick - 1) * this.columns / count)) continue
-      let name = this.columnName(column)
-      if (name.length > 16) name = '…' + name.slice(-15)
-      context.fillText(name, (column + 0.5) * width / this.columns - 4, 11, width / count - 6)
+    for (const column of this.ticks(count)) {
+      context.fillText(shortened(this.columnName(column), 16), (column + 0.5) * width / this.columns - 4, 11, width / count - 6)
     }
     const style = getComputedStyle(document.documentElement)
     for (const { at, what } of this.marks || []) {

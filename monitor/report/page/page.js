@@ -28,8 +28,16 @@ class Report {
     return first === last ? String(first) : `${first} to ${last}`
   }
 
+  // Columns with round steps, at most as many as there is room for.
+  ticks(count) {
+    const { first, last } = this.data, span = last[this.columns - 1] - first[0]
+    let every = 10 ** Math.floor(Math.log10(Math.max(span / count, 1)))
+    for (const times of [2, 2.5, 2, 2, 2.5, 2]) if (span / every > count - 1) every = Math.ceil(every * times)
+    return first.flatMap((step, column) => (Math.ceil(step / every) * every <= last[column] ? [column] : []))
+  }
+
   meaning(code) {
-    const { warmUp, least, calm, partly, most, differs, infinite, nan } = this.data.codes
+    const { warmUp, least, partly, most, differs, infinite, nan } = this.data.codes
     if (code === 0) return 'not recorded'
     if (code === warmUp) return 'its history begins'
     if (code === partly) return 'not recorded on some ranks'
@@ -49,8 +57,11 @@ class Report {
     $('verdict').className = NAMES[verdict.state][0]
     $('says').textContent = verdict.says
     $('then').textContent = verdict.then
+    const unseen = checks.filter(one => one.state === 'not looked at'), names = unseen.map(one => one.name).join(', ')
+    $('unseen').hidden = !unseen.length
+    $('unseen-names').textContent = `${NAMES['not looked at'][1]}: ${names}`
     for (const { name, state, says, look } of checks) {
-      const item = element('li', $('checks'))
+      const item = element('li', $(state === 'not looked at' ? 'unseen-checks' : 'checks'))
       element('span', item, NAMES[state][1], 'state ' + NAMES[state][0])
       element('strong', item, ' ' + name)
       element('div', item, says)
@@ -124,13 +135,15 @@ class Report {
   }
 
   legend() {
-    const { warmUp, least, calm, partly, most, differs, infinite, nan } = this.data.codes
-    const shown = [least, least + 3, partly + 5, partly + 11, partly + most - calm + 1, differs, infinite, nan, 0, partly, warmUp]
-    for (const code of shown) {
-      const item = element('li', $('legend')), sample = element('canvas', item)
-      paint(sample, new Uint8Array([code]), 1, 1, this.colours, 14, 14)
-      item.append(this.meaning(code))
+    const { warmUp, least, partly, most, differs, infinite, nan } = this.data.codes
+    const levels = Array.from({ length: differs - least }, (_, level) => least + level).filter(code => code !== partly)
+    const sample = (codes, width, text) => {
+      const item = element('li', $('legend'))
+      paint(element('canvas', item), new Uint8Array(codes), 1, codes.length, this.colours, width, 14)
+      item.append(text)
     }
+    sample(levels, 130, `0 to ${most} standard deviations or more`)
+    for (const code of [differs, infinite, nan, 0, partly, warmUp]) sample([code], 14, this.meaning(code))
     for (const [what, { sign, says }] of Object.entries(MARKS)) {
       if (this.data.marks.some(one => one.what === what)) element('li', $('legend'), `${sign} ${says}`)
     }
@@ -176,7 +189,7 @@ class Report {
   show(view) {
     this.view = view
     const { cells, rows } = view
-    this.map.show({ cells, rows, columns: this.columns, rowName: view.name, columnName: column => this.stepName(column), marks: this.data.marks })
+    this.map.show({ cells, rows, columns: this.columns, rowName: view.name, columnName: column => this.stepName(column), marks: this.data.marks, ticks: count => this.ticks(count) })
     if (this.map.changed) this.map.changed()
   }
 
