@@ -242,3 +242,17 @@ def test_scripts_put_text_into_text_nodes_only_and_stay_small() -> None:
     own = [(FILES / name).read_text("utf-8") for name in page.SCRIPTS if not name.startswith("uplot/")]
     assert not any(re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|fetch\(|XMLHttp", one) for one in own)
     assert sum(len(one.splitlines()) for one in own) < 700
+
+
+@needs_browser
+def test_ticks_are_round_steps_or_multiples_of_the_interval(shown: tuple[Page, dict[str, Any]]) -> None:
+    opened, _ = shown
+    ticks = (
+        "Report.prototype.ticks.call({{columns: {0}.length, data: {{first: {0}, last: {1}}}}}, 8).map(column => {0}[column])"
+    )
+    every_fourth = [*range(0, 240, 4)]
+    assert opened.evaluate(ticks.format(every_fourth, every_fourth)) == [0, 40, 80, 120, 160, 200]
+    wide = [*range(0, 100_000, 50)], [*range(49, 100_000, 50)]
+    assert opened.evaluate(ticks.format(*wide)) == [0, 25_000, 50_000, 75_000]
+    assert opened.evaluate(ticks.format([7], [7])) == [7]
+    assert opened.evaluate(ticks.format([0, 1, 2, 900, 901], [0, 1, 2, 900, 901])) == [0, 900]

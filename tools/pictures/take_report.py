@@ -20,7 +20,7 @@ from browser import Page, page
 WIDTH: Final = 1280
 HEIGHT: Final = 1000
 COLOURS: Final = 128
-"""In a picture, so that it is small."""
+"""In a picture, so that it is small. Rare colours are kept: those of single cells and of the legend."""
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def take(shown: Page, report: Path, picture: Path) -> Path:
     end = shown.evaluate("document.getElementById('curve-section').getBoundingClientRect().bottom + scrollY")
     image = Image.open(BytesIO(shown.picture(left=0, top=0, width=WIDTH, height=end))).convert("RGB")
     picture.parent.mkdir(parents=True, exist_ok=True)
-    image.quantize(COLOURS, dither=Image.Dither.NONE).save(picture, optimize=True)
+    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(picture, optimize=True)
     return picture
 
 

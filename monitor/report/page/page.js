@@ -28,12 +28,13 @@ class Report {
     return first === last ? String(first) : `${first} to ${last}`
   }
 
-  // Columns with round steps, at most as many as there is room for.
+  // The columns of round steps, or of multiples of the steps between two columns, at most as many as there is room for.
   ticks(count) {
-    const { first, last } = this.data, span = last[this.columns - 1] - first[0]
-    let every = 10 ** Math.floor(Math.log10(Math.max(span / count, 1)))
-    for (const times of [2, 2.5, 2, 2, 2.5, 2]) if (span / every > count - 1) every = Math.ceil(every * times)
-    return first.flatMap((step, column) => (Math.ceil(step / every) * every <= last[column] ? [column] : []))
+    const { first, last } = this.data, unit = this.columns > 1 ? first[1] - first[0] : 1
+    let every = unit
+    for (const times of [2, 2.5, 2, 2, 2.5, 2, 2, 2.5, 2, 2, 2.5, 2]) if ((last[this.columns - 1] - first[0]) / every > count - 1) every *= times
+    const passed = (column, step) => Math.floor(column < 0 ? (first[0] - 1) / every : step / every)
+    return first.flatMap((_, column) => (passed(column, last[column]) > passed(column - 1, last[column - 1]) ? [column] : []))
   }
 
   meaning(code) {
