@@ -13,7 +13,7 @@ import numpy as np
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.query.sources import RowChoice
-from monitor.report.facts import GLOBAL_NAME, SHOWN, TOTAL_KIND, Facts, KindReader, ended_early
+from monitor.report.facts import GLOBAL_NAME, TOTAL_KIND, Facts, ended_early, shows_all
 from monitor.report.history import WARM_UP, Sudden
 from monitor.series import CLIPPED_NORM, GRAD_NORM, REPLICA_KIND, RUN_KIND
 
@@ -169,12 +169,6 @@ def place_of(one: Ranked, facts: Facts) -> Place:
 _RULES: Final = "Alert rules say where it began: switch them on, and run trainermon rank-anomalies."
 
 
-_SHOWS_ALL: Final = ("norm", "absmax", "std", "mean")
-"""Ops that are not finite if an element is not."""
-_SHOW_ALL_TOGETHER: Final = ({"min", "max"}, {"nans", "infs"})
-"""``max`` shows no minus infinity, and ``min`` no infinity."""
-
-
 def _finite(facts: Facts) -> CheckFinding:
     number = sum(one.infinite for one in facts.histories.values())
     if number:
@@ -182,11 +176,8 @@ def _finite(facts: Facts) -> CheckFinding:
         return CheckFinding(
             BAD, f"First came {said(first, facts)}. {number:,} values are NaN or infinite.", first.place, _RULES
         )
-    of_elements = {
-        kind: rows
-        for kind, rows in {**facts.kinds, **facts.others}.items()
-        if rows.op in SHOWN[len(_SHOWS_ALL) :] or (not rows.op and "count" in rows.columns)
-    }
+    every = {**facts.kinds, **facts.others}
+    asked = {kind: rows for kind, rows in every.items() if not shows_all(kind, [rows.op] if rows.op else [])}
     bounds = (
         Bound((), "nans", 1, True, "elements are NaN"),
         Bound((), "infs", 1, True, "elements are infinite"),
@@ -194,14 +185,15 @@ def _finite(facts: Facts) -> CheckFinding:
     )
     found = [
         one
-        for kind, rows in of_elements.items()
+        for kind, rows in asked.items()
         for bound in bounds
         if bound.column in rows.ops and bound.column != rows.op
         for one in _beyond(facts, kind, bound.column, bound)
     ]
     if found:
         return _first_beyond(found, _RULES)
-    unseen = [f"{kind} has only {', '.join(rows.ops) or 'no op'}" for kind, rows in of_elements.items() if _is_partial(rows)]
+    partly = {kind: rows.ops for kind, rows in asked.items() if not shows_all(kind, rows.ops)}
+    unseen = [f"{kind} has only {', '.join(ops) or 'no op'}" for kind, ops in partly.items()]
     unseen += [f"{rows.unseen:,} rows of {kind} have no {rows.op}" for kind, rows in facts.kinds.items() if rows.unseen]
     if unseen or not facts.histories:
         return CheckFinding(NOT_LOOKED_AT, f"Not all can be seen: {_few(unseen, len(unseen))}." if unseen else _NO_NUMBER)
@@ -209,11 +201,6 @@ def _finite(facts: Facts) -> CheckFinding:
 
 
 _NO_NUMBER: Final = "The run has no rows with a number."
-
-
-def _is_partial(rows: KindReader) -> bool:
-    """Whether a NaN or an infinity may be in elements and not in the recorded ops."""
-    return not any(ops <= set(rows.ops) for ops in _SHOW_ALL_TOGETHER)
 
 
 def _sudden(facts: Facts) -> CheckFinding:

@@ -69,6 +69,18 @@ def judged_ops(kind: str, columns: Collection[str]) -> list[str]:
     return [one for one in (*COLUMNS_OF.get(kind, ()), VALUE, *SHOWN) if one in columns]
 
 
+_SHOWS_ALL: Final = ("norm", "absmax", "std", "mean")
+"""Ops that are not finite if an element is not."""
+NOT_FINITE: Final = ("min", "max", "nans", "infs")
+"""Ops that show some of these elements: ``max`` shows no minus infinity, and ``min`` no infinity."""
+
+
+def shows_all(kind: str, ops: Collection[str]) -> bool:
+    """Whether ops of a kind show every NaN and infinity among the elements."""
+    together = {"min", "max"} <= {*ops} or {"nans", "infs"} <= {*ops}
+    return together or bool(COLUMNS_OF.get(kind)) or not {*_SHOWS_ALL}.isdisjoint(ops)
+
+
 def sudden_factor(kind: str) -> float:
     """By how much a value of this kind changes at least if it does so suddenly."""
     return FACTOR_OF_WEIGHTS if kind in PARAMETER_KINDS else FACTOR

@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -153,8 +154,10 @@ def _numbers(look: Look) -> str:
     if not look.numbers:
         return "loss and gradient norm: not recorded"
     names = [*(one for one in first if one in look.numbers), *sorted(set(look.numbers) - set(first))]
+    names.sort(key=lambda one: isfinite(look.numbers[one].value))  # what is not finite must not be cut off
     step = max(one.step for one in look.numbers.values())
-    shown = [f"{plain(one)} {look.numbers[one].value:.5g}" for one in names]
+    late = {one: f" (step {number.step})" for one, number in look.numbers.items() if number.step < step}
+    shown = [f"{plain(one)} {look.numbers[one].value:.5g}{late.get(one, '')}" for one in names]
     return f"step {step}: " + ", ".join(shown[:6])
 
 

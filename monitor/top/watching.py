@@ -27,7 +27,7 @@ from monitor.coordinator.progress import ProgressRecord, read_progress
 from monitor.merge.discovery import choose, discover, runs_of
 from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.query.sources import QueryError, RankDirectories, RowChoice
-from monitor.report.facts import NOT_PICTURED, judged_ops, sudden_factor
+from monitor.report.facts import NOT_FINITE, NOT_PICTURED, judged_ops, shows_all, sudden_factor
 from monitor.report.history import INFINITE, WINDOW, Axis, Ints, KindHistory, most_unusual
 from monitor.series import RUN_KIND
 from monitor.sinks.spool import PART
@@ -224,6 +224,7 @@ class Watch:
         self._runs: Mapping[int, Path] = {}
         self._manifests: dict[int, tuple[int, ManifestRecord]] = {}
         self._discovered = 0.0
+        self._gone: list[str] = []
         self._seen: dict[int, SignOfLife] = {}
         self._rows, self._events = RowsNow(base), EventsNow(base / EVENTS_FOLDER)
         self._paced_rows, self._paced_events, self._paced_discovery = Paced(), Paced(), Paced()
@@ -234,7 +235,7 @@ class Watch:
         if time.monotonic() - self._discovered > DISCOVERED_S or len(self._runs) < self._world_size:
             self._paced_discovery.do(self._discover)
         now = time.time()
-        ranks = [self._state(rank, directory, now) for rank, directory in sorted(self._runs.items())]
+        ranks = self._states(now)
         newest, last = max((one.recorded for one in ranks), default=-1), all(one.state == ENDED for one in ranks)
         if newest >= 0:
             self._paced_rows.do(lambda: self._rows.read(self._job, list(self._runs), newest), now=last)
@@ -252,8 +253,22 @@ class Watch:
             self._rows.ranks,
             self._rows.newest if self._rows.newest >= 0 else None,
             self._events.alerts,
-            [*self._rows.notes, *self._events.notes],
+            [*self._gone, *self._rows.notes, *self._events.notes],
         )
+
+    def _states(self, now: float) -> list[RankState]:
+        """Those of the ranks whose directories are still there."""
+        found, self._gone = [], []
+        for rank, directory in sorted(self._runs.items()):
+            try:
+                found.append(self._state(rank, directory, now))
+            except (ManifestError, OSError) as error:
+                self._gone.append(f"rank {rank}: {error}")
+        if not found:
+            raise NothingRecordedError(f"the directories of all ranks in {self._base} are gone.")
+        if self._gone:
+            self._discovered = 0.0
+        return found
 
     def _discover(self) -> None:
         found = discover(self._base)
@@ -353,6 +368,7 @@ class _Kind:
     """The rows of a kind that were read so far.
 
     Attributes:
+        beside: Ops that show elements which are not finite, and which ``op`` does not show.
         last: By rank, the last step. Ranks write at different times, and the files of a record one after the other.
         steps: Those that were added last.
         number: Of each series in the history, by chunk and name, in order.
@@ -360,6 +376,7 @@ class _Kind:
 
     history: KindHistory
     op: str
+    beside: tuple[str, ...] = ()
     last: dict[int, int] = field(default_factory=dict)
     steps: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     number: dict[tuple[int, str], int] = field(default_factory=dict)
@@ -382,9 +399,10 @@ class _Kind:
         self.forget()
         self.steps = np.unique(step)
         self.history.keep_from(Axis(self.steps, len(self.steps)))
-        values = rows[self.op].to_numpy().astype(np.float64)
-        if self.op in COUNTS:  # an element that is counted would show in the ops that were not recorded
-            values = np.where(values > 0, COUNTS[self.op], 1.0)
+        values = np.ones(len(rows)) if self.op in COUNTS else rows[self.op].to_numpy().astype(np.float64)
+        for one in (self.op, *self.beside):  # an element that is counted would show in the ops that were not recorded
+            seen = rows[one].fill_null(0).to_numpy().astype(np.float64)
+            values = np.where(seen > 0, COUNTS[one], values) if one in COUNTS else np.where(np.isfinite(seen), values, seen)
         self.history.add(step, micro_step, np.array(series), rank, values)
 
     def forget(self) -> None:
@@ -448,10 +466,10 @@ class RowsNow:
         choice = RowChoice(kind, steps=steps, ranks=frozenset(self.ranks), columns=columns)
         if kind in self._kinds:
             op = self._kinds[kind].op
-            rows = source.rows(replace(choice, columns=(*columns, op)))
+            rows = source.rows(replace(choice, columns=(*columns, op, *self._kinds[kind].beside)))
         else:
             recorded = source.scan(choice).kept.ops
-            ops = [*judged_ops(kind, recorded), *(one for one in COUNTS if one in recorded)]
+            ops = list(dict.fromkeys([*judged_ops(kind, recorded), *(one for one in NOT_FINITE if one in recorded)]))
             rows = source.rows(replace(choice, columns=(*columns, *ops)))
             op = next((one for one in ops if rows[one].null_count < len(rows)), "")
         there, rows = len(rows), rows.filter(rows[op].is_valid()) if op else rows.slice(0, 0)
@@ -463,8 +481,13 @@ class RowsNow:
             self._note_numbers(rows, op)
             return
         if kind not in self._kinds:
-            self._kinds[kind] = _Kind(KindHistory(Axis(np.arange(1), 1), len(self.ranks), factor=sudden_factor(kind)), op)
+            more = [one for one in ops if one in NOT_FINITE and one != op and rows[one].null_count < len(rows)]
+            beside = () if shows_all(kind, [op]) else tuple(more)
+            history = KindHistory(Axis(np.arange(1), 1), len(self.ranks), factor=sudden_factor(kind))
+            self._kinds[kind] = _Kind(history, op, beside)
         read = self._kinds[kind]
+        if not shows_all(kind, (op, *read.beside)):
+            self.notes.append(f"NaN and infinity in {kind}: {', '.join((op, *read.beside))} does not show all")
         if len(news := read.news(rows)):
             self._has_news = True
             read.add(news, self.ranks)

@@ -267,16 +267,19 @@ def test_the_loss_of_the_last_rank_is_seen_however_many_ranks_there_are(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("ops", "element", "seen"),
+    ("ops", "element", "seen", "note"),
     [
-        (("nans",), math.nan, "nan"),
-        (("norm",), -math.inf, "inf"),
-        (("min", "mean"), -math.inf, "-inf"),
-        (("zeros",), math.nan, ""),
+        (("norm",), -math.inf, "inf", ""),
+        (("min", "mean"), -math.inf, "-inf", ""),
+        (("min", "max"), -math.inf, "-inf", ""),
+        (("nans", "infs"), math.inf, "inf", ""),
+        (("nans",), math.nan, "nan", "NaN and infinity in grad_reduced: nans does not show all"),
+        (("max",), 1.0, "", "NaN and infinity in grad_reduced: max does not show all"),
+        (("zeros",), math.nan, "", "rows of grad_reduced have no op that is judged"),
     ],
 )
 def test_what_no_op_shows_is_said_and_not_well(
-    ops: tuple[str, ...], element: float, seen: str, tmp_path: Path, open_ranks: ExitStack
+    ops: tuple[str, ...], element: float, seen: str, note: str, tmp_path: Path, open_ranks: ExitStack
 ) -> None:
     one = RecordedRank(tmp_path, format="csv", ops=ops, steps_per_record=1)
     open_ranks.callback(one.close)
@@ -287,4 +290,21 @@ def test_what_no_op_shows_is_said_and_not_well(
     look = Watch(tmp_path).look()
     assert not look.is_well
     assert [str(each.value) for each in look.unusual] == ([seen] if seen else [])
-    assert look.notes == ([] if seen else ["rows of grad_reduced have no op that is judged"])
+    assert look.notes == ([note] if note else [])
+
+
+def test_a_rank_whose_directory_is_deleted_is_said_and_the_others_are_shown(tmp_path: Path, open_ranks: ExitStack) -> None:
+    ranks = ranks_of(tmp_path, open_ranks, 2)
+    for one in ranks:
+        living(one, NOW - 1)
+    watch = Watch(tmp_path)
+    moved = ranks[1].directory.rename(tmp_path / "elsewhere")
+    look = watch.look()
+    assert ([one.rank for one in look.ranks], look.is_well) == ([0], False)
+    assert any(one.startswith("rank 1: ") for one in look.notes)
+    kept = ranks[0].directory.rename(tmp_path / "elsewhere-too")
+    with pytest.raises(NothingRecordedError):
+        watch.look()
+    moved.rename(ranks[1].directory)
+    kept.rename(ranks[0].directory)
+    assert watch.look().is_well
