@@ -142,6 +142,7 @@ class KindHistory:
         self.cells: Codes | None = np.zeros((0, axis.bins), np.uint8)
         self.values: Values | None = np.zeros((0, axis.bins), np.float32)
         self.events: list[Sudden] = []
+        self._single_zeros: dict[int, Sudden] = {}  # by pair, a sudden zero that was the last value
         self.judged = 0
         self.infinite = 0
         self.first_infinite: Sudden | None = None
@@ -253,11 +254,18 @@ class KindHistory:
         cells = self._cells(recorded, matrix, judged, deviations)
         self.judged += int(judged.sum())
         self._note_greatest(own, step, matrix, deviations, judged, median)
+        zero = recorded & (logarithm <= ZERO)
+        if self._single_zeros:
+            self._judge_single_zeros(own, zero, recorded)
         sudden = (recorded & ~finite) | (judged & (deviations >= SUDDEN) & (apart >= self._sudden))
         if sudden.any():
             typical = np.where(number >= WARM_UP, np.exp(median.astype(np.float64)), np.nan)
             about = own, step, micro_step, matrix, typical, deviations
-            self._note_events(sudden, *about)
+            follows, is_last = _next_ones(zero, recorded)
+            waits = sudden & zero & is_last & (np.cumsum(sudden, axis=0) == 1)
+            for time, column in np.argwhere(waits)[: self._most_events].tolist():
+                self._single_zeros[int(own[column])] = self._value_at(time, column, *about)
+            self._note_events(sudden & (follows | ~zero), *about)
             infinite = np.argwhere(recorded & ~finite)
             self.infinite += len(infinite)
             if len(infinite) and self.first_infinite is None:
@@ -266,6 +274,16 @@ class KindHistory:
         kept = self._held[len(step) :, own] if len(step) < len(self._held) else self._held[:0, own]
         self._held[:, own] = np.concatenate([kept, logarithm[-len(self._held) :]])
         self._seen[own] |= recorded.any(axis=0)
+
+    def _judge_single_zeros(self, own: Ints, zero: Flags, recorded: Flags) -> None:
+        """A zero is a sudden change if the next value is zero, too. The gradient of an expert that no token chose is a zero."""
+        columns = {pair: column for column, pair in enumerate(own.tolist()) if pair in self._single_zeros}
+        for pair, column in columns.items():
+            if recorded[:, column].any():
+                event = self._single_zeros.pop(pair)
+                if zero[recorded[:, column].argmax(), column] and not self._has_event[pair]:
+                    self._has_event[pair] = True
+                    self.events.append(event)
 
     @staticmethod
     def _cells(recorded: Flags, matrix: NDArray[np.float64], judged: Flags, deviations: Values) -> Codes:
@@ -323,6 +341,15 @@ class KindHistory:
                 self.cells[own[more], one] = worst[more]
                 values = matrix[times][when[more], columns[more]]
                 self.values[own[more], one] = np.where(np.isfinite(values), np.clip(values, -LARGEST, LARGEST), values)
+
+
+def _next_ones(flags: Flags, recorded: Flags) -> tuple[Flags, Flags]:
+    """Of each value the flag of the next recorded value of its pair, and whether there is none."""
+    following, is_last = np.zeros(flags.shape, np.bool_), np.ones(flags.shape, np.bool_)
+    for time in range(len(flags) - 2, -1, -1):
+        following[time] = np.where(recorded[time + 1], flags[time + 1], following[time + 1])
+        is_last[time] = ~recorded[time + 1] & is_last[time + 1]
+    return following, is_last
 
 
 def _taken(held: Values, place: Ints) -> Values:
