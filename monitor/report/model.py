@@ -99,7 +99,7 @@ def model_of(facts: Facts, checks: Sequence[CheckResult], verdict: Verdict) -> M
         "at": int(facts.axis.bin_of(np.array([at]))[0]),
         "atStep": verdict.place.step,
         "marks": list(_marks(facts)),
-        "ranks": facts.ranks,
+        "ranks": all_ranks(facts),
         "run": sorted([*curves.of_kind(RUN_KIND), *curves.of_kind(TOTAL_KIND)], key=_is_learning_rate),
         "kinds": [_kind(facts, model, kind, int(at), grouped, curves) for kind in pictured],
         "start": _start(facts, pictured, verdict, unusual),
@@ -263,11 +263,12 @@ def _layers(model: Model, history: KindHistory, names: Sequence[str]) -> dict[st
 def _frames(facts: Facts, model: Model, kind: str, at: int) -> tuple[list[dict[str, int]], int]:
     """Ranks and series of one column each; and how many neighbouring ranks share a row."""
     history, ranks = facts.histories[kind], len(facts.ranks)
-    size = ranks * len(history.grid)
+    size = len(all_ranks(facts)) * len(history.grid)
     bins = facts.axis.bins
+    place = np.searchsorted(all_ranks(facts), facts.ranks)
     if history.cells is not None and size * bins * len(facts.kinds) <= MOST_FRAMES:
-        of_bins = ((one, history.cells[:, one]) for one in range(bins))
-        return [{"at": one, "cells": model.put(by_rank(history, cells, ranks))} for one, cells in of_bins], 1
+        of_bins = ((one, by_rank(history, history.cells[:, one], ranks)) for one in range(bins))
+        return [{"at": one, "cells": model.put(_spread(cells, place, len(all_ranks(facts))))} for one, cells in of_bins], 1
     then = at_step(facts, kind, at)
     column = int(facts.axis.bin_of(np.array([at]))[0])
     share = -(-size // MOST_RANK_CELLS)
@@ -275,8 +276,22 @@ def _frames(facts: Facts, model: Model, kind: str, at: int) -> tuple[list[dict[s
         return [], share
     cells = np.zeros((ranks, len(history.grid)), np.uint8)
     cells[:, : len(then.grid)] = by_rank(then, then.cells[:, 0], ranks)
+    cells = _spread(cells, place, len(all_ranks(facts)))
+    ranks = len(cells)
     cells = np.concatenate([cells, np.zeros((-ranks % share, len(history.grid)), np.uint8)])
     return [{"at": column, "cells": model.put(cells.reshape(-1, share, len(history.grid)).max(axis=1))}], share
+
+
+def all_ranks(facts: Facts) -> list[int]:
+    """The ranks that recorded, and those of the job that did not."""
+    return sorted({*facts.ranks, *facts.told["missing_ranks"]})
+
+
+def _spread(cells: cell.Codes, place: cell.Ints, ranks: int) -> cell.Codes:
+    """Rows of the ranks that recorded, each at its place among all ranks."""
+    found = np.zeros((ranks, cells.shape[1]), np.uint8)
+    found[place] = cells
+    return found
 
 
 def _start(facts: Facts, kinds: Sequence[str], verdict: Verdict, unusual: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -107,9 +107,14 @@ def test_a_rank_without_a_directory_is_named(tmp_path: Path) -> None:
     for path in sorted(gone.rglob("*"), reverse=True):
         path.unlink()
     gone.rmdir()
-    with reported(tmp_path) as (_, _, verdict):
-        assert (verdict.state, verdict.place.rank) == (BAD, 1)
-        assert verdict.says == "Rank 1 recorded nothing."
+    model, _, verdict = modelled(tmp_path)
+    assert (verdict.state, verdict.place.rank) == (BAD, 1)
+    assert verdict.says == "Rank 1 recorded nothing."
+    assert model.data["ranks"] == [0, 1]
+    frame = next(one for one in model.data["kinds"] if one["name"] == "actv")["frames"][WHEN]["cells"]
+    by_rank = np.frombuffer(bytes(model.arrays), np.uint8, 2 * LAYERS, frame).reshape(2, LAYERS)
+    assert (by_rank[0] > history.NOT_RECORDED).all()
+    assert (by_rank[1] == history.NOT_RECORDED).all()
 
 
 def test_a_torn_file_is_named(tmp_path: Path) -> None:
@@ -120,6 +125,7 @@ def test_a_torn_file_is_named(tmp_path: Path) -> None:
         assert verdict.state == BAD
         torn = next(one for one in checks if one.name == "Files readable")
         assert path.name in torn.finding.says
+    assert (cells(modelled(tmp_path)[0], "actv")[:, 10:20] == history.PARTLY).all()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
