@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, NamedTuple
@@ -231,23 +231,25 @@ def _to_the_end(facts: Facts) -> CheckFinding:
     first = min(stopped, key=lambda one: (one["after"], one["rank"]))
     last = max(one["after"] for one in stopped)
     ranks = sorted({one["rank"] for one in stopped})
-    if first["after"] == last and len(ranks) == len(facts.ranks) and _still_runs(facts):
-        return CheckFinding(NOT_LOOKED_AT, f"The job still runs. What is there ends with step {last}.")
+    if len(ranks) == len(facts.ranks) and all(_still_runs(facts, [rank]) for rank in ranks):
+        ends = f"step {last}" if first["after"] == last else f"steps {first['after']} to {last}, where its ranks are"
+        return CheckFinding(NOT_LOOKED_AT, f"The job still runs. What is there ends with {ends}.")
     place = Place(first["after"] + 1, first["rank"])
     says = f"Rank {first['rank']} stopped after step {first['after']} without ending cleanly."
     others = f" {len(ranks)} ranks did not end cleanly." if len(ranks) > 1 else ""
     return CheckFinding(BAD, says + others, place, f"See what rank {first['rank']} logged last, or what killed it.")
 
 
-def _still_runs(facts: Facts) -> bool:
-    saved = [datetime.fromisoformat(one.saved) for one in facts.manifests.values()]
+def _still_runs(facts: Facts, ranks: Collection[int]) -> bool:
+    """Whether one of these ranks has just saved its manifest."""
+    saved = [datetime.fromisoformat(facts.manifests[one].saved) for one in ranks if one in facts.manifests]
     now = datetime.now(UTC)
     return any((now - one.astimezone(UTC)).total_seconds() < STILL_RUNS_S for one in saved)
 
 
 def _steps(facts: Facts) -> CheckFinding:
     dropped, gaps = facts.told["dropped"]["listed"], facts.told["gaps"]["listed"]
-    if _still_runs(facts):  # ranks may be a few steps apart
+    if _still_runs(facts, facts.ranks):  # ranks may be a few steps apart
         gaps = [one for one in gaps if _first(one["steps"]) <= _newest_saved(facts, one["rank"])]
     ended = ended_early(facts)
     lost = [*(f"rank {one['rank']}, {_of(one)}: {one['reason']}" for one in dropped)]

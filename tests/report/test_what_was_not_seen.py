@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from recorded_job import RecordedRank, merged
 from reported_job import NAMES, STEPS, WHEN, cells, modelled, record, reported
 from sink_rows import Measured
 
+from monitor.coordinator.manifest_format import MANIFEST_FILE
 from monitor.report.checks import BAD, GOOD, NOT_LOOKED_AT, CheckResult
 from monitor.report.history import DIFFERS, NAN, Axis, KindHistory
 from monitor.sinks.files import StepSpan
@@ -84,7 +86,8 @@ def test_a_set_of_a_part_is_not_called_healthy(tmp_path: Path) -> None:
             assert says in next(one.finding.says for one in checks if one.name == "No step missing")
 
 
-def test_ranks_of_a_running_job_may_be_some_steps_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_ranks_of_a_running_job_may_be_some_steps_apart(is_dead: bool, tmp_path: Path) -> None:
     for rank, last in ((0, 17), (1, 14)):
         one = RecordedRank(tmp_path, rank, 2, "parquet", ops=("norm",), steps_per_record=1)
         for step in range(last + 1):
@@ -92,8 +95,14 @@ def test_ranks_of_a_running_job_may_be_some_steps_apart(tmp_path: Path) -> None:
             if step == 12:
                 one.manifest.save()
         one.flush()
-    with reported(tmp_path) as (_, checks, _):
-        assert [one.name for one in checks if one.state == BAD] == ["Ranks ended cleanly"]
+    if is_dead:
+        path = one.directory / MANIFEST_FILE
+        told = json.loads(path.read_text())
+        path.write_text(json.dumps(told | {"saved": told["saved"].replace("20", "19", 1)}))
+    with reported(tmp_path) as (_, checks, verdict):
+        assert [one.name for one in checks if one.state == BAD] == (["Ranks ended cleanly"] if is_dead else [])
+        assert verdict.state == (BAD if is_dead else NOT_LOOKED_AT)
+        assert is_dead or "steps 14 to 17" in next(one.finding.says for one in checks if one.name == "Ranks ended cleanly")
 
 
 @pytest.mark.parametrize("name", ["learning_rate.0", "epoch", "loss"])
