@@ -17,6 +17,8 @@ from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from typing import Any, Final, TypeVar
 
+import pyarrow as pa
+
 from monitor.failures import LOGGER
 from monitor.merge.combine import Disagreement, Outcome
 from monitor.merge.discovery import SetAside, leads_out
@@ -90,12 +92,17 @@ class Folder:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Any]:
-        """A file to read: its path, or a file object if it is behind a URL."""
-        if self._files is None:
-            yield f"{self._root}/{name}"
-        else:
-            with self._files.open(f"{self._root}/{name}", "rb") as file:
-                yield file
+        """A file to read: its path, or a file object if it is behind a URL. What pyarrow finds damaged in it is named."""
+        try:
+            if self._files is None:
+                yield f"{self._root}/{name}"
+            else:
+                with self._files.open(f"{self._root}/{name}", "rb") as file:
+                    yield file
+        except (pa.ArrowException, OSError) as error:
+            if isinstance(error, _ABSENT) or getattr(error, "errno", None) is not None:
+                raise
+            raise type(error)(f"{name}: {error}") from error
 
     @contextmanager
     def copied(self, name: str) -> Iterator[Path]:

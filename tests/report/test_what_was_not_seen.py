@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from pyarrow import compute
 from pyarrow.parquet import read_table, write_table
@@ -64,6 +65,17 @@ def test_rows_without_the_op_that_is_judged_are_not_green(tmp_path: Path) -> Non
         assert state_of(checks, "NaN and infinity") == NOT_LOOKED_AT
         assert "80 rows of actv have no norm" in next(one.finding.says for one in checks if one.name == "NaN and infinity")
         assert verdict.state == NOT_LOOKED_AT
+
+
+@pytest.mark.parametrize("kept", [0, 900])
+def test_a_damaged_file_of_a_merged_set_is_named(kept: int, tmp_path: Path) -> None:
+    record(tmp_path, steps=2)
+    merged(tmp_path)
+    (path,) = (tmp_path / "merged" / "per_rank").glob("actv_*.parquet")
+    content = path.read_bytes()
+    path.write_bytes(content[:kept] + bytes(900) + content[kept + 900 :] if kept else b"")
+    with pytest.raises((OSError, pa.ArrowException), match=path.name), reported(tmp_path / "merged"):
+        pass
 
 
 def test_a_kind_that_ends_early_on_all_ranks_is_named(tmp_path: Path) -> None:
