@@ -80,7 +80,7 @@ def write_set(folder: Path, rows: int) -> None:
 def _rows(step: Any, rank: Any, series: Any, norm: Any) -> pa.Table:
     names = pa.DictionaryArray.from_arrays(pa.array(series, pa.int32()), [f"layers.{one}.weight" for one in range(SERIES)])
     known = {"kind": pa.array([KIND] * len(step)).dictionary_encode(), "rank": rank, "vpp_stage": rank * 0, "stage": rank * 0}
-    known |= {"name": names, "step": step, "call_id": series, "count": rank * 0 + 1024}
+    known |= {"name": names, "global_name": names, "step": step, "call_id": series, "count": rank * 0 + 1024}
     columns = [pa.array(known[one.name]) if one.name in known else pa.nulls(len(step), one.type) for one in PER_RANK]
     ops = {"min": -norm, "max": norm, "mean": norm / 10, "norm": norm, "nans": norm * 0}
     return pa.table([*columns, *map(pa.array, ops.values())], names=[*PER_RANK.names, *ops])

@@ -406,7 +406,7 @@ class Beyond(NamedTuple):
 def _beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyond]:
     """The first row beyond a bound, or with NaN, in the first file that has one."""
     for span in {**facts.kinds, **facts.others}[kind].spans:
-        wanted = ("step", "rank", GLOBAL_NAME, column)
+        wanted = ("step", "rank", "name", GLOBAL_NAME, column)
         rows = facts.source.rows(RowChoice(kind, steps=range(span.first, span.last + 1), columns=wanted))
         rows = rows.filter(rows[column].is_valid())
         values = rows[column].to_numpy().astype(float)
@@ -415,7 +415,7 @@ def _beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyo
         if len(there):
             row: Mapping[str, Any] = rows.slice(int(there[0]), 1).to_pylist()[0]
             means = bound.means if beyond[there[0]] else "it cannot be computed from NaN"
-            yield Beyond(row["step"], row["rank"], kind, row[GLOBAL_NAME], column, row[column], means)
+            yield Beyond(row["step"], row["rank"], kind, row[GLOBAL_NAME] or row["name"], column, row[column], means)
             return
 
 

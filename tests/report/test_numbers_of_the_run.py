@@ -25,7 +25,7 @@ def numbers_of_the_run(folder: Path, loss: float) -> None:
     of_step["grad_norm_clipped"] = np.minimum(of_step["grad_norm"], 2.0)
     rows = [(step, rank, name) for step in range(STEPS) for rank in range(2) for name in of_step]
     known = {"kind": ["run"] * len(rows), "step": [one[0] for one in rows], "rank": [one[1] for one in rows]}
-    known |= {"name": [one[2] for one in rows], "global_name": [one[2] for one in rows], "vpp_stage": [0] * len(rows)}
+    known |= {"name": [one[2] for one in rows], "vpp_stage": [0] * len(rows)}
     columns = [pa.array(known[one.name], one.type) if one.name in known else pa.nulls(len(rows), one.type) for one in PER_RANK]
     values = pa.array([of_step[name][step] for step, _, name in rows])
     write_table(
