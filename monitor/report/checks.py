@@ -13,7 +13,7 @@ import numpy as np
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.query.sources import RowChoice
-from monitor.report.facts import GLOBAL_NAME, TOTAL_KIND, Facts, ended_early, shows_all
+from monitor.report.facts import GLOBAL_NAME, NOT_PICTURED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
 from monitor.report.history import WARM_UP, Sudden
 from monitor.series import CLIPPED_NORM, GRAD_NORM, REPLICA_KIND, RUN_KIND
 
@@ -263,8 +263,14 @@ def _steps(facts: Facts) -> CheckFinding:
         return CheckFinding(
             BAD, f"Steps are missing: {_few(lost, count)}.", first, "docs/performance.md says why steps are dropped."
         )
-    if absent := sorted(facts.measured - facts.told["rows"].keys()):
+    known = {*facts.kinds, *facts.others, *NOT_PICTURED}
+    if absent := sorted((facts.measured | facts.told["rows"].keys()) - known):
         return CheckFinding(NOT_LOOKED_AT, f"Ranks recorded {_few(absent, len(absent))}, and the files have no rows of it.")
+    read = {kind: (rows.read, facts.told["rows"].get(kind, 0)) for kind, rows in facts.kinds.items()}
+    if few := [f"{there:,} of {every:,} rows of {kind}" for kind, (there, every) in read.items() if there < every]:
+        return CheckFinding(NOT_LOOKED_AT, f"Files of the merged set have gone. There are {_few(few, len(few))}.")
+    if lacking := [f"{kind} at {len(of):,} steps, the first is {of[0]}" for kind, of in lacking_steps(facts).items()]:
+        return CheckFinding(NOT_LOOKED_AT, f"No rank has {_few(lacking, len(lacking))}.")
     if facts.left_out:
         return CheckFinding(NOT_LOOKED_AT, f"Ranks recorded {facts.left_out:,} steps more than these files have.")
     return CheckFinding(GOOD, "No step is missing on any rank.")

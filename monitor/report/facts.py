@@ -97,6 +97,8 @@ class KindReader:
         series: Place and name of each series, in order of execution. The place is that of its stage in the pipeline, or the
             number of the model chunk if there is no pipeline.
         unseen: Number of rows of elements without a value of ``op``.
+        read: Number of all rows.
+        steps: Steps of which a rank has rows, ascending.
     """
 
     source: MergedSet
@@ -105,6 +107,8 @@ class KindReader:
     ops: tuple[str, ...] = ()
     series: list[tuple[int, str]] = field(default_factory=list)
     unseen: int = 0
+    read: int = 0
+    steps: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     _number: dict[tuple[int, str], int] = field(default_factory=dict)
     _known_as: dict[str, set[str]] = field(default_factory=dict)
     _has_stages: bool = False
@@ -165,6 +169,8 @@ class KindReader:
             )
             if wanted:
                 rows = self._read(wanted, columns, self._known_by(names))
+                if names is None and steps is None:
+                    self._count(rows)
                 if rows[self.op].null_count:
                     if names is None and steps is None:
                         self.unseen += self._without_value(wanted)
@@ -172,6 +178,11 @@ class KindReader:
                 self._feed(history, rows, wanted)
             if progress is not None:
                 progress(self.kind, done + 1, len(spans))
+
+    def _count(self, rows: pa.Table) -> None:
+        step = rows["step"].to_numpy()
+        self.read += len(step)
+        self.steps = np.append(self.steps, step[np.diff(step, prepend=step[:1] - 1) != 0])
 
     def last_rows(self, name: str, columns: Sequence[str], most: int) -> list[dict[str, Any]]:
         """Rows of a series, named as in ``names``, of about the last steps, in order of steps."""
@@ -436,11 +447,27 @@ def ended_early(facts: Facts) -> dict[str, int]:
     """
     if any(len(one.configurations) > 1 for one in facts.manifests.values()):
         return {}
-    steps = np.concatenate([np.arange(one.start, one.stop, one.step) for one in ranges_of(facts.told["steps"])])
-    skipped = [np.arange(one.start, one.stop, one.step) for one in ranges_of(facts.told["skipped_steps"])]
-    steps = np.setdiff1d(steps, np.concatenate([np.zeros(0, np.int64), *skipped]))
+    steps = _regular_steps(facts)
     last = {kind: rows.spans[-1].last for kind, rows in {**facts.kinds, **facts.others}.items() if kind in _REGULAR}
     return {kind: step for kind, step in last.items() if (steps > step).sum() >= 2}
+
+
+def lacking_steps(facts: Facts) -> dict[str, Ints]:
+    """The kinds of which no rank has rows at some steps, and has some before and after them; none, as in ``ended_early``."""
+    if any(len(one.configurations) > 1 for one in facts.manifests.values()):
+        return {}
+    read = {kind: rows.steps for kind, rows in facts.kinds.items() if kind in _REGULAR and len(rows.steps)}
+    steps = _regular_steps(facts)
+    lacking = {kind: np.setdiff1d(steps[(steps > of[0]) & (steps < of[-1])], of) for kind, of in read.items()}
+    return {kind: of for kind, of in lacking.items() if len(of)}
+
+
+def _regular_steps(facts: Facts) -> Ints:
+    """Recorded steps in which the optimizer stepped."""
+    ranges = ranges_of(facts.told["steps"]), ranges_of(facts.told["skipped_steps"])
+    every, skipped = ([np.arange(one.start, one.stop, one.step) for one in each] for each in ranges)
+    steps: Ints = np.setdiff1d(np.concatenate(every), np.concatenate([np.zeros(0, np.int64), *skipped]))
+    return steps
 
 
 def _axis(told: Mapping[str, Any], series: int) -> Axis:

@@ -89,6 +89,31 @@ def test_a_kind_that_ends_early_on_all_ranks_is_named(tmp_path: Path) -> None:
         assert f"no rank has actv after step {WHEN - 1}" in verdict.says
 
 
+@pytest.mark.parametrize(
+    ("file", "kept", "lacking"),
+    [
+        ("actv_10-19.csv", 0, "actv at 10 steps, the first is 10"),
+        ("merged/per_rank/actv_0-29.parquet", 0, "Ranks recorded actv"),
+        ("merged/per_rank/actv_0-29.parquet", 20, "20 of 30 rows of actv"),
+    ],
+)
+def test_files_or_rows_that_have_gone_are_not_called_healthy(file: str, kept: int, lacking: str, tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path, format="csv", ops=("norm",), steps_per_record=10)
+    for step in range(STEPS):
+        one.write(step, {"actv": [Measured("y", micro_step=0)], "grad_unreduced": [Measured("w")]})
+    one.close()
+    merged(tmp_path, format="parquet")
+    of_the_rank = file.endswith(".csv")
+    path = (one.directory if of_the_rank else tmp_path) / file
+    if kept:
+        write_table(read_table(path).slice(0, kept), path)
+    else:
+        path.unlink()
+    with reported(tmp_path if of_the_rank else tmp_path / "merged") as (_, checks, verdict):
+        assert (state_of(checks, "No step missing"), verdict.state) == (NOT_LOOKED_AT, NOT_LOOKED_AT)
+        assert lacking in next(one.finding.says for one in checks if one.name == "No step missing")
+
+
 def test_a_set_of_a_part_is_not_called_healthy(tmp_path: Path) -> None:
     record(tmp_path)
     for wanted, says in (({"kinds": ["actv", "replica"]}, "grad_reduced"), ({"steps": StepSpan(0, 15)}, "14 steps more")):
