@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import compute
+from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
 from monitor.anomalies.ranking.loading import NothingReadError, folder_of
 from monitor.anomalies.ranking.ranking import Ranking, ranking_of
@@ -38,7 +38,7 @@ NORMS_OF: Final = "grad_reduced"
 SHOWN: Final = ("norm", "absmax", "std", "mean", "max", "min")
 """The op that a heat map shows: the first that was recorded."""
 GLOBAL_NAME: Final = "global_name"
-_PLACED: Final = ("vpp_stage", "stage", "name", GLOBAL_NAME)
+_PLACED: Final = ("vpp_stage", "stage", GLOBAL_NAME)
 NOT_PICTURED: Final = ("replica",)
 """Kinds that are only compared."""
 
@@ -223,10 +223,12 @@ class KindReader:
 
     def _read(self, steps: range, columns: Sequence[str], names: Sequence[str] | None) -> pa.Table:
         chosen = None if names is None else NameFilter(names)
-        rows = self.source.scan(RowChoice(self.kind, names=chosen, steps=steps, columns=tuple(columns))).read()[0]
+        choice = RowChoice(self.kind, names=chosen, steps=steps, columns=tuple(columns))
+        rows = self.source.scan(choice).read()[0]
         if GLOBAL_NAME in columns and rows[GLOBAL_NAME].null_count:  # no manifest knows these series
+            rows = self.source.scan(replace(choice, columns=tuple(dict.fromkeys([*columns, "name"])))).read()[0]
             known, own = (rows[one].cast(pa.string()) for one in (GLOBAL_NAME, "name"))
-            named = compute.call_function("coalesce", [known, own]).dictionary_encode()
+            named = call_function("coalesce", [known, own]).dictionary_encode()
             rows = rows.set_column(rows.column_names.index(GLOBAL_NAME), GLOBAL_NAME, named)
         return rows
 
@@ -265,7 +267,7 @@ class KindReader:
 
     def _order(self, steps: range) -> Callable[[tuple[int, str]], tuple[int, int]]:
         """Sorts series by their stage of the pipeline and the first call of any rank, as far as that is known."""
-        rows = self._read(steps, (*_PLACED, "call_id"), None)
+        rows = self._read(steps, (*_PLACED, "name", "call_id"), None)
         for one in ("name", GLOBAL_NAME):
             rows = rows.set_column(rows.column_names.index(one), one, rows[one].cast(pa.string()))
         found = rows.group_by(["name", GLOBAL_NAME, "vpp_stage", "stage"]).aggregate([("call_id", "min")]).to_pylist()
@@ -308,10 +310,10 @@ class Facts:
     why_not_ranked: str
     axis: Axis
     kinds: dict[str, KindReader] = field(default_factory=dict)
-    others: dict[str, KindReader] = field(default_factory=dict)
     histories: dict[str, KindHistory] = field(default_factory=dict)
     no_total_norm: dict[str, int] = field(default_factory=dict)
     clipped: list[int] = field(default_factory=list)
+    others: dict[str, KindReader] = field(default_factory=dict)
     measured: frozenset[str] = frozenset()
     left_out: int = 0
 
