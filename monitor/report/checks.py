@@ -191,7 +191,7 @@ def _finite(facts: Facts) -> CheckFinding:
         for one in _beyond(facts, kind, bound.column, bound)
     ]
     if found:
-        return _first_beyond(found, _RULES)
+        return _first_beyond(facts, found, _RULES)
     partly = {kind: rows.ops for kind, rows in asked.items() if not shows_all(kind, rows.ops)}
     unseen = [f"{kind} has only {', '.join(ops) or 'no op'}" for kind, ops in partly.items()]
     unseen += [f"{rows.unseen:,} rows of {kind} have no {rows.op}" for kind, rows in facts.kinds.items() if rows.unseen]
@@ -289,7 +289,8 @@ def _replicas(facts: Facts) -> CheckFinding:
             f"{first['value']} on rank {first['rank']}, {first['others_value']} on rank {first['other_rank']}."
         )
         then = f"Suspect rank {first['rank']}: its memory, its device, or what it loaded."
-        return CheckFinding(BAD, says, Place(first["step"], first["rank"], first["kind"], first["name"]), then)
+        name = facts.shown_name(first["kind"], first["name"])
+        return CheckFinding(BAD, says, Place(first["step"], first["rank"], first["kind"], name), then)
     if len(facts.ranks) == 1:
         return CheckFinding(NOT_LOOKED_AT, "One rank recorded: there is no replica to compare with.")
     if (compared := facts.told["rows"].get(REPLICA_KIND, 0)) > sum(one["rows"] for one in facts.told["not_compared"]["listed"]):
@@ -388,7 +389,7 @@ def _within(bounds: Sequence[Bound], nothing: str) -> Callable[[Facts], CheckFin
         ]
         beyond = [one for each in asked for one in _beyond(facts, *each)]
         if beyond:
-            return _first_beyond(beyond)
+            return _first_beyond(facts, beyond)
         columns = sorted({column for _, column, _ in asked})
         return (
             CheckFinding(GOOD, f"{', '.join(columns)} are within bounds.") if columns else CheckFinding(NOT_LOOKED_AT, nothing)
@@ -425,10 +426,10 @@ def _beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyo
             return
 
 
-def _first_beyond(found: Sequence[Beyond], then: str = "") -> CheckFinding:
+def _first_beyond(facts: Facts, found: Sequence[Beyond], then: str = "") -> CheckFinding:
     one = min(found, key=lambda each: each[:5])
     says = f"{one.kind} {one.name} on rank {one.rank} in step {one.step}: its {one.column} is {one.value:.3g}: {one.means}."
-    return CheckFinding(BAD, says, Place(one.step, one.rank, one.kind, one.name), then)
+    return CheckFinding(BAD, says, Place(one.step, one.rank, one.kind, facts.shown_name(one.kind, one.name)), then)
 
 
 def _monitor(facts: Facts) -> CheckFinding:

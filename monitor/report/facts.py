@@ -326,6 +326,11 @@ class Facts:
         """The configuration of the first rank; empty if it is not known."""
         return self.manifests[min(self.manifests)].config if self.manifests else {}
 
+    def shown_name(self, kind: str, name: str) -> str:
+        """What the pictures call a tensor with this name in the whole model: the first, if several stages have it."""
+        places = self.kinds[kind].places_of(name) if kind in self.kinds else []
+        return self.kinds[kind].names[places[0]] if places else name
+
     def count(self, what: str) -> int:
         """Entries of a list of the merge's report."""
         number: int = self.told[what]["count"]
