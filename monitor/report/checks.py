@@ -251,7 +251,8 @@ def _steps(facts: Facts) -> CheckFinding:
     dropped, gaps = facts.told["dropped"]["listed"], facts.told["gaps"]["listed"]
     if _still_runs(facts, facts.ranks):  # ranks may be a few steps apart
         gaps = [one for one in gaps if _first(one["steps"]) <= _newest_saved(facts, one["rank"])]
-    ended = ended_early(facts)
+    changed = any(len(one.configurations) > 1 for one in facts.manifests.values())
+    ended, off = ({}, ended_early(facts)) if changed else (ended_early(facts), {})
     lost = [*(f"rank {one['rank']}, {_of(one)}: {one['reason']}" for one in dropped)]
     lost += [f"no rank has {kind} after step {step}" for kind, step in ended.items()]
     lost += [f"rank {one['rank']} has no {one['kind']} at {_of(one)}" for one in gaps]
@@ -269,8 +270,10 @@ def _steps(facts: Facts) -> CheckFinding:
     read = {kind: (rows.read, facts.told["rows"].get(kind, 0)) for kind, rows in facts.kinds.items()}
     if few := [f"{there:,} of {every:,} rows of {kind}" for kind, (there, every) in read.items() if there < every]:
         return CheckFinding(NOT_LOOKED_AT, f"Files of the merged set have gone. There are {_few(few, len(few))}.")
-    if lacking := [f"{kind} at {len(of):,} steps, the first is {of[0]}" for kind, of in lacking_steps(facts).items()]:
-        return CheckFinding(NOT_LOOKED_AT, f"No rank has {_few(lacking, len(lacking))}.")
+    lacking = [f"{kind} at {len(of):,} steps, the first is {of[0]}" for kind, of in lacking_steps(facts).items()]
+    if lacking := [*(f"{kind} after step {step}" for kind, step in off.items()), *lacking]:
+        why = " The configuration was changed while the run recorded, and may have switched this off." if changed else ""
+        return CheckFinding(NOT_LOOKED_AT, f"No rank has {_few(lacking, len(lacking))}.{why}")
     if facts.left_out:
         return CheckFinding(NOT_LOOKED_AT, f"Ranks recorded {facts.left_out:,} steps more than these files have.")
     return CheckFinding(GOOD, "No step is missing on any rank.")

@@ -448,21 +448,14 @@ def _left_out(facts: Facts) -> int:
 
 
 def ended_early(facts: Facts) -> dict[str, int]:
-    """The kinds of which no rank has rows at the last steps, and of each the last step with rows.
-
-    If the configuration was changed while the run recorded, there are none: it may have switched them off.
-    """
-    if any(len(one.configurations) > 1 for one in facts.manifests.values()):
-        return {}
+    """The kinds of which no rank has rows at the last steps, and of each the last step with rows."""
     steps = _regular_steps(facts)
     last = {kind: rows.spans[-1].last for kind, rows in {**facts.kinds, **facts.others}.items() if kind in _REGULAR}
     return {kind: step for kind, step in last.items() if (steps > step).sum() >= 2}
 
 
 def lacking_steps(facts: Facts) -> dict[str, Ints]:
-    """The kinds of which no rank has rows at some steps, and has some before and after them; none, as in ``ended_early``."""
-    if any(len(one.configurations) > 1 for one in facts.manifests.values()):
-        return {}
+    """The kinds of which no rank has rows at some steps, and has some before and after them."""
     read = {kind: rows.steps for kind, rows in facts.kinds.items() if kind in _REGULAR and len(rows.steps)}
     steps = _regular_steps(facts)
     lacking = {kind: np.setdiff1d(steps[(steps > of[0]) & (steps < of[-1])], of) for kind, of in read.items()}

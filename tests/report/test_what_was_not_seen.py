@@ -15,7 +15,7 @@ from recorded_job import RecordedRank, merged
 from reported_job import NAMES, STEPS, WHEN, cells, modelled, record, reported
 from sink_rows import Measured
 
-from monitor.coordinator.manifest_format import MANIFEST_FILE
+from monitor.coordinator.manifest_format import MANIFEST_FILE, ConfigurationRecord
 from monitor.report.checks import BAD, GOOD, NOT_LOOKED_AT, CheckResult
 from monitor.report.history import DIFFERS, NAN, Axis, KindHistory
 from monitor.sinks.files import StepSpan
@@ -87,6 +87,21 @@ def test_a_kind_that_ends_early_on_all_ranks_is_named(tmp_path: Path) -> None:
     with reported(tmp_path) as (_, _, verdict):
         assert (verdict.state, verdict.place.step, verdict.place.kind) == (BAD, WHEN, "actv")
         assert f"no rank has actv after step {WHEN - 1}" in verdict.says
+
+
+def test_a_kind_that_ends_after_the_configuration_changed_is_not_looked_at(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path)
+    start = ConfigurationRecord(number=0, origin="start", from_step=0, since=0, on=True, digest="0" * 16, changed="")
+    one.manifest.configured(start)
+    one.manifest.configured(start.model_copy(update={"number": 1, "origin": "file", "from_step": 5, "since": 5}))
+    for step in range(STEPS):
+        rows = {kind: [Measured("w", micro_step=0 if kind == "actv" else -1)] for kind in ("actv", "grad_unreduced")}
+        one.write(step, rows if step < WHEN else {"grad_unreduced": rows["grad_unreduced"]})
+    one.close()
+    with reported(tmp_path) as (_, checks, verdict):
+        assert (state_of(checks, "No step missing"), verdict.state) == (NOT_LOOKED_AT, NOT_LOOKED_AT)
+        says = next(one.finding.says for one in checks if one.name == "No step missing")
+        assert f"No rank has actv after step {WHEN - 1}. The configuration was changed" in says
 
 
 @pytest.mark.parametrize(
