@@ -33,7 +33,7 @@ from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Ranks
 from monitor.sinks.files import ALL_STEPS, StepSpan
 from monitor.stats.histograms import HISTOGRAM_OPS
 
-PIECE_ROWS: Final = 500_000
+PIECE_ROWS: Final = 1_000_000
 """What a worker holds at a time, unless a single step of a kind has more. A question about one tensor reads a part of every
 piece's file, so fewer pieces make it faster.
 """
@@ -41,7 +41,7 @@ piece's file, so fewer pieces make it faster.
 SHARE_ROWS: Final = 250_000
 """What a worker reads of shards at a time to put it in order."""
 
-PIECES_AT_A_TIME: Final = 8
+PIECES_AT_A_TIME: Final = 4
 """For each worker. So many rows lie on the disk unpacked, unless the shards of one record hold more."""
 
 REPORT_FILE: Final = "report.json"
