@@ -33,7 +33,7 @@ from monitor.stats.partials import COLUMNS, COUNT, EMPTY, PARTIAL_TABLE, PARTIAL
 # shard, that would unpack every shard again and again; so there the shards are read once, some directories at a time,
 # and their rows are put down in order of steps, unpacked, where every piece finds its own in one place.
 
-IDENTITY: Final = [
+IDENTITY: Final = (
     ("run", pa.int32()),  # place of the directory among those of the job
     ("series", pa.int32()),  # row of the catalogue, UNKNOWN where it has none
     ("vpp_stage", pa.int64()),
@@ -44,7 +44,7 @@ IDENTITY: Final = [
     ("shape", TEXT),
     ("dtype", TEXT),
     (CALLS, pa.int64()),  # 0 where the row combines none
-]
+)
 
 _OFTEN_ALIKE: Final = ("vpp_stage", "micro_step", "call_id", CALLS)
 _OFTEN_ALIKE_IF_EXACT: Final = (*_OFTEN_ALIKE, COLUMNS[COUNT], *(one.name for one in PARTIAL_TABLE if one.seldom))
@@ -156,7 +156,7 @@ def _placed(
         "call_id": table["call_id"].fill_null(UNKNOWN),
         CALLS: table[CALLS].fill_null(0),
     }
-    return pa.table([columns[one.name] for one in schema], schema=schema)
+    return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 
 def _series(table: pa.Table, rank: int, catalogue: Catalogue, *, replicas: bool) -> Index:
@@ -348,6 +348,7 @@ class _Gathering:
 
     def __init__(self, tables: Sequence[pa.Table], names_of: Catalogue | None) -> None:
         self._tables = tables
+        self._alike = _alike(tables)
         self._order: Index | slice = slice(None)
         keys = [self.column("step")]
         if names_of is not None:
@@ -358,6 +359,8 @@ class _Gathering:
 
     def column(self, name: str) -> Index:
         """Of whole numbers, also where it is left out."""
+        if name in self._alike:
+            return np.full(sum(map(len, self._tables)), self._alike[name], dtype=np.int64)
         values: Index = self._joined(partial(_numbers, name), np.int64)
         return values
 
@@ -369,7 +372,10 @@ class _Gathering:
         partials = np.empty((len(COLUMNS), len(exact)))
         partials[WRITES] = 1
         for number, name in enumerate(PARTIALS, WRITES + 1):
-            self._joined(partial(_partial, name, number), np.float64, partials[number])
+            if name in self._alike:
+                partials[number] = self._alike[name]
+            else:
+                self._joined(partial(_partial, name, number), np.float64, partials[number])
         count = np.where(exact, partials[COUNT], np.where(elements < 0, np.nan, elements))
         made = Statistics.derived(kept.ops, count, Partials(partials, self._histograms() if kept.histogram else None), exact)
         if not exact.all():
@@ -397,6 +403,12 @@ class _Gathering:
         return np.take(
             values, self._order, out=output, mode="clip"
         )  # with the default mode, numpy would fill a copy of `output`
+
+
+def _alike(tables: Sequence[pa.Table]) -> dict[str, float]:
+    """The columns that all tables leave out for the same number, and that number."""
+    left_out = [json.loads((table.schema.metadata or {}).get(_ALIKE, "{}")).items() for table in tables]
+    return dict(set.intersection(*map(set, left_out))) if left_out else {}
 
 
 def _is_exact(table: pa.Table) -> bool:

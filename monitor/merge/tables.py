@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +28,7 @@ from monitor.stats.ops import NUMERIC_OPS, has_op
 
 # --- What there is of the rows of a kind, in shards and in merged tables.
 
-Fields = Iterable[tuple[str, pa.DataType]]
+Fields = tuple[tuple[str, pa.DataType], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,12 @@ class Columns:
         """Those of the ops that are numbers."""
         return tuple(op for op in self.ops if op != MAGNITUDES)
 
+    @cache  # noqa: B019 - there are few kinds, and a schema takes as long as a column
     def exact(self, identity: Fields) -> pa.Schema:
         """Of rows whose partials are known."""
         return pa.schema([*identity, *PARTIAL_TYPES.items(), *self._histogram()])
 
+    @cache  # noqa: B019
     def rounded(self, identity: Fields) -> pa.Schema:
         """Of rows of which only ops were kept; null is what is not known."""
         return pa.schema([*identity, *((op, pa.float64()) for op in self.numbers), *self._histogram()])
@@ -244,7 +246,7 @@ def _by_first_use(codes: Codes, values: int) -> tuple[Codes, Codes]:
 
 # --- The shards of a rank, of any format, read into columns of one form.
 
-_IDENTITY: Final = [(name, kind) for name, kind in IDENTITY.items() if name != "kind"]
+_IDENTITY: Final = tuple((name, kind) for name, kind in IDENTITY.items() if name != "kind")
 
 _SAME_OF_A_SCALAR: Final = ("mean", "min", "max", "norm", "absmax")
 """Ops that of a share are the share itself."""

@@ -539,6 +539,7 @@ class Catalogue:
 
     def __init__(self, table: pa.Table, kind: str = "", others: Catalogue | None = None) -> None:
         self._table = table.combine_chunks()
+        self._columns: dict[str, NDArray[Any]] = {}
         self.kind = kind
         self.others = others
 
@@ -550,7 +551,7 @@ class Catalogue:
 
     def of(self, column: str, series: Index) -> Index:
         """A column for rows of these series; ``UNKNOWN`` for those that are not in it."""
-        taken: Index = _taken(self._table[column].to_numpy(), series, UNKNOWN)
+        taken: Index = _taken(self._column(column), series, UNKNOWN)
         return taken
 
     def is_replica(self, series: Index) -> Flags:
@@ -564,8 +565,14 @@ class Catalogue:
         return self._flags("assumed", series)
 
     def _flags(self, column: str, series: Index) -> Flags:
-        taken: Flags = _taken(self._table[column].to_numpy(), series, False)
+        taken: Flags = _taken(self._column(column), series, False)
         return taken
+
+    def _column(self, name: str) -> NDArray[Any]:
+        """Of numbers or flags. A column of a table copies its numbers each time that it is asked for them."""
+        if name not in self._columns:
+            self._columns[name] = self._table[name].combine_chunks().to_numpy(zero_copy_only=False)
+        return self._columns[name]
 
     def texts(self, column: str, series: Index) -> Texts:
         """A column of text, for rows of these series; none for those that are not in it."""
@@ -584,7 +591,7 @@ class Catalogue:
     @cached_property
     def writers(self) -> Index:
         """The ranks that measure this kind, and not only replicas of it."""
-        ranks: Index = np.unique(self._table["rank"].to_numpy()[~self._table["replica"].to_numpy()])
+        ranks: Index = np.unique(self._column("rank")[~self._column("replica")])
         return ranks
 
     def numbers(self, rank: int, chunk: int, names: pa.StringArray, *, replicas: bool) -> Index:
@@ -593,10 +600,10 @@ class Catalogue:
         Args:
             replicas: The names are those of replicas, with the kind before them.
         """
-        first, end = np.searchsorted(self._table["rank"].to_numpy(), [rank, rank + 1]).tolist()
-        own = self._table.slice(first, end - first)
-        which = np.flatnonzero((own["vpp_stage"].to_numpy() == chunk) & (own["replica"].to_numpy() == replicas))
-        known = own["name"].combine_chunks().take(pa.array(which)).cast(pa.string())
+        first, end = np.searchsorted(self._column("rank"), [rank, rank + 1]).tolist()
+        own = slice(first, end)
+        which = np.flatnonzero((self._column("vpp_stage")[own] == chunk) & (self._column("replica")[own] == replicas))
+        known = self._table["name"].combine_chunks().take(pa.array(first + which)).cast(pa.string())
         if replicas:
             known = pa.array([f"{self.kind}/{name}" for name in known.to_pylist()], type=pa.string())
         places = np.append(first + which, UNKNOWN)

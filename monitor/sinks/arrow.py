@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -35,7 +36,12 @@ WHOLE: Final = pa.large_list(pa.int64())
 
 
 _ENTRY: Final = list(FILLED.value_type)
-_UPPER_TEXTS: Final = pa.array([upper_text(upper) for upper in UPPER.tolist()], type=pa.large_string())
+
+
+@cache
+def _upper_texts() -> pa.LargeStringArray:
+    """Of the ends of all bins. Made with the first use: with its first array, Arrow imports pandas where that is installed."""
+    return pa.array([upper_text(upper) for upper in UPPER.tolist()], type=pa.large_string())
 
 
 def upper_of(kind: str) -> Floats:
@@ -83,7 +89,7 @@ def _entries(words: pa.LargeStringArray) -> pa.StructArray:
         raise ValueError("a histogram is not a list of upper:count pairs")
     both = pairs.flatten()
     upper, elements = (both.take(pa.array(np.arange(start, len(both), 2))) for start in (0, 1))
-    bins = call_function("index_in", [upper], SetLookupOptions(_UPPER_TEXTS))
+    bins = call_function("index_in", [upper], SetLookupOptions(_upper_texts()))
     counts = elements.cast(pa.int64())
     if bins.null_count or (counts.to_numpy() < 0).any():
         raise ValueError("a histogram has an unknown bin or a negative count")

@@ -302,10 +302,17 @@ def _groups(file: h5g.GroupID, kinds: Collection[str] | None) -> Iterator[tuple[
             yield kind, group_in(file, kind)
 
 
+_NAMES: Final = arrow.SCHEMA.names
+_FLOATS: Final = {name for name, column_type in arrow.PARTIAL_TYPES.items() if column_type == pa.float64()}
+"""Looked up here once: a schema makes an object for each field that it is asked for."""
+
+
 def _rows(kind: str, group: h5g.GroupID, steps: StepSpan) -> pa.Table:
-    step = DatasetColumn(group, "step").read()
-    rows = _rows_of(step, steps)
-    columns = [_column(field, kind, group, rows, len(step)) for field in arrow.SCHEMA]
+    stored = DatasetColumn(group, "step")
+    step = _values("step", stored, None, slice(0, len(stored)))
+    rows = _rows_of(step.to_numpy(), steps)
+    inside = step.slice(rows.start, rows.stop - rows.start)
+    columns = [inside if name == "step" else _column(name, kind, group, rows, len(step)) for name in _NAMES]
     if not group.links.exists(arrow.HISTOGRAM.encode()):
         return pa.Table.from_arrays(columns, schema=arrow.SCHEMA)
     return pa.Table.from_arrays([*columns, _histograms(kind, group, rows, len(step))], schema=arrow.WITH_HISTOGRAMS)
@@ -328,39 +335,42 @@ def _rows_of(step: NDArray[np.int64], steps: StepSpan) -> slice:
     return slice(*np.searchsorted(step, [steps.first, steps.last + 1 if steps.last < ALL_STEPS.last else steps.last]).tolist())
 
 
-def _column(field: pa.Field, kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.Array:
-    if field.name == "kind":
+def _column(name: str, kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.Array:
+    if name == "kind":
         return _texts(pa.array([kind], type=pa.string()), np.zeros(rows.stop - rows.start, dtype=np.int64))
-    if field.name == CALLS and not group.links.exists(CALLS.encode()):
-        return pa.nulls(rows.stop - rows.start, field.type)
-    if field.name in COSTLY and not group.links.exists(field.name.encode()):
+    if name == CALLS and not group.links.exists(CALLS.encode()):
+        return pa.nulls(rows.stop - rows.start, pa.int64())
+    if name in COSTLY and not group.links.exists(name.encode()):
         return pa.array(np.zeros(rows.stop - rows.start))
-    name, table = TABLES.get(field.name, (field.name, None))
-    column = DatasetColumn(group, name)
+    numbers, table = TABLES.get(name, (name, None))
+    column = DatasetColumn(group, numbers)
     if len(column) != length:
-        raise ValueError(f"{kind}/{name} has {len(column)} rows and not {length}")
-    texts = None if table is None else DatasetColumn(group, table)
+        raise ValueError(f"{kind}/{numbers} has {len(column)} rows and not {length}")
+    return _values(name, column, None if table is None else DatasetColumn(group, table), rows)
+
+
+def _values(name: str, column: DatasetColumn, texts: DatasetColumn | None, rows: slice) -> pa.Array:
     chunk, of_texts = column.repetitive(), None if texts is None else texts.repetitive()
     if chunk is not None and (texts is None or of_texts is not None):
-        return _repeated(field, chunk, of_texts).slice(rows.start, rows.stop - rows.start)
-    return _converted(field, column.read(rows.start, rows.stop), texts)
+        return _repeated(name, chunk, of_texts).slice(rows.start, rows.stop - rows.start)
+    return _converted(name, column.read(rows.start, rows.stop), texts)
 
 
 @lru_cache(maxsize=KEPT)
-def _repeated(field: pa.Field, chunk: RepeatedChunk, texts: RepeatedChunk | None) -> pa.Array:
+def _repeated(name: str, chunk: RepeatedChunk, texts: RepeatedChunk | None) -> pa.Array:
     """All rows of a column, as they were read from this file or another one."""
     column, of_texts = chunk.column, None if texts is None else texts.column
     chunk.column = None
     if texts is not None:
         texts.column = None
-    return _converted(field, column.read() if column else np.empty(0), of_texts)
+    return _converted(name, column.read() if column else np.empty(0), of_texts)
 
 
-def _converted(field: pa.Field, numbers: NDArray[Any], texts: DatasetColumn | None) -> pa.Array:
+def _converted(name: str, numbers: NDArray[Any], texts: DatasetColumn | None) -> pa.Array:
     if texts is not None:
         return _texts(texts.texts(), numbers)
-    wanted = np.float64 if field.type == pa.float64() else np.int64
-    missing = numbers == arrow.MISSING if field.name in arrow.NULLABLE else None
+    wanted = np.float64 if name in _FLOATS else np.int64
+    missing = numbers == arrow.MISSING if name in arrow.NULLABLE else None
     return pa.array(numbers.astype(wanted, casting="safe", copy=False), mask=missing)
 
 
