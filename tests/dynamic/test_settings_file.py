@@ -15,7 +15,7 @@ from monitor.config import ConfigError, MonitorConfig, load_config
 from monitor.dynamic import config_file
 from monitor.dynamic.config_file import FileWatch, Refused, change_file
 
-LATER = time.time_ns() + 10**12
+LATER = time.time_ns() + 10**15
 """A look at a moment when no file is fresh."""
 
 

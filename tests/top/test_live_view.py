@@ -66,7 +66,7 @@ def test_it_waits_for_the_job_shows_what_rules_found_and_ends_with_it(
     assert look.has_ended
     assert look.alerts is not None
     assert look.alerts.events > 0
-    text = str(shown.file.getvalue()).replace("\n", "")  # type: ignore[attr-defined]
+    text = " ".join(str(shown.file.getvalue()).split())  # type: ignore[attr-defined]
     assert "has no directory of a rank" in text
     assert "Looking again every 2 s." in text
     assert "most unusual now (up to step 11)" in text
