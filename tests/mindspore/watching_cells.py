@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,8 @@ OPS = {
 def written(output: Output, **config: Any) -> str:
     """The path of a configuration file, without the run's own numbers unless they are asked for."""
     config = {"run_numbers": False, **config}
-    path = output.base.parent / f"config-{len(list(output.base.parent.glob('config-*')))}.json"
+    # A file of each process: ranks of one test share the directory.
+    path = output.base.parent / f"config-{os.getpid()}-{len(list(output.base.parent.glob('config-*')))}.json"
     path.write_text(json.dumps(config))
     return str(path)
 

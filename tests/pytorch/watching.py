@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def attached(
     it as a context manager.
     """
     config = {"run_numbers": False, **config}
-    path = output.base.parent / f"config-{len(list(output.base.parent.glob('config-*')))}.json"
+    # A file of each process: ranks of one test share the directory.
+    path = output.base.parent / f"config-{os.getpid()}-{len(list(output.base.parent.glob('config-*')))}.json"
     path.write_text(json.dumps(config))
     monitor = TrainerMon(path, params_have_main_grad=params_have_main_grad)
     monitor.set_monitor(model, grad_acc_steps=grad_acc_steps, optimizer=optimizer, start_iteration=start_iteration)
