@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, InvalidStateError, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -22,6 +22,7 @@ from itertools import islice
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
+from weakref import WeakSet
 
 from filelock import FileLock, Timeout
 from pyarrow import set_memory_pool, system_memory_pool
@@ -230,23 +231,20 @@ class _NoPandas:
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep memory that it frees, for a process that does nothing but merge.
+    """Have this process keep memory that it frees.
 
-    Each piece of work allocates columns of megabytes by the hundred. The C library would return each to the system, which would
-    clear every page again: a tenth of the time.
+    Each piece of work allocates columns of megabytes by the hundred, and tables of hundreds of megabytes. The C library would
+    return each to the system, which would clear every page again: a tenth of the time.
     """
     set_memory_pool(system_memory_pool())
     with suppress(AttributeError, OSError):  # another C library than glibc
         library = ctypes.CDLL(None)
-        library.mallopt(_MMAP_THRESHOLD, KEPT_BLOCK)
+        library.mallopt(_MMAP_MAX, 0)  # also large blocks come from the heap
         library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Of ``mallopt``."""
-
-KEPT_BLOCK: Final = 32 << 20
-"""Bytes of the largest block that is kept; glibc allows no more."""
 
 
 def _follow_parent() -> None:
@@ -271,7 +269,7 @@ def _cluster(address: str) -> Iterator[tuple[Executor, int]]:
     except ImportError as error:
         raise MergeError("--dask needs the package distributed: pip install 'trainermon[dask]'") from error
     _greet(address)
-    with Client(address, set_as_default=False, timeout=PATIENCE) as client, client.get_executor() as executor:
+    with Client(address, set_as_default=False, timeout=PATIENCE) as client, _OfClient(client) as executor:
         _wait_for_workers(client, address)
         try:
             yield executor, sum(client.nthreads().values())
@@ -281,6 +279,38 @@ def _cluster(address: str) -> Iterator[tuple[Executor, int]]:
             if client.status == "running":
                 raise
             raise MergeError(f"the Dask scheduler at {address} is gone. Begin again when it is back.") from error
+
+
+class _OfClient(Executor):
+    """The executor of a Dask client, whose futures all end when the client does.
+
+    A client that closes cancels the futures that it knows. One that is submitted meanwhile would never end.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._executor = client.get_executor()
+        self._futures: WeakSet[Future[Any]] = WeakSet()
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._end_with_client, daemon=True)
+        self._watch.start()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = self._executor.submit(fn, *args, **kwargs)
+        self._futures.add(future)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
+        # Dask's own would wait for a future that never ends. The scheduler drops what the client still wants when that closes.
+        self._over.set()
+        self._watch.join()
+
+    def _end_with_client(self) -> None:
+        while not self._over.wait(INTERRUPTIBLE):
+            if self._client.status in ("closing", "closed"):
+                for future in list(self._futures):
+                    with suppress(InvalidStateError):  # it has ended
+                        future.set_exception(ConnectionError("the client has closed"))
 
 
 def _greet(address: str) -> None:
