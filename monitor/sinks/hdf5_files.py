@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from monitor.sinks import arrow
 from monitor.sinks.files import ALL_STEPS, StepSpan
-from monitor.sinks.hdf5_write import TABLES
+from monitor.sinks.hdf5_write import CHUNK_ROWS, CONTENT, TABLES, Content
 from monitor.sinks.spool import NotAShardError, Source
 from monitor.stats.ops import CALLS
 from monitor.stats.partials import COSTLY
@@ -24,44 +25,17 @@ from monitor.stats.partials import COSTLY
 # --- Datasets of an HDF5 file, read through h5py's low-level interface.
 #
 # A job has thousands of shards with some twenty columns per kind, and most shards have few rows. A column takes 50 µs to open
-# and check, and 60 to 110 to unpack 5,000 rows. Most columns of whole numbers are the same on all ranks, to the last byte of
-# the file, so what was unpacked is kept for the next shard.
+# and check, and 60 to 110 to unpack 5,000 rows. In half of them all rows are alike, and most other columns of whole numbers are
+# the same on all ranks. An attribute says both, so the former are not opened, and the latter are kept for the next shard.
 
-REPETITIVE: Final = 4096
-"""Bytes of a chunk that is worth to be kept unpacked, unless it has a byte a row or less."""
-
-KEPT: Final = 32
-"""Chunks that are kept, of numbers and of text. They take 256 KB at most."""
+KEPT: Final = 64
+"""Columns that are kept. They take 256 KB at most."""
 
 
 def _all_of(dataset: h5d.DatasetID, shape: tuple[int, ...]) -> NDArray[Any]:
     values = np.empty(shape, dtype=dataset.dtype)
     dataset.read(h5s.ALL, h5s.ALL, values)
     return values
-
-
-class RepeatedChunk:
-    """A column of one chunk. Two are equal if their bytes in the file, and all that says how to unpack them, are the same.
-
-    Attributes:
-        column: None once it was unpacked.
-    """
-
-    def __init__(self, column: DatasetColumn, dataset: h5d.DatasetID, created: h5p.PropDCID) -> None:
-        self.column: DatasetColumn | None = column
-        self._created, self._type = created, dataset.get_type()
-        self._content = len(column), dataset.read_direct_chunk((0,))
-
-    def __hash__(self) -> int:
-        return hash(self._content)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, RepeatedChunk)
-            and self._content == other._content
-            and bool(self._created.equal(other._created))
-            and bool(self._type.equal(other._type))
-        )
 
 
 class DatasetColumn:
@@ -86,7 +60,6 @@ class DatasetColumn:
         chunk = self._created.get_chunk()[0] if layout == h5d.CHUNKED and not inner else self._length
         if chunk < self._length and self._dataset.get_num_chunks() * chunk < self._length:
             raise ValueError(f"{_path(group, name)} states more rows than were written")
-        self._is_one_chunk = layout == h5d.CHUNKED and not inner and 0 < self._length <= chunk
 
     def __len__(self) -> int:
         return self._length
@@ -108,12 +81,6 @@ class DatasetColumn:
         if self._dataset.dtype.kind == "S" and self._length:  # texts of one length, as the sink writes them
             return pa.array(self.read(), type=pa.binary()).cast(pa.string())
         return pa.array(h5py.Dataset(self._dataset).asstr()[...].tolist(), type=pa.string())
-
-    def repetitive(self) -> RepeatedChunk | None:
-        """The content, if it is one chunk that may be the same in other files."""
-        if not self._is_one_chunk or self._dataset.get_chunk_info(0).size > max(REPETITIVE, self._length):
-            return None
-        return RepeatedChunk(self, self._dataset, self._created)
 
 
 def group_in(file: h5g.GroupID, name: str) -> h5g.GroupID:
@@ -308,11 +275,12 @@ _FLOATS: Final = {name for name, column_type in arrow.PARTIAL_TYPES.items() if c
 
 
 def _rows(kind: str, group: h5g.GroupID, steps: StepSpan) -> pa.Table:
-    stored = DatasetColumn(group, "step")
-    step = _values("step", stored, None, slice(0, len(stored)))
+    content = _content(group)
+    said = content.pop("step", None)
+    step = _kept(_KeptColumn("step", said, group)) if isinstance(said, dict) else _read("step", group)
     rows = _rows_of(step.to_numpy(), steps)
-    inside = step.slice(rows.start, rows.stop - rows.start)
-    columns = [inside if name == "step" else _column(name, kind, group, rows, len(step)) for name in _NAMES]
+    content["kind"] = kind
+    columns = [_column(name, content, group, rows, step) for name in _NAMES]
     if not group.links.exists(arrow.HISTOGRAM.encode()):
         return pa.Table.from_arrays(columns, schema=arrow.SCHEMA)
     return pa.Table.from_arrays([*columns, _histograms(kind, group, rows, len(step))], schema=arrow.WITH_HISTOGRAMS)
@@ -335,35 +303,80 @@ def _rows_of(step: NDArray[np.int64], steps: StepSpan) -> slice:
     return slice(*np.searchsorted(step, [steps.first, steps.last + 1 if steps.last < ALL_STEPS.last else steps.last]).tolist())
 
 
-def _column(name: str, kind: str, group: h5g.GroupID, rows: slice, length: int) -> pa.Array:
-    if name == "kind":
-        return _texts(pa.array([kind], type=pa.string()), np.zeros(rows.stop - rows.start, dtype=np.int64))
+def _content(group: h5g.GroupID) -> dict[str, Content]:
+    """By column; see ``monitor.sinks.hdf5_write.CONTENT``. Older files do not say it."""
+    if not h5a.exists(group, CONTENT.encode()):
+        return {}
+    found: dict[str, Content] = json.loads(_attribute(group, CONTENT).item())
+    return found
+
+
+def _column(name: str, content: Mapping[str, Content], group: h5g.GroupID, rows: slice, step: pa.Array) -> pa.Array:
+    count, said = rows.stop - rows.start, content.get(name)
+    if name == "step":
+        return step.slice(rows.start, count)
+    if isinstance(said, dict):
+        column = _kept(_KeptColumn(name, said, group))
+        if len(column) != len(step):
+            raise ValueError(f"{_path(group, name)} has {len(column)} rows and not {len(step)}")
+        return column.slice(rows.start, count)
+    if said is not None:
+        return _all_alike(name, said).slice(0, count) if count <= CHUNK_ROWS else _repeated(name, said, count)
     if name == CALLS and not group.links.exists(CALLS.encode()):
-        return pa.nulls(rows.stop - rows.start, pa.int64())
+        return pa.nulls(count, pa.int64())
     if name in COSTLY and not group.links.exists(name.encode()):
-        return pa.array(np.zeros(rows.stop - rows.start))
+        return pa.array(np.zeros(count))
+    return _read(name, group, rows, len(step))
+
+
+def _read(name: str, group: h5g.GroupID, rows: slice | None = None, length: int | None = None) -> pa.Array:
+    """Some rows of a column, or all.
+
+    Args:
+        length: How many rows it must have.
+    """
     numbers, table = TABLES.get(name, (name, None))
     column = DatasetColumn(group, numbers)
-    if len(column) != length:
-        raise ValueError(f"{kind}/{numbers} has {len(column)} rows and not {length}")
-    return _values(name, column, None if table is None else DatasetColumn(group, table), rows)
+    if length not in (None, len(column)):
+        raise ValueError(f"{_path(group, numbers)} has {len(column)} rows and not {length}")
+    values = column.read() if rows is None else column.read(rows.start, rows.stop)
+    return _converted(name, values, None if table is None else DatasetColumn(group, table))
 
 
-def _values(name: str, column: DatasetColumn, texts: DatasetColumn | None, rows: slice) -> pa.Array:
-    chunk, of_texts = column.repetitive(), None if texts is None else texts.repetitive()
-    if chunk is not None and (texts is None or of_texts is not None):
-        return _repeated(name, chunk, of_texts).slice(rows.start, rows.stop - rows.start)
-    return _converted(name, column.read(rows.start, rows.stop), texts)
+class _KeptColumn:
+    """A column that may be the same in other files: two are equal if their names and digests are.
+
+    Attributes:
+        group: Where to read it; None once it was read.
+    """
+
+    def __init__(self, name: str, content: Mapping[str, str], group: h5g.GroupID) -> None:
+        self.name, self.group = name, group
+        self._identity = name, content["digest"]
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _KeptColumn) and self._identity == other._identity
 
 
 @lru_cache(maxsize=KEPT)
-def _repeated(name: str, chunk: RepeatedChunk, texts: RepeatedChunk | None) -> pa.Array:
+def _kept(column: _KeptColumn) -> pa.Array:
     """All rows of a column, as they were read from this file or another one."""
-    column, of_texts = chunk.column, None if texts is None else texts.column
-    chunk.column = None
-    if texts is not None:
-        texts.column = None
-    return _converted(name, column.read() if column else np.empty(0), of_texts)
+    group, column.group = column.group, None
+    return _read(column.name, group)
+
+
+@lru_cache(maxsize=KEPT)
+def _all_alike(name: str, value: int | str) -> pa.Array:
+    return _repeated(name, value, CHUNK_ROWS)
+
+
+def _repeated(name: str, value: int | str, rows: int) -> pa.Array:
+    if isinstance(value, str):
+        return _texts(pa.array([value], type=pa.string()), np.zeros(rows, dtype=np.int64))
+    return _converted(name, np.full(rows, value), None)
 
 
 def _converted(name: str, numbers: NDArray[Any], texts: DatasetColumn | None) -> pa.Array:

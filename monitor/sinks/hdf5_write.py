@@ -7,8 +7,10 @@ a file.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, Final
 
 import h5py
@@ -44,6 +46,17 @@ _LEFT_OUT: Final[dict[str, float]] = {CALLS: arrow.MISSING, **dict.fromkeys(COST
 
 TABLES: Final = {"name": ("series_id", "series"), "shape": ("shape_id", "shape"), "dtype": ("dtype_id", "dtype")}
 """For each column of text: the dataset of indices, and the dataset of the texts that they refer to."""
+
+CONTENT: Final = "content"
+"""The attribute of a group that says of columns, as JSON, what a reader would find in their datasets: a whole number or a text
+that all rows have, or ``{"digest": ...}``, which is the same in all files that have the same column. Opening datasets takes
+most of the time of reading where a shard has few rows.
+"""
+
+Content = int | str | dict[str, str]
+
+_REPEATED: Final = ("step", "call_id", *(numbers for numbers, _ in TABLES.values()))
+"""Columns that are the same on many ranks."""
 
 
 def image(blocks: Iterable[SpoolBlock]) -> bytes:
@@ -91,6 +104,7 @@ class _Group:
         self._histograms = _Histograms(group, arrow.upper_of(kind))
         self._numbering = {name: _Numbering() for name in TABLES}
         self._columns: dict[str, _Column] = {}
+        self._content: dict[str, Content] = {}
         self._waiting: dict[str, list[NDArray[Any]]] = defaultdict(list)
         self._rows_waiting = 0
         self._rows_written = 0
@@ -110,7 +124,13 @@ class _Group:
         self._write(self._rows_waiting)
         self._histograms.end()
         for column, numbering in self._numbering.items():
-            _write_texts(self._group, TABLES[column][1], numbering.texts.to_pylist())
+            texts = numbering.texts.to_pylist()
+            _write_texts(self._group, TABLES[column][1], texts)
+            numbers = self._content.pop(TABLES[column][0], None)
+            if numbers is not None:
+                several = isinstance(numbers, dict)
+                self._content[column] = _digest("\0".join([str(numbers), *texts]).encode()) if several else texts[0]
+        self._group.attrs[CONTENT] = np.bytes_(json.dumps(self._content))
 
     def _write(self, rows: int) -> None:
         if not rows:
@@ -134,6 +154,22 @@ class _Group:
                 numbers = np.concatenate([np.full(self._rows_written, _LEFT_OUT[name], dtype=numbers.dtype), numbers])
             self._columns[name] = _Column(self._group, name, numbers)
         self._columns[name].add(numbers)
+        if numbers.dtype == np.int64:
+            self._note(name, numbers)
+
+    def _note(self, name: str, numbers: NDArray[np.int64]) -> None:
+        """Note what can be said of a column, to which these numbers were added."""
+        known = self._content.get(name)
+        if not self._rows_written and (numbers == numbers[0]).all():
+            self._content[name] = int(numbers[0])
+        elif not self._rows_written and name in _REPEATED:
+            self._content[name] = _digest(numbers.tobytes())
+        elif not isinstance(known, int) or (numbers != known).any():
+            self._content.pop(name, None)
+
+
+def _digest(content: bytes) -> dict[str, str]:
+    return {"digest": blake2b(content, digest_size=16).hexdigest()}
 
 
 def _derived(feature: str, columns: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
