@@ -2,10 +2,10 @@
 
     python bench/kernels.py
 
-Four ways stand side by side: this project's kernel; the same without native code, as on machines where it was not built;
-torch operators on the whole tensor; these with a cast to float64 for mean and norm, as tools do that care for accuracy. One
-thread. In each round every way runs once, right after a ``sum``, in an order that changes; ratios of CPU time are reported,
-as medians over the rounds.
+Five ways stand side by side: this project's kernel; the same with check sums; the same without native code, as on machines
+where it was not built; torch operators on the whole tensor; these with a cast to float64 for mean and norm, as tools do that
+care for accuracy. One thread. In each round every way runs once, right after a ``sum``, in an order that changes; ratios of CPU
+time are reported, as medians over the rounds.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ CALLS = 200
 MILLION = 1_000_000
 MAGNITUDES = ("1e-30", "1e-20", "1e-10", "1", "1e10", "1e20", "1e30")
 KERNEL = TorchHostKernel(eps=EPS)
+CHECKING = TorchHostKernel(eps=EPS, check_sums=True)
 PORTABLE = TorchHostKernel(eps=EPS, with_native=False)
 PAGE = np.zeros((1, len(COLUMNS)))
 
@@ -44,6 +45,11 @@ Way = Callable[[Tensor], object]
 def monitored(x: Tensor) -> object:
     """All partials, into a row."""
     return KERNEL.reduce_into(x, PAGE, 0)
+
+
+def checking(x: Tensor) -> object:
+    """The same, and sums of the words."""
+    return CHECKING.reduce_into(x, PAGE, 0)
 
 
 def portable(x: Tensor) -> object:
@@ -61,7 +67,13 @@ def with_casts(x: Tensor) -> Sequence[Tensor]:
     return x.min(), x.max(), mean, norm, (x.abs() < EPS).sum() / x.numel(), x.isnan().sum()
 
 
-WAYS: dict[str, Way] = {"monitor": monitored, "portable": portable, "torch": whole_tensor, "torch with casts": with_casts}
+WAYS: dict[str, Way] = {
+    "monitor": monitored,
+    "check sums": checking,
+    "portable": portable,
+    "torch": whole_tensor,
+    "torch with casts": with_casts,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ CONFIGS = {
     "moments": MOMENTS,
     "activations": ACTIVATIONS,
     "everything": GRADIENTS | WEIGHTS | MOMENTS | ACTIVATIONS,
+    "everything, replicas checked": GRADIENTS | WEIGHTS | MOMENTS | ACTIVATIONS | {"replica_check": True},
 }
 PEER_PYTHON = Path(__file__).resolve().parents[1] / ".venv-peer" / "bin" / "python"
 TITLES = {"ours": "monitor", "peer": "mindstudio-probe", "before": "monitor before"}

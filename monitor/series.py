@@ -119,6 +119,7 @@ class Kind:
         watcher: For kinds of ``l2_targets``: ``module:class`` of the ``FeatureWatcher`` that measures it.
         suffix: What the name of a series has after the name of the module.
         of_ranks: Whether its rows belong to ranks alone, so that a merge has no rows of whole tensors of it.
+        checked: Whether copies of a tensor on several ranks must have the same bits.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Kind:
     watcher: str = ""
     suffix: str = ""
     of_ranks: bool = False
+    checked: bool = False
 
 
 def _activation(name: str, phase: Literal["forward", "backward"]) -> Kind:
@@ -157,7 +159,7 @@ def _of_step(name: str, field: str, **more: Any) -> Kind:
 def _moment(name: str, *, estimated: bool = True) -> Kind:
     """A moment of the optimizer, which a new optimizer does not have in its first step."""
     why = "An optimizer without momentum keeps no moments. "
-    more = {"estimated": estimated, "warned": True, "after": 2, "why_none": why}
+    more = {"estimated": estimated, "warned": True, "after": 2, "why_none": why, "checked": True}
     return _of_step(name, "mv_distribution", group="moment", role="MOMENT", **more)
 
 
@@ -195,8 +197,24 @@ KIND_TABLE: Final = (
     _activation("actv", "forward"),
     _activation("actv_grad", "backward"),
     Kind("grad_unreduced", "wg_distribution", "parameter", "backward", "gradient", "LOCAL_GRADIENT", warned=True),
-    _of_step("grad_reduced", "wg_distribution", group="gradient", role="GRADIENT", fed_by=("grad_unreduced",), warned=True),
-    _of_step("param_origin", "param_distribution", group="parameter", role="ORIGINAL_WEIGHT", of_frozen=True, warned=True),
+    _of_step(
+        "grad_reduced",
+        "wg_distribution",
+        group="gradient",
+        role="GRADIENT",
+        fed_by=("grad_unreduced",),
+        warned=True,
+        checked=True,
+    ),
+    _of_step(
+        "param_origin",
+        "param_distribution",
+        group="parameter",
+        role="ORIGINAL_WEIGHT",
+        of_frozen=True,
+        warned=True,
+        checked=True,
+    ),
     _of_step(
         "param_updated",
         "param_distribution",
@@ -204,6 +222,7 @@ KIND_TABLE: Final = (
         role="UPDATED_WEIGHT",
         fed_by=("grad_reduced", "param_origin", *_MOMENTS),
         of_frozen=True,
+        checked=True,
     ),
     _moment("exp_avg"),
     _moment("exp_avg_sq"),
@@ -292,6 +311,8 @@ WATCHED_KINDS: Final = {kind.name: kind for kind in KIND_TABLE if kind.watcher}
 """Kinds of the modules that ``l2_targets`` names."""
 MICRO_STEP_KINDS: Final = frozenset(_names(lambda kind: kind.per_micro_step))
 """Kinds with a row for each micro-step, unless they are combined."""
+CHECKED_KINDS: Final = _names(lambda kind: kind.checked)
+"""Kinds whose bits replicas have in common."""
 KINDS_OF_RANKS: Final = _names(lambda kind: kind.of_ranks)
 """Kinds without rows of whole tensors."""
 SIGNED_KINDS: Final = _names(lambda kind: kind.signed)

@@ -186,6 +186,9 @@ HISTOGRAM_OPS: Final = frozenset(
 HIGHER_OPS: Final = frozenset({"kurtosis"})
 """Ops that need the higher moments of every tensor, and so a second read."""
 
+CHECKSUM: Final = "checksum"
+"""The op that needs the check sums of every tensor."""
+
 HISTOGRAM_FORMATS: Final = frozenset(name for name, one in FORMATS.items() if "signed" in one.bytes_per_histogram)
 
 
@@ -365,9 +368,9 @@ class Settings(_StrictModel):
     """What the results are written as. `api`: kept in memory for the program to ask for."""
     ops: Annotated[Strings, STATISTICS] = ()
     """Statistics: `min`, `max`, `mean`, `norm`, `zeros`, `nans`, `infs`, `absmax`, `std`, `kurtosis`, `shape`,
-    `dtype`, `magnitude_histogram`, and the share that a format of low precision would lose: `underflow_fp16`, `overflow_fp16`,
-    `underflow_bf16`, `overflow_bf16`, `underflow_e4m3`, `overflow_e4m3`, `underflow_e5m2`, `overflow_e5m2`. An unknown one is
-    left out with a warning; none left: `norm`."""
+    `dtype`, `checksum`, `magnitude_histogram`, and the share that a format of low precision would lose: `underflow_fp16`,
+    `overflow_fp16`, `underflow_bf16`, `overflow_bf16`, `underflow_e4m3`, `overflow_e4m3`, `underflow_e5m2`, `overflow_e5m2`.
+    An unknown one is left out with a warning; none left: `norm`."""
     eps: Annotated[float, Field(gt=0), STATISTICS] = 1e-8
     """`zeros` is the share of elements whose magnitude is below this."""
     ndigits: Annotated[int, Field(ge=0, le=17), OUTPUT] = 6
@@ -408,8 +411,8 @@ class Settings(_StrictModel):
     warn_files_per_step: Annotated[Step, LIMITS] = 10_000
     """The same for files."""
     replica_check: Annotated[bool | None, RANKS] = None
-    """Measure the replicas that another rank writes, too: alert rules judge them, and their norms are kept, so that replicas
-    that differ are found afterwards. Null: only where there are alert rules."""
+    """Measure the replicas that another rank writes, too: alert rules judge them, and norms and checksums are kept, so that
+    replicas that differ are found afterwards. Null: only where there are alert rules."""
 
     @field_serializer("append_output")
     def _auto_as_written(self, range_: tuple[str, ...]) -> str | list[str]:
@@ -429,6 +432,11 @@ class Settings(_StrictModel):
     def measures_higher_moments(self) -> bool:
         """Whether an op is asked for that is derived from third and fourth powers."""
         return not HIGHER_OPS.isdisjoint(self.ops)
+
+    @property
+    def measures_check_sums(self) -> bool:
+        """Whether the check sums of every tensor are asked for."""
+        return CHECKSUM in self.ops
 
     @property
     def formats(self) -> tuple[str, ...]:

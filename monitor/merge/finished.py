@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 import pyarrow as pa
 
 from monitor.failures import LOGGER
+from monitor.merge.bits import BitDifference
 from monitor.merge.combine import Disagreement, Outcome
 from monitor.merge.discovery import SetAside, leads_out
 from monitor.merge.execution import MergeError, without_password
@@ -248,14 +249,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-_LISTED: Final = {"set_aside": SetAside, "disagreements": Disagreement}
+_LISTED: Final = {"set_aside": SetAside, "disagreements": Disagreement, "bit_differences": BitDifference}
 
 
 def _restored(field: Any, value: Any) -> Any:
     if isinstance(value, int):
         return value
     if field.name in _LISTED:
-        return [_LISTED[field.name](*one) for one in value]
+        return [_LISTED[field.name](*(tuple(part) if isinstance(part, list) else part for part in one)) for one in value]
     empty = field.default_factory()
     if isinstance(empty, dict):
         return type(empty)({tuple(key) if isinstance(key, list) else key: of_key for key, of_key in value})

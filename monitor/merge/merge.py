@@ -21,17 +21,18 @@ from numpy.typing import NDArray
 
 from monitor.coordinator.manifest_format import StepsRecord
 from monitor.coordinator.resume import Span
-from monitor.merge.combine import ROLES, RUNS, SCHEMA_VERSION, Outcome, Piece, reduce
+from monitor.merge.combine import ROLES, RUNS, SCHEMA_VERSION, Outcome, Piece, worked
 from monitor.merge.discovery import Found, RankRun, SetAside, choose, discover, runs_of, unmerged_formats
 from monitor.merge.execution import MergeError, NothingRecordedError, draft_of, engine, run
 from monitor.merge.outputs import SUFFIXES, Format
 from monitor.merge.report import Report
-from monitor.merge.rows import Share, Source, files_of, put_in_order
+from monitor.merge.rows import Share, Source, files_of
 from monitor.merge.tables import Columns, Index, Shard, read_file, write_file
 from monitor.merge.tensors import SHARDS, Findings, Kind, LayerNames, Visit, catalogue, look
-from monitor.series import CALL_KIND, DIRECTION_KIND, REPLICA_KIND, Ranks
+from monitor.series import CALL_KIND, CHECKED_KINDS, DIRECTION_KIND, KINDS, REPLICA_KIND, Ranks
 from monitor.sinks.files import ALL_STEPS, StepSpan
 from monitor.stats.histograms import HISTOGRAM_OPS
+from monitor.stats.ops import CHECKSUM, has_op
 
 PIECE_ROWS: Final = 1_000_000
 """What a worker holds at a time, unless a single step of a kind has more. A question about one tensor reads a part of every
@@ -42,7 +43,9 @@ SHARE_ROWS: Final = 250_000
 """What a worker reads of shards at a time to put it in order."""
 
 PIECES_AT_A_TIME: Final = 4
-"""For each worker. So many rows lie on the disk unpacked, unless the shards of one record hold more."""
+"""For each worker. So many rows lie on the disk unpacked, unless the shards of one record hold more: half of them are read
+while the other half is combined.
+"""
 
 REPORT_FILE: Final = "report.json"
 
@@ -126,18 +129,19 @@ class PlannedMerge:
     def done(self, windows: Sequence[Window], progress: Progress) -> Iterator[tuple[Window, list[Outcome]]]:
         """Do some of the windows. Gives each when its files are written, with what there is to report of it."""
         done, total = 0, sum(len(one.shares) + len(one.pieces) for one in windows)
-        for group in in_groups(windows, PIECES_AT_A_TIME * self.workers * self.plan.rows):
-            of_window: dict[tuple[str, int], Window] = {(one.kind, steps.first): one for one in group for steps in one.pieces}
-            outcomes: dict[Window, list[Outcome]] = {one: [] for one in group}
-            for share, told in self.do(put_in_order, chain.from_iterable(map(self.plan.shares, group))):
-                outcomes[of_window[share.kind, share.steps.first]].append(Outcome.of_reading(told))
-                progress(done := done + 1, total)
-            for piece, outcome in self.do(reduce, chain.from_iterable(map(self.plan.pieces, group))):
-                outcomes[of_window[piece.kind, piece.steps.first]].append(outcome)
+        groups = in_groups(windows, PIECES_AT_A_TIME // 2 * self.workers * self.plan.rows)
+        window_of: dict[tuple[str, int], Window] = {}
+        outcomes: dict[Window, list[Outcome]] = {}
+        for group, following in itertools.pairwise([[], *groups, []]):  # one is put in order while another is combined
+            window_of |= {(one.kind, steps.first): one for one in following for steps in one.pieces}
+            outcomes |= {one: [] for one in following}
+            tasks: Iterator[Piece | Share] = chain(*map(self.plan.pieces, group), *map(self.plan.shares, following))
+            for task, outcome in self.do(worked, tasks):
+                outcomes[window_of[task.kind, task.steps.first]].append(outcome)
                 progress(done := done + 1, total)
             for window in group:
                 self.plan.clear_up(window)
-            yield from outcomes.items()
+                yield window, outcomes.pop(window)
 
     def add(self, window: Window, outcomes: Iterable[Outcome]) -> None:
         """Take what came of a window into the report."""
@@ -167,7 +171,7 @@ def crew_of(wanted: Wanted) -> AbstractContextManager[Crew]:
     Raises:
         MergeError: See ``monitor.merge.execution.engine``.
     """
-    return engine(wanted.workers, wanted.dask, needs=reduce.__module__)
+    return engine(wanted.workers, wanted.dask, needs=worked.__module__)
 
 
 def planned_merge(wanted: Wanted, found: Found, job: str, output: Path, crew: Crew, horizon: int | None = None) -> PlannedMerge:
@@ -216,6 +220,12 @@ def planned(
 
 def _no_rows(job: str) -> str:
     return f'Job {job} recorded no rows, so there is nothing to merge. Switch a kind on, such as "wg_distribution": true.'
+
+
+def _checks_replicas(config: Mapping[str, Any]) -> bool:
+    """What ``MonitorConfig.checks_replicas`` says, of a configuration as a manifest has it."""
+    asked, alert = config.get("replica_check"), config.get("alert")
+    return bool(isinstance(alert, Mapping) and alert.get("rules")) if asked is None else bool(asked)
 
 
 def _why_nothing(job: str, report: Report) -> str:
@@ -472,7 +482,9 @@ def shards_found(findings: Mapping[int, Findings]) -> dict[str, pa.Table]:
 
 def write_runs(runs: Sequence[RankRun], path: Path) -> None:
     """What the pieces need to know of the directories."""
-    rows = [(one.rank, *(_place(one.rank, one.manifest.groups.get(role, ())) for role in ROLES)) for one in runs]
+    groups = {one.manifest.groups.get(role, ()) for one in runs for role in ROLES}
+    places = {group: {rank: place for place, rank in enumerate(group)} for group in groups}
+    rows = [(one.rank, *(places[one.manifest.groups.get(role, ())].get(one.rank) for role in ROLES)) for one in runs]
     columns = [pa.array(column, type=pa.int64()) for column in zip(*rows, strict=True)]
     write_file(path, pa.table(columns, schema=RUNS), RUNS)
 
@@ -490,10 +502,6 @@ def _identity(path: Path) -> tuple[str, int, int]:
     except OSError:  # it will be set aside when it is read
         return name, -1, -1
     return name, status.st_size, status.st_mtime_ns
-
-
-def _place(rank: int, group: Ranks) -> int | None:
-    return group.index(rank) if rank in group else None
 
 
 @dataclass(frozen=True)
@@ -555,14 +563,26 @@ class Plan:
     @cached_property
     def _histograms(self) -> bool:
         """Whether the job has counted magnitudes: by its configuration, or one that came into force later."""
-        asked = (one.manifest.config.get("ops") for one in self.runs)
-        changes = (change.changed for one in self.runs for change in one.manifest.configurations)
-        texts = [*map(repr, asked), *changes]  # whatever stands there
-        return any(op in text for text in texts for op in HISTOGRAM_OPS)
+        return self._asked(HISTOGRAM_OPS)
+
+    @cached_property
+    def _checked_kinds(self) -> Collection[str]:
+        """The kinds whose rows may have checksums, in the same way."""
+        if self._asked([CHECKSUM]):
+            return [kind for kind in KINDS if has_op(CHECKSUM, kind)]
+        later = self._asked(["replica_check", "alert"])  # no ops, so only a change can name them
+        checked = later or any(_checks_replicas(one.manifest.config) for one in self.runs)
+        return (*CHECKED_KINDS, REPLICA_KIND) if checked else ()
+
+    def _asked(self, words: Iterable[str]) -> bool:
+        """Whether one of these stands among the ops of a configuration, or in a change of configurations."""
+        asked = {repr(one.manifest.config.get("ops")) for one in self.runs}  # whatever stands there
+        changes = {change.changed for one in self.runs for change in one.manifest.configurations}
+        return any(word in text for text in asked | changes for word in words)
 
     def columns(self, kind: str) -> Columns:
         """What there is of the rows of a kind."""
-        return Columns.of(kind, histograms=self._histograms)
+        return Columns.of(kind, histograms=self._histograms, checksums=kind in self._checked_kinds)
 
     def _rows_of_a_piece(self, kind: str) -> int:
         return max(1, self.rows // HISTOGRAM_ROWS) if self.columns(kind).histogram else self.rows

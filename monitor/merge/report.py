@@ -21,6 +21,7 @@ from monitor.coordinator.manifest_format import (
     was_killed,
     without_pairs,
 )
+from monitor.merge import bits
 from monitor.merge.combine import NOT_RECORDED, Disagreement, Outcome
 from monitor.merge.discovery import NO_END, RankRun, SetAside
 from monitor.merge.restarts import joints
@@ -58,6 +59,7 @@ class Report:
     _missing: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     _unplaced: Counter[tuple[str, int]] = field(default_factory=Counter)
     _not_compared: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _bits: dict[str, bits.BitsOfKind] = field(default_factory=dict)
 
     def add(self, kind: str, outcome: Outcome) -> None:
         """Take in what came of a piece of a kind, or of reading for it."""
@@ -81,12 +83,18 @@ class Report:
         self._missing.update({(kind, *key): count for key, count in outcome.missing.items()})
         self._unplaced.update({(kind, rank): count for rank, count in outcome.unplaced.items()})
         self._not_compared.update({(kind, rank): count for rank, count in outcome.not_compared.items()})
+        in_bits = bits.FoundBits(outcome.bits_compared, outcome.bits_differing, outcome.bit_differences)
+        self._bits.setdefault(kind, bits.BitsOfKind()).add(in_bits)
 
     @property
     def clean(self) -> bool:
         """Whether nothing is missing and everything agrees. Ops that were never recorded are not missed."""
         lost = (self.missing_ranks, self.set_aside, self.disagreements, self._gaps, self._incomplete, self._unplaced)
-        return not any((*lost, self._without_global)) and not any(self._dropped()) and not any(self._not_closed())
+        return (
+            not any((*lost, self._without_global, self._told_of_bits()["first"]))
+            and not any(self._dropped())
+            and not any(self._not_closed())
+        )
 
     def spelled(self) -> str:
         """As JSON."""
@@ -116,6 +124,7 @@ class Report:
                 for one in sorted(self.set_aside, key=lambda one: (one.path, one.reason))
             ),
             "disagreements": _listed(map(_spelled, sorted(self.disagreements, key=_place))),
+            "bits": self._told_of_bits(),
             "incomplete": _listed(self._stepwise(self._incomplete, "name")),
             "without_global": _listed(
                 {"kind": kind, "name": name, "reason": reason, "steps": _ranges(steps)}
@@ -129,6 +138,16 @@ class Report:
             "not_compared": _listed(_by_rank(self._not_compared)),
             "notes": _notes(self.runs),
         }
+
+    def _told_of_bits(self) -> dict[str, Any]:
+        return bits.told(self._bits, self._host_at)
+
+    def _host_at(self, rank: int, step: int) -> str:
+        """The host that a rank was on in a step; empty if an earlier run of the directory recorded it."""
+        there = (one for one in self.runs if one.rank == rank and one.counts(step) and one.manifest.steps.written.holds(step))
+        run = next(there, None)
+        begun = None if run is None else run.manifest.first_step
+        return run.manifest.host if run is not None and begun is not None and begun <= step else ""
 
     @staticmethod
     def _stepwise(found: Mapping[tuple[str, ...], list[int]], what: str) -> Iterator[dict[str, Any]]:
@@ -193,6 +212,7 @@ def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             )
         if len(listed) + more > 5:
             yield "", f"and {len(listed) + more - 5} more"
+    yield from bits.lines(told["bits"]) if "bits" in told else ()  # an earlier version compared none
     yield from _ops_without_a_value(told["not_combined"]["listed"])
     for one in told["notes"][:5]:
         yield "notes", f"{one['about']}: {one['note']}"

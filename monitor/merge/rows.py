@@ -24,8 +24,8 @@ from monitor.sinks.arrow import HISTOGRAM, TEXT, counts_of
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import OF_ELEMENTS, own_columns
 from monitor.stats.histograms import BINS, MAGNITUDES, Counts
-from monitor.stats.ops import CALLS
-from monitor.stats.partials import COLUMNS, COUNT, EMPTY, PARTIAL_TABLE, PARTIALS, WRITES, Floats, Partials
+from monitor.stats.ops import CALLS, CHECKSUM
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, PARTIAL_TABLE, PARTIALS, WRITES, Floats, Partials, Words
 
 # --- The rows of one kind that some directories have, each with its place in the job.
 #
@@ -161,13 +161,16 @@ def _placed(
 
 def _series(table: pa.Table, rank: int, catalogue: Catalogue, *, replicas: bool) -> Index:
     """Of each row."""
-    name = table["name"].combine_chunks()
+    name, chunk = table["name"].combine_chunks(), table["vpp_stage"].to_numpy()
+    codes, chunks = name.indices.to_numpy(), np.unique(chunk[starts_of_runs([chunk])]).tolist()
+    numbers = [catalogue.numbers(rank, one, name.dictionary, replicas=replicas) for one in chunks]
+    if len(chunks) == 1:
+        only: Index = numbers[0][codes]
+        return only
     series = np.full(len(table), UNKNOWN)
-    chunk = table["vpp_stage"].to_numpy()
-    for one in np.unique(chunk[starts_of_runs([chunk])]).tolist():
-        numbers = catalogue.numbers(rank, one, name.dictionary, replicas=replicas)
+    for one, of_chunk in zip(chunks, numbers, strict=True):
         rows = chunk == one
-        series[rows] = numbers[name.indices.to_numpy()[rows]]
+        series[rows] = of_chunk[codes[rows]]
     return series
 
 
@@ -381,6 +384,8 @@ class _Gathering:
         if not exact.all():
             for op in kept.numbers:
                 made.set_op(op, self._joined(partial(_op, op), np.float64), self._joined(partial(_op_is_there, op), np.bool_))
+            if kept.checked:
+                made.set_checksums(self._joined(_checksums, np.uint64))
             if made.partials.histogram is not None:
                 elements_counted = made.partials.histogram.sum(axis=1).astype(np.float64)
                 made.set_op(MAGNITUDES, elements_counted, elements_counted > 0)
@@ -432,6 +437,11 @@ def _numbers(name: str, table: pa.Table) -> NDArray[Any]:
         numbers: NDArray[Any] = table[name].to_numpy()
         return numbers
     return np.full(len(table), json.loads(table.schema.metadata[_ALIKE])[name])
+
+
+def _checksums(table: pa.Table) -> Words:
+    sums: Words = np.zeros(len(table), dtype=np.uint64) if _is_exact(table) else table[CHECKSUM].fill_null(0).to_numpy()
+    return sums
 
 
 def _op(op: str, table: pa.Table) -> Floats:

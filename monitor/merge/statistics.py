@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from monitor.series import KIND_TABLE
 from monitor.stats.histograms import LOSSES, MAGNITUDES, Counts
-from monitor.stats.ops import derive_all, has_histogram
-from monitor.stats.partials import COUNT, EMPTY, Floats, Partials, combine_groups
+from monitor.stats.ops import CHECKSUM, SPELLED_OPS, checksums, derive_all, has_histogram
+from monitor.stats.partials import COUNT, EMPTY, Floats, Partials, Words, combine_groups
 
 Flags = NDArray[np.bool_]
 Index = NDArray[np.int64]
@@ -41,6 +41,7 @@ class Statistics:
         known: Which of them have a value, same shape. Of ``magnitude_histogram``: whether there is a histogram.
         partials: Of the rows that are ``exact``; of the others they mean nothing, but for their histogram.
         exact: Whether a row's partials are known.
+        checksums: 0 where there is none.
     """
 
     ops: tuple[str, ...]
@@ -49,22 +50,33 @@ class Statistics:
     known: Flags
     partials: Partials
     exact: Flags
+    checksums: Words
 
     @classmethod
     def derived(cls, ops: tuple[str, ...], count: Floats, partials: Partials, exact: Flags) -> Statistics:
         """Ops of the rows that are ``exact``, from their partials."""
         values, known = np.empty((len(ops), len(exact))), np.empty((len(ops), len(exact)), dtype=np.bool_)
-        numbers = derive_all([op for op in ops if op != MAGNITUDES], partials)
+        sums = checksums(partials) if CHECKSUM in ops else np.zeros(len(exact), dtype=np.uint64)
+        sums[~exact] = 0
+        numbers = derive_all([op for op in ops if op not in SPELLED_OPS], partials)
         for index, op in enumerate(ops):
-            values[index], there = _counted(partials) if op == MAGNITUDES else numbers.pop(op)
+            if op == CHECKSUM:
+                values[index], there = 0.0, sums > 0
+            else:
+                values[index], there = _counted(partials) if op == MAGNITUDES else numbers.pop(op)
             np.logical_and(there, exact, out=known[index])
-        return cls(ops, count, values, known, partials, exact)
+        return cls(ops, count, values, known, partials, exact, sums)
 
     def set_op(self, op: str, values: Floats, known: Flags) -> None:
         """Values of an op, in place of those of the rows that are not ``exact``."""
         at = self.ops.index(op)
         self.values[at] = np.where(self.exact, self.values[at], values)
         self.known[at] |= known & ~self.exact
+
+    def set_checksums(self, checksums: Words) -> None:
+        """The same for checksums, 0 where there is none."""
+        np.copyto(self.checksums, checksums, where=~self.exact)
+        self.known[self.ops.index(CHECKSUM)] = self.checksums > 0
 
     def __len__(self) -> int:
         return len(self.count)
@@ -78,7 +90,8 @@ class Statistics:
         return self._of(rows, _nothing(len(self.count[rows]), None if histogram is None else histogram[rows]))
 
     def _of(self, rows: Index | Flags | slice, partials: Partials) -> Statistics:
-        return Statistics(self.ops, self.count[rows], self.values[:, rows], self.known[:, rows], partials, self.exact[rows])
+        columns = self.count[rows], self.values[:, rows], self.known[:, rows]
+        return Statistics(self.ops, *columns, partials, self.exact[rows], self.checksums[rows])
 
     def op(self, op: str) -> pa.Array:
         """A column, null where there is no value."""
@@ -144,7 +157,8 @@ def _of_ops(parts: Statistics, starts: Index) -> Statistics:
     values[:, alone], known[:, alone] = parts.values[:, starts[alone]], parts.known[:, starts[alone]]
     histogram, exact = parts.partials.histogram, np.zeros(len(starts), dtype=np.bool_)
     partials = _nothing(len(starts), None if histogram is None else np.add.reduceat(histogram, starts, axis=0))
-    return Statistics(parts.ops, np.add.reduceat(parts.count, starts), values, known, partials, exact)
+    sums = np.where(alone, parts.checksums[starts], np.uint64(0))
+    return Statistics(parts.ops, np.add.reduceat(parts.count, starts), values, known, partials, exact, sums)
 
 
 class _OpsOfRuns:
@@ -169,7 +183,7 @@ class _OpsOfRuns:
             return self._ratio()
         if op in WEIGHTED:
             return self._weighted(op)
-        return self._std() if op == "std" else self._none()
+        return self._std() if op == "std" else self._none()  # of a checksum of parts, too, whose places are not known
 
     def _none(self) -> tuple[Floats, Flags]:
         """What is not to be had from numbers of parts alone."""
@@ -248,4 +262,5 @@ def _interleaved(exact: Statistics, others: Statistics, which: Flags) -> Statist
         np.concatenate([exact.known, others.known], axis=1),
         Partials.joined([exact.partials, others.partials]),
         np.concatenate([exact.exact, others.exact]),
+        np.concatenate([exact.checksums, others.checksums]),
     ).take(order)

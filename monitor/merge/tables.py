@@ -24,7 +24,7 @@ from monitor.sinks.files import StepSpan
 from monitor.sinks.spool import PART, NotAShardError, ShardFormat
 from monitor.stats.features import own_columns
 from monitor.stats.histograms import LOSSES, MAGNITUDES
-from monitor.stats.ops import NUMERIC_OPS, has_op
+from monitor.stats.ops import CHECKSUM, NUMERIC_OPS, SPELLED_OPS, has_op
 
 # --- What there is of the rows of a kind, in shards and in merged tables.
 
@@ -46,17 +46,24 @@ class Columns:
     histogram: bool = False
 
     @classmethod
-    def of(cls, kind: str, *, histograms: bool) -> Columns:
-        """Args: histograms: Whether the job has counted magnitudes."""
+    def of(cls, kind: str, *, histograms: bool, checksums: bool) -> Columns:
+        """Args: histograms, checksums: Whether the job has counted magnitudes, and whether rows of the kind have checksums."""
         own = own_columns(kind)
-        if own or not histograms or not has_op(MAGNITUDES, kind):
-            return cls(kind, own or NUMERIC_OPS)
-        return cls(kind, (*NUMERIC_OPS, *LOSSES, MAGNITUDES), histogram=True)
+        if own:
+            return cls(kind, own)
+        histogram = histograms and has_op(MAGNITUDES, kind)
+        counted = (*LOSSES, MAGNITUDES) if histogram else ()
+        return cls(kind, (*NUMERIC_OPS, *counted, *((CHECKSUM,) if checksums else ())), histogram=histogram)
 
     @property
     def numbers(self) -> tuple[str, ...]:
         """Those of the ops that are numbers."""
-        return tuple(op for op in self.ops if op != MAGNITUDES)
+        return tuple(op for op in self.ops if op not in SPELLED_OPS)
+
+    @property
+    def checked(self) -> bool:
+        """Whether rows may have a checksum."""
+        return CHECKSUM in self.ops
 
     @cache  # noqa: B019 - there are few kinds, and a schema takes as long as a column
     def exact(self, identity: Fields) -> pa.Schema:
@@ -66,7 +73,8 @@ class Columns:
     @cache  # noqa: B019
     def rounded(self, identity: Fields) -> pa.Schema:
         """Of rows of which only ops were kept; null is what is not known."""
-        return pa.schema([*identity, *((op, pa.float64()) for op in self.numbers), *self._histogram()])
+        checksum = [(CHECKSUM, pa.uint64())] if self.checked else []
+        return pa.schema([*identity, *((op, pa.float64()) for op in self.numbers), *checksum, *self._histogram()])
 
     def _histogram(self) -> list[tuple[str, pa.DataType]]:
         return [(HISTOGRAM, FILLED)] if self.histogram else []
@@ -429,6 +437,8 @@ def _read_csv_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Table
 def _found(rows: pa.Table, columns: Columns) -> dict[str, pa.ChunkedArray]:
     """The columns of a file of CSV by the names that they have here."""
     found = {name: rows[name] for name in rows.column_names}
+    if columns.checked and CHECKSUM in found:
+        found[CHECKSUM] = _unspelled(found[CHECKSUM])
     if columns.kind == DIRECTION_KIND:
         share = next((op for op in _SAME_OF_A_SCALAR if op in found), None)
         return found if share is None else {**found, DIRECTION_KIND: found[share]}
@@ -438,6 +448,14 @@ def _found(rows: pa.Table, columns: Columns) -> dict[str, pa.ChunkedArray]:
         except (ValueError, pa.ArrowInvalid) as error:
             raise ForeignError(_reason(error)) from error
     return found
+
+
+def _unspelled(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Checksums as numbers; null where there is none."""
+    try:
+        return pa.chunked_array([pa.array([int(text, 16) if text else None for text in column.to_pylist()], type=pa.uint64())])
+    except (ValueError, pa.ArrowInvalid) as error:
+        raise ForeignError(_reason(error)) from error
 
 
 def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:

@@ -93,17 +93,20 @@ class MindSporeTensorReader:
     A tensor is never treated as an alias of another, since in-place changes between two readings cannot be detected.
     """
 
-    def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False, higher: bool = False) -> None:
+    def __init__(
+        self, series: SeriesTable, eps: float, *, magnitudes: bool = False, higher: bool = False, check_sums: bool = False
+    ) -> None:
         self.rows = LiveRows(series, _new_memory)
         self.magnitudes = magnitudes
         # Asking a tensor for its device would wait until MindSpore has created it.
         self.device: str = HOST if on_the_host() else DEVICE
-        self.take_kernels(eps, higher=higher)
+        self.take_kernels(eps, higher=higher, check_sums=check_sums)
 
-    def take_kernels(self, eps: float, *, higher: bool) -> None:
-        self.eps, self.higher = eps, higher
-        self.host = MindSporeHostKernel(eps, higher=higher)
-        self._device_kernel = MindSporeDeviceKernel(eps, higher=higher) if self.device == DEVICE else None
+    def take_kernels(self, eps: float, *, higher: bool, check_sums: bool) -> None:
+        self.eps, self.higher, self.check_sums = eps, higher, check_sums
+        make: Any = MindSporeHostKernel if self.device == HOST else MindSporeDeviceKernel
+        self._kernel = make(eps, higher=higher, check_sums=check_sums)
+        self._checking_kernel = self._kernel if check_sums else make(eps, higher=higher, check_sums=True)
 
     def activate(self, active: bool) -> None:
         """Nothing to do: MindSpore's hooks run in Python, and check ``Recorder.active``."""
@@ -123,7 +126,8 @@ class MindSporeTensorReader:
             slot, offset = self.rows.slot(watched, self.device, micro_step)
             if self.magnitudes and elements is not None and (counts := count_magnitudes(x)) is not None:
                 _write_histogram(self.rows.histograms(slot.page, self.device), slot.local_row + offset, counts)
-            if self._reduce(x, slot.page, slot.local_row + offset, elements):
+            kernel = self._checking_kernel if watched.checked else self._kernel
+            if _reduce(kernel, x, slot.page, slot.local_row + offset, elements):
                 self.rows.table.note(slot.row + offset, self._layout(x))
 
     def record_all(
@@ -149,33 +153,37 @@ class MindSporeTensorReader:
             self.rows.table.note(slot.row + offset, self._layout(x))
 
     def read_into(self, x: Any, slot: RowSlot) -> bool:
-        if not self._reduce(x, slot.page, slot.local_row):
+        if not _reduce(self._kernel, x, slot.page, slot.local_row):
             return False
         self.rows.table.note(slot.row, self._layout(x))
         return True
 
-    def _reduce(self, x: Any, page: Page, local_row: int, elements: Raw | None = None) -> bool:
-        """Returns False, and writes nothing, if ``x`` has no data.
-
-        Args:
-            elements: The elements of a tensor on the host, if they were read.
-        """
-        memory = page.memory
-        if isinstance(memory, HostPage):
-            if elements is not None:
-                return self.host.reduce_array(elements, memory.numbers, local_row)
-            return self.host.reduce_into(x, memory.numbers, local_row)
-        assert isinstance(memory, MindSporeDevicePage)
-        assert self._device_kernel is not None
-        # ``beneath`` would convert float64 to float32.
-        with computing() if x.dtype == ms.float64 else beneath():
-            rows = self._device_kernel.reduce(x)
-        if rows is not None:
-            memory.write(local_row, rows, combined)
-        return rows is not None
-
     def _layout(self, x: Any) -> int:
         return self.rows.table.layout_of(tuple(x.shape), dtype_name(x.dtype))
+
+
+def _reduce(
+    kernel: MindSporeHostKernel | MindSporeDeviceKernel, x: Any, page: Page, local_row: int, elements: Raw | None = None
+) -> bool:
+    """Returns False, and writes nothing, if ``x`` has no data.
+
+    Args:
+        elements: The elements of a tensor on the host, if they were read.
+    """
+    memory = page.memory
+    if isinstance(memory, HostPage):
+        assert isinstance(kernel, MindSporeHostKernel)
+        if elements is not None:
+            return kernel.reduce_array(elements, memory.numbers, local_row)
+        return kernel.reduce_into(x, memory.numbers, local_row)
+    assert isinstance(memory, MindSporeDevicePage)
+    assert isinstance(kernel, MindSporeDeviceKernel)
+    # ``beneath`` would convert float64 to float32.
+    with computing() if x.dtype == ms.float64 else beneath():
+        rows = kernel.reduce(x)
+    if rows is not None:
+        memory.write(local_row, rows, partial(combined, words=kernel.words(x)))
+    return rows is not None
 
 
 def _new_memory(rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:

@@ -116,17 +116,20 @@ class _ReadTensor:
 class TorchTensorReader:
     """Reads tensors of torch into rows. Every hook calls it."""
 
-    def __init__(self, series: SeriesTable, eps: float, *, magnitudes: bool = False, higher: bool = False) -> None:
+    def __init__(
+        self, series: SeriesTable, eps: float, *, magnitudes: bool = False, higher: bool = False, check_sums: bool = False
+    ) -> None:
         self.rows = LiveRows(series, _new_memory)
         self.magnitudes = magnitudes
         self.device_steps = DeviceSteps()
         self._lock, self._table = self.rows.lock, self.rows.table
         self._seen: dict[int, _ReadTensor] = {}
-        self.take_kernels(eps, higher=higher)
+        self.take_kernels(eps, higher=higher, check_sums=check_sums)
 
-    def take_kernels(self, eps: float, *, higher: bool) -> None:
-        self.eps, self.higher = eps, higher
-        self.host = TorchHostKernel(eps, higher=higher)
+    def take_kernels(self, eps: float, *, higher: bool, check_sums: bool) -> None:
+        self.eps, self.higher, self.check_sums = eps, higher, check_sums
+        self.host = TorchHostKernel(eps, higher=higher, check_sums=check_sums)
+        self._checking_host = self.host if check_sums else TorchHostKernel(eps, higher=higher, check_sums=True)
 
     def activate(self, active: bool) -> None:
         self.device_steps.step_begins(active)
@@ -147,7 +150,7 @@ class TorchTensorReader:
         if not address and not has_data(x):
             return
         with self._lock:
-            plain = self.host.plain
+            plain = (self._checking_host if watched.checked else self.host).plain
             if address and not aliases and plain is not None and not self.magnitudes:
                 self._read_directly(plain, watched, x, micro_step, address)
             else:
@@ -177,10 +180,10 @@ class TorchTensorReader:
         self, items: Sequence[tuple[RecordedSeries, Tensor]], failed: Callable[[RecordedSeries, Exception], None]
     ) -> None:
         with self._lock:
-            plain = None if self.magnitudes else self.host.plain
             listed: list[tuple[RecordedSeries, ListedTensor]] = []
             for watched, x in items:
                 try:
+                    plain = None if self.magnitudes else (self._checking_host if watched.checked else self.host).plain
                     address = plain_address(x)
                     if address and plain is not None:
                         self._read_directly(plain, watched, x, 0, address)
@@ -190,9 +193,11 @@ class TorchTensorReader:
                         self._record(watched, x, 0, address=address, version=None)
                 except Exception as error:
                     failed(watched, error)
-            if listed:
-                for place, why in reduce_listed([one for _, one in listed], self.eps, higher=self.higher):
-                    failed(listed[place][0], why)
+            for checked in {watched.checked for watched, _ in listed}:
+                some = [(watched, one) for watched, one in listed if watched.checked == checked]
+                check_sums = self.check_sums or checked
+                for place, why in reduce_listed([one for _, one in some], self.eps, higher=self.higher, check_sums=check_sums):
+                    failed(some[place][0], why)
 
     def _read_directly(self, plain: Reduce, watched: RecordedSeries, x: Tensor, micro_step: int, address: int) -> None:
         """``_record`` for a plain tensor without aliases, in few calls: each further call would run code that is not in the
@@ -235,14 +240,15 @@ class TorchTensorReader:
                 return
         # First, since it can fail: then there is no row.
         layout = self._table.layout_of(x.shape, x.dtype) if address else self._layout(x)
-        if address and self.host.plain is not None and not self.magnitudes:
+        host = self._checking_host if watched.checked else self.host
+        if address and host.plain is not None and not self.magnitudes:
             memory = slot.page.memory
             assert isinstance(memory, HostPage)
-            self.host.plain(address, x.numel(), memory.numbers, slot.local_row + offset)
+            host.plain(address, x.numel(), memory.numbers, slot.local_row + offset)
         else:
             if self.magnitudes:
                 self._count_magnitudes(x, slot.page, slot.local_row + offset)
-            if not self._reduce(x, slot.page, slot.local_row + offset):
+            if not self._reduce(x, slot.page, slot.local_row + offset, checked=watched.checked):
                 return
         self._table.note(row, layout, NOT_AN_ALIAS)
         if version is not None:
@@ -261,7 +267,7 @@ class TorchTensorReader:
             offset = self.device_steps.step(x.device, chunk)
         else:
             offset = self.device_steps.micro_step(x.device, chunk) if tag is None else tag
-        reduce_into(source, page, slot.local_row, offset, self.eps, self.higher)
+        reduce_into(source, page, slot.local_row, offset, self.eps, self.higher, self.check_sums or watched.checked)
         self._table.note_captured(slot, self._layout(x))
 
     def _slot(self, watched: RecordedSeries, device: Device, micro_step: int) -> tuple[RowSlot, int]:
@@ -299,15 +305,15 @@ class TorchTensorReader:
         self._table.note(slot.row, layout)
         return True
 
-    def _reduce(self, x: Tensor, page: Page, local_row: int) -> bool:
+    def _reduce(self, x: Tensor, page: Page, local_row: int, *, checked: bool = False) -> bool:
         memory = page.memory
         if isinstance(memory, HostPage):
-            return self.host.reduce_into(x, memory.numbers, local_row)
+            return (self._checking_host if checked else self.host).reduce_into(x, memory.numbers, local_row)
         assert isinstance(memory, TorchDevicePage)
         source = local_shard(x)
         if source is not None:
             with memory.written():
-                reduce_into(source, memory.tensor, local_row, None, self.eps, self.higher)
+                reduce_into(source, memory.tensor, local_row, None, self.eps, self.higher, self.check_sums or checked)
         return source is not None
 
     def _layout(self, x: Tensor) -> int:

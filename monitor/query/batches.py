@@ -22,7 +22,7 @@ from monitor.query.sources import MergedScan, RankScan, RowChoice, RunSource
 from monitor.series import DIRECTION_KIND, KINDS, REPLICA_KIND, shown_kind
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import COLUMNS_OF, as_scalar
-from monitor.stats.ops import CALLS, INTEGER_OPS, NUMERIC_OPS, OPS, TEXT_OPS, derive_all, has_op
+from monitor.stats.ops import CALLS, CHECKSUM, INTEGER_OPS, NUMERIC_OPS, OPS, TEXT_OPS, derive_all, has_op
 from monitor.stats.partials import COLUMNS, COUNT, SUM, Floats, Partials
 from monitor.stats.table import REPLICA_OPS
 
@@ -183,7 +183,8 @@ def _ops(rows: pa.Table, kind: str, configured: tuple[str, ...] | None) -> list[
     known = [op for op in own or OPS if op in rows.column_names and has_op(op, kind)]
     if own is None:
         known = [op for op in known if rows[op].null_count < len(rows)]
-    return [*known, *(op for op in (CALLS,) if op in rows.column_names and rows[op].null_count < len(rows))]
+    unasked = [op for op in (CALLS, CHECKSUM) if op in rows.column_names and op not in known]
+    return [*known, *(op for op in unasked if rows[op].null_count < len(rows))]
 
 
 def _op(op: str, column: pa.ChunkedArray) -> pa.ChunkedArray:

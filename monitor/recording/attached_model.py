@@ -14,7 +14,7 @@ from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.run import Run
 from monitor.recording.step_clock import Clock
 from monitor.selection import Ambiguous, ChunkNames, ModuleSelection, TargetSelection, Unmatched, clean_name, squashed
-from monitor.series import GRADIENT_KINDS, LOCAL, NO_MICRO_STEP, REPLICA_KIND, Placement, Series, ranks_of
+from monitor.series import CHECKED_KINDS, GRADIENT_KINDS, LOCAL, NO_MICRO_STEP, REPLICA_KIND, Placement, Series, ranks_of
 from monitor.stats.features import own_columns
 
 # --- The recorded parameters, and the series of one kind for each of them.
@@ -75,6 +75,7 @@ class ParameterSeries:
         self._series_of = attached.series_of
         self._failures = attached.failures
         self._micro_steps = micro_steps
+        self._checked = attached.config.checks_replicas and kind in CHECKED_KINDS
         every = attached.parameters
         self._undecided = {one for one in every if self._shows_when_seen(one)}
         self._seen: dict[NamedParameter, _FirstSeen] = {}
@@ -156,7 +157,8 @@ class ParameterSeries:
         series = self._series_of(self.kind, parameter, seen)
         if series is None:
             return None
-        return RecordedSeries(series, self._micro_steps if series.kind == self.kind else (NO_MICRO_STEP,))
+        micro_steps = self._micro_steps if series.kind == self.kind else (NO_MICRO_STEP,)
+        return RecordedSeries(series, micro_steps, checked=self._checked)
 
     def _series_for(self, parameter: NamedParameter, x: Any) -> RecordedSeries | None:
         """The series that ``x`` belongs to; None if this rank does not record it."""

@@ -20,7 +20,7 @@ from monitor.recording.run import Run
 from monitor.recording.run_numbers import RunNumbers
 from monitor.recording.startup_estimate import records_measurements
 from monitor.recording.step_clock import Clock, Schedule
-from monitor.series import CALL_KIND, MICRO_STEP_KINDS, Series
+from monitor.series import CALL_KIND, CHECKED_KINDS, MICRO_STEP_KINDS, Series
 from monitor.stats.table import Status
 
 # --- Seals the rows of each collected step, and passes them to the pipeline of the run.
@@ -34,6 +34,7 @@ class StepSealer:
         micro_step_kinds: Kinds with a row for each micro-step.
         combined_kinds: Kinds whose micro-steps or operator calls are combined.
         counted_kinds: Kinds whose rows are operator calls, combined and counted.
+        checked_kinds: Kinds whose rows have a checksum because replicas are checked.
     """
 
     def __init__(self, host: Host, clock: Clock, watch: AttachmentSpec, *, dataflow_written: bool) -> None:
@@ -50,6 +51,7 @@ class StepSealer:
         gradients = frozenset({"grad_unreduced"} if config.monitor_mbs_grad else ())
         each = config.micro_steps == "each"
         self.counted_kinds: frozenset[str] = calls
+        self.checked_kinds = frozenset(CHECKED_KINDS if config.checks_replicas else ())
         self.micro_step_kinds: frozenset[str] = MICRO_STEP_KINDS | gradients if each else gradients
         self.combined_kinds: frozenset[str] = calls if each else MICRO_STEP_KINDS | calls
 
@@ -84,7 +86,7 @@ class StepSealer:
         try:
             sealed.step, sealed.status, sealed.ops = step, status, self._watch.ops()
             sealed.micro_step_kinds, sealed.combined_kinds = self.micro_step_kinds, self.combined_kinds
-            sealed.counted_kinds = self.counted_kinds
+            sealed.counted_kinds, sealed.checked_kinds = self.counted_kinds, self.checked_kinds
             recorder.seal(sealed)
         except BaseException:
             run.pipeline.give_back(sealed)

@@ -319,7 +319,9 @@ class Factories(Protocol):
     def framework_of(self, chunks: Sequence[Any], optimizer: Any, *, main_grad: bool) -> Any:
         """The ``FrameworkAdapter`` of a model and its optimizers. Raises ``TypeError`` and ``ValueError``."""
 
-    def new_reader(self, series: SeriesTable, eps: float, *, magnitudes: bool, higher: bool) -> TensorReader: ...
+    def new_reader(
+        self, series: SeriesTable, eps: float, *, magnitudes: bool, higher: bool, check_sums: bool
+    ) -> TensorReader: ...
 
     def new_gradients(self, rows: GradientRows) -> GradientSource:
         """Take gradients from now on, and record them in ``rows``."""

@@ -19,8 +19,8 @@ from monitor.coordinator.series_file import MOST_EDGES, MOST_PASSES, Edge, Flow,
 from monitor.pipeline.process import PROCESS
 from monitor.recording.gradient_edges import places_of
 from monitor.series import KINDS, NO_MICRO_STEP, Series, SeriesTable
-from monitor.stats.histograms import BINS, MAGNITUDES, histogram_text
-from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, derive, has_histogram
+from monitor.stats.histograms import BINS
+from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, SPELLED_OPS, derive, spelled
 from monitor.stats.partials import COLUMNS, WRITES
 from monitor.stats.table import (
     NOT_AN_ALIAS,
@@ -44,12 +44,14 @@ class RecordedSeries:
 
     Attributes:
         micro_steps: The micro-steps of its rows; ``(NO_MICRO_STEP,)`` for a series with one row per step.
+        checked: Whether its tensors get check sums (``partials``), whatever the reader measures of others.
     """
 
-    __slots__ = ("late", "micro_steps", "series", "slots")
+    __slots__ = ("checked", "late", "micro_steps", "series", "slots")
 
-    def __init__(self, series: Series, micro_steps: tuple[int, ...] = (NO_MICRO_STEP,)) -> None:
+    def __init__(self, series: Series, micro_steps: tuple[int, ...] = (NO_MICRO_STEP,), *, checked: bool = False) -> None:
         self.series = series
+        self.checked = checked
         self.micro_steps = micro_steps
         self.slots: dict[Device, RowSlot] = {}
         self.late: dict[tuple[Device, int], RowSlot] = {}
@@ -116,13 +118,14 @@ class TensorReader(Protocol):
     Attributes:
         rows: The rows, made by the reader.
         eps: The bound below which elements count as zeros.
-        higher: Whether to measure the higher moments (``partials``) of every tensor.
+        higher, check_sums: Whether to measure the higher moments, and the check sums (``partials``), of every tensor.
         magnitudes: Whether to count a histogram of magnitudes for every tensor.
     """
 
     rows: LiveRows
     eps: float
     higher: bool
+    check_sums: bool
     magnitudes: bool
 
     def record(self, watched: RecordedSeries, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
@@ -157,8 +160,8 @@ class TensorReader(Protocol):
     def read_into(self, x: Any, slot: RowSlot) -> bool:
         """Reduce ``x`` into the row of ``slot``. False if ``x`` has no data, and no row. The caller holds the lock."""
 
-    def take_kernels(self, eps: float, *, higher: bool) -> None:
-        """Set ``eps`` and ``higher``, from the next tensor on."""
+    def take_kernels(self, eps: float, *, higher: bool, check_sums: bool) -> None:
+        """Set what the arguments name, from the next tensor on."""
 
     def activate(self, active: bool) -> None:
         """Whether tensors are recorded from now on: a step begins or ends."""
@@ -225,14 +228,17 @@ class Recorder:
         """Whether anything was recorded since the last seal."""
         return self.table.writes > 0
 
-    def use(self, eps: float, *, magnitudes: bool = False, higher: bool = False) -> None:
-        """Set ``eps``, below which elements count as zeros, and whether to count magnitudes and to measure higher moments.
+    def use(self, eps: float, *, magnitudes: bool = False, higher: bool = False, check_sums: bool = False) -> None:
+        """Set what to measure of every tensor, from the next one on.
 
-        From the next tensor on.
+        Args:
+            eps: Elements below it count as zeros.
+            magnitudes, higher, check_sums: See ``TensorReader``.
         """
-        self.reader.magnitudes = magnitudes
-        if (eps, higher) != (self.reader.eps, self.reader.higher):
-            self.reader.take_kernels(eps, higher=higher)
+        reader = self.reader
+        reader.magnitudes = magnitudes
+        if (eps, higher, check_sums) != (reader.eps, reader.higher, reader.check_sums):
+            reader.take_kernels(eps, higher=higher, check_sums=check_sums)
 
     def activate(self, wanted: bool) -> None:
         """Record the next step if ``wanted``. A forked child never records."""
@@ -482,13 +488,7 @@ def reduced_from_local(unreduced: Metrics) -> Metrics:
 def _column(op: str, rows: KindRows, layouts: Sequence[TensorLayout]) -> list[Value | None]:
     if op in LAYOUT_OPS:
         return _layout_column(op, rows, layouts)
-    return _histograms(rows) if op == MAGNITUDES else _numbers(op, rows)
-
-
-def _histograms(rows: KindRows) -> list[Value | None]:
-    histogram = rows.partials.histogram
-    there = has_histogram(rows.partials).tolist()
-    return [histogram_text(histogram[i]) if histogram is not None and has_one else None for i, has_one in enumerate(there)]
+    return [*spelled(op, rows.partials)] if op in SPELLED_OPS else _numbers(op, rows)
 
 
 def _numbers(op: str, rows: KindRows) -> list[Value | None]:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from monitor.config import MonitorConfig
-from monitor.config.model import HIGHER_OPS, HISTOGRAM_OPS, CcDistribution
+from monitor.config.model import CHECKSUM, HIGHER_OPS, HISTOGRAM_OPS, CcDistribution
 from monitor.coordinator.manifest import MOST_CONFIGURATIONS
 from monitor.coordinator.manifest_format import ConfigurationRecord
 from monitor.dynamic import FROM_ALERT, RETURN, ConfigJournal, Controller, JobConnection, Switch
@@ -239,6 +239,7 @@ class Recording:
             spec.config.eps,
             magnitudes=spec.config.counts_magnitudes,
             higher=spec.config.measures_higher_moments,
+            check_sums=spec.config.measures_check_sums,
         )
         self._recorder = Recorder(reader)
         self._opened: Run | None = None
@@ -277,14 +278,15 @@ class Recording:
             watch.config.eps,
             magnitudes=watch.config.counts_magnitudes,
             higher=watch.config.measures_higher_moments,
+            check_sums=watch.config.measures_check_sums,
         )
         self.attachment.use(watch, names, schedule, collected)
         self._missing_kinds.expect(self.attachment.expected, self.attachment.clock.step)
 
     def use_ops(self, ops: Iterable[str]) -> None:
         """Measure what the ops need, from the next tensor on."""
-        magnitudes, higher = (not some.isdisjoint(ops) for some in (HISTOGRAM_OPS, HIGHER_OPS))
-        self._recorder.use(self._recorder.reader.eps, magnitudes=magnitudes, higher=higher)
+        magnitudes, higher, check_sums = (not some.isdisjoint(ops) for some in (HISTOGRAM_OPS, HIGHER_OPS, {CHECKSUM}))
+        self._recorder.use(self._recorder.reader.eps, magnitudes=magnitudes, higher=higher, check_sums=check_sums)
 
     def apply_config(self, config: MonitorConfig, schedule: Schedule, collected: int) -> None:
         """Apply a configuration between two steps, with the function that ``follow_file`` received."""

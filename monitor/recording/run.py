@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
+from monitor.anomalies.between_steps import BetweenSteps
 from monitor.anomalies.listeners import Alarm, Alerts, EndOnlyListener, EventFiles
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import FindingListener, Scanner
@@ -136,6 +137,7 @@ class Run:
             recorded,
         )
         self.manifest = Manifest(self.directory, facts, series, failures, mine.earlier, mine.lock)
+        self._between_steps = BetweenSteps(place.rank, series, self.manifest.note)
         if config.append_output == AUTO:  # a restart finds the directory by its manifest, however early this run is killed
             failures.guarded("saving the first manifest", self.manifest.save)()
         self.pipeline: Pipeline[SealedTable] = Pipeline(
@@ -191,7 +193,8 @@ class Run:
         return known if known is not None and known[0] == context else (context, make_sink(name, context))
 
     def _watchers_for(self, config: MonitorConfig) -> dict[str, Watcher]:
-        return {**self._alerting(config), **self._listening}
+        checking = {"the check of weights between steps": self._between_steps} if config.checks_replicas else {}
+        return {**self._alerting(config), **checking, **self._listening}
 
     def _alerting(self, config: MonitorConfig) -> dict[str, Watcher]:
         """The alert rules, if there are any. Alerts precede files, so that a hanging disk delays no alert."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
+from monitor.merge.bits import suspect, who
 from monitor.query.sources import RowChoice
 from monitor.report.facts import GLOBAL_NAME, NOT_PICTURED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
 from monitor.report.history import WARM_UP, Sudden
@@ -294,8 +295,18 @@ def _replicas(facts: Facts) -> CheckFinding:
         then = f"Suspect rank {first['rank']}: its memory, its device, or what it loaded."
         name = facts.shown_name(first["kind"], first["name"])
         return CheckFinding(BAD, says, Place(first["step"], first["rank"], first["kind"], name), then)
+    bits = facts.told.get("bits", {"first": [], "compared": {}, "by_design": []})  # an earlier version compared none
+    if bits["first"]:
+        first = bits["first"][0]
+        says = (
+            f"{first['kind']} {first['name']} does not have the same bits on all ranks in step {first['step']}: {who(first)}."
+        )
+        name = facts.shown_name(first["kind"], first["name"])
+        return CheckFinding(BAD, says, Place(first["step"], first["odd_ranks"][0], first["kind"], name), f"{suspect(bits)}.")
     if len(facts.ranks) == 1:
         return CheckFinding(NOT_LOOKED_AT, "One rank recorded: there is no replica to compare with.")
+    if same := sum(count for kind, count in bits["compared"].items() if kind not in bits["by_design"]):
+        return CheckFinding(GOOD, f"{same:,} times a tensor had the same bits on all ranks that hold it.")
     if (compared := facts.told["rows"].get(REPLICA_KIND, 0)) > sum(one["rows"] for one in facts.told["not_compared"]["listed"]):
         return CheckFinding(GOOD, f"{compared:,} rows of replicas are those of their owners.")
     return CheckFinding(NOT_LOOKED_AT, "No rank recorded its replicas.")

@@ -416,6 +416,10 @@ def _mark_differing(facts: Facts, kind: str, history: KindHistory) -> None:
             value = float(one["value"]) if one["op"] == rows.op else np.nan
             for series in rows.places_of(one["name"]):
                 history.mark_differing(one["step"], series, facts.ranks.index(one["rank"]), value)
+    for one in facts.told.get("bits", {"first": []})["first"]:
+        for rank in (rank for rank in one["odd_ranks"] if one["kind"] == kind and rank in facts.ranks):
+            for series in rows.places_of(one["name"]):
+                history.mark_differing(one["step"], series, facts.ranks.index(rank), np.nan)
 
 
 def _series_about(facts: Facts) -> int:

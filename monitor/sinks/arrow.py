@@ -17,8 +17,8 @@ from monitor.series import DIRECTION_KIND, NO_MICRO_STEP, SIGNED_KINDS, SeriesTa
 from monitor.sinks.csv import TextCache
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import FEATURES, as_scalar
-from monitor.stats.histograms import BINS, MAGNITUDES, UNIT_UPPER, UPPER, Counts, histogram_text, upper_text
-from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, derive, has_histogram, has_op
+from monitor.stats.histograms import BINS, UNIT_UPPER, UPPER, Counts, upper_text
+from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, SPELLED_OPS, derive, has_op, spelled
 from monitor.stats.partials import COLUMNS, COSTLY, PARTIAL_TABLE, PARTIALS, WRITES, Floats, Partials
 from monitor.stats.table import StepRows, TensorLayout
 
@@ -303,17 +303,12 @@ def _are(kinds: pa.DictionaryArray, which: Callable[[str], bool]) -> NDArray[np.
 
 def _derived(op: str, partials: Partials, rows: NDArray[np.bool_]) -> pa.Array:
     """The values of an op; null except in ``rows``."""
-    if op == MAGNITUDES:
-        return _histogram_texts(partials, rows)
+    if op in SPELLED_OPS:
+        texts = [text if it_is else None for text, it_is in zip(spelled(op, partials), rows.tolist(), strict=True)]
+        return pa.array(texts, type=pa.string())
     # The fraction is kept as a scalar, whose mean is the fraction itself.
     values, valid = derive("mean" if op == DIRECTION_KIND else op, partials)
     return pa.array(values.astype(np.int64) if op in INTEGER_OPS else values, mask=~(valid & rows))
-
-
-def _histogram_texts(partials: Partials, rows: NDArray[np.bool_]) -> pa.Array:
-    histogram, there = partials.histogram, (has_histogram(partials) & rows).tolist()
-    texts = [histogram_text(histogram[i]) if histogram is not None and it_is else None for i, it_is in enumerate(there)]
-    return pa.array(texts, type=pa.string())
 
 
 def _columns(partials: Sequence[Partials]) -> Iterator[NDArray[np.float64] | NDArray[np.int64]]:

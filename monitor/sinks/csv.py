@@ -19,9 +19,9 @@ from monitor.series import NO_MICRO_STEP, Series, SeriesTable, shown_kind
 from monitor.sinks.csv_files import CsvShards
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.features import FEATURES
-from monitor.stats.histograms import LOSSES, MAGNITUDES, histogram_text
+from monitor.stats.histograms import LOSSES
 from monitor.stats.host.array_kernel import is_wanted
-from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, NUMERIC_OPS, TEXT_OPS, derive_all, has_histogram
+from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, NUMERIC_OPS, SPELLED_OPS, TEXT_OPS, derive_all, spelled
 from monitor.stats.partials import Floats, Partials
 from monitor.stats.table import KindRows, StepRows, TensorLayout
 
@@ -343,17 +343,15 @@ class CsvLines:
         layout = np.concatenate([piece.rows.layout for piece in block])
         partials = Partials.joined(piece.rows.partials for piece in block)
         columns: dict[str, Column] = {op: TextColumn(self._layouts[op], layout) for op in ops if op in LAYOUT_OPS}
-        columns |= {op: _histograms(partials) for op in ops if op == MAGNITUDES}
+        columns |= {op: _texts(spelled(op, partials)) for op in ops if op in SPELLED_OPS}
         numbers = derive_all([op for op in ops if op not in columns], partials)
         columns |= {op: (CountColumn if op in INTEGER_OPS else NumberColumn)(*of_op) for op, of_op in numbers.items()}
         return [columns[op] for op in ops]
 
 
-def _histograms(partials: Partials) -> TextColumn:
-    """The text of each row's histogram; empty for rows without one."""
-    histogram, there = partials.histogram, has_histogram(partials).tolist()
-    cells = [histogram_text(histogram[i]) if histogram is not None and has_one else "" for i, has_one in enumerate(there)]
-    return TextColumn(TextCache(cells, str), np.arange(len(cells)))
+def _texts(each: list[str | None]) -> TextColumn:
+    """A text for each row; an empty cell for None."""
+    return TextColumn(TextCache([text or "" for text in each], str), np.arange(len(each)))
 
 
 def _when(block: list[RowPiece]) -> TextColumn:

@@ -7,6 +7,7 @@ process, and training with it.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -23,7 +24,8 @@ from monitor.sinks.files import RecoveredFiles, StepSpan
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.features import own_columns
 from monitor.stats.histograms import MAGNITUDES, UNIT_UPPER, UPPER
-from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS
+from monitor.stats.ops import CHECKSUM, INTEGER_OPS, LAYOUT_OPS
+from monitor.stats.partials import COSTLY
 
 # --- Making a file.
 #
@@ -123,12 +125,19 @@ def _ops_beside(rows: pa.Table, configured: Sequence[str]) -> list[str]:
 
 def _schema(rows: pa.Table, ops: Sequence[str], facts: arrow.ShardMetadata) -> pa.Schema:
     kind, *identity = arrow.IDENTITY.items()
-    derived = [(op, pa.int64() if op in INTEGER_OPS else pa.float64()) for op in ops]
-    columns = [kind, ("rank", pa.int64()), *identity, *derived, *arrow.PARTIAL_TYPES.items()]
+    types = {**dict.fromkeys(INTEGER_OPS, pa.int64()), CHECKSUM: pa.string()}
+    derived = [(op, types.get(op, pa.float64())) for op in ops]
+    partials = [(name, of) for name, of in arrow.PARTIAL_TYPES.items() if name not in COSTLY or _any(rows[name])]
+    columns = [kind, ("rank", pa.int64()), *identity, *derived, *partials]
     if arrow.HISTOGRAM not in rows.column_names:
         return pa.schema(columns, metadata=facts.packed())
     upper = {"magnitudes": _finite(UPPER), "signed": _finite(UNIT_UPPER)}
     return pa.schema([*columns, (arrow.HISTOGRAM, arrow.FILLED)], metadata=facts.packed(upper=upper))
+
+
+def _any(column: pa.ChunkedArray) -> bool:
+    """Whether a number is not 0."""
+    return any(bool(chunk.to_numpy().any()) for chunk in column.chunks)
 
 
 def _finite(upper: NDArray[np.float64]) -> list[float | None]:
@@ -200,10 +209,16 @@ def opened(source: spool.Source) -> Iterator[ParquetFile]:
 def look(source: spool.Source) -> tuple[arrow.ShardMetadata, dict[str, int]]:
     """See ``monitor.sinks.spool.ShardFormat``."""
     with opened(source) as file:
-        kinds = _columns(file, pa.schema([("kind", arrow.TEXT)]), _row_groups(file))["kind"].combine_chunks()
-        rows = np.bincount(kinds.indices.to_numpy(), minlength=len(kinds.dictionary)).tolist()
-        lengths = zip(kinds.dictionary.to_pylist(), rows, strict=True)
-        return read_metadata(file), {kind: length for kind, length in lengths if length}
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        only = [_only_kind(group.column(0)) for group in groups]
+        lengths: Counter[str] = Counter()
+        for group, kind in zip(groups, only, strict=True):
+            if kind is not None:
+                lengths[kind] += group.num_rows
+        if mixed := [number for number, kind in enumerate(only) if kind is None]:
+            kinds = _columns(file, pa.schema([("kind", arrow.TEXT)]), mixed)["kind"].combine_chunks()
+            lengths.update(kinds.dictionary.take(kinds.indices).to_pylist())
+        return read_metadata(file), dict(lengths)
 
 
 def steps_of(source: spool.Source) -> set[int]:
@@ -216,7 +231,6 @@ def steps_of(source: spool.Source) -> set[int]:
 def rows_of(source: spool.Source, steps: StepSpan, kind: str | None = None) -> pa.Table:
     """See ``monitor.sinks.spool.ShardFormat``."""
     with opened(source) as file:
-        facts = read_metadata(file)
         schema = arrow.WITH_HISTOGRAMS if arrow.HISTOGRAM in file.schema_arrow.names else arrow.SCHEMA
         rows = _columns(file, schema, _row_groups(file, kind))
         step = rows["step"].to_numpy()
@@ -226,7 +240,8 @@ def rows_of(source: spool.Source, steps: StepSpan, kind: str | None = None) -> p
             wanted &= np.array([one == kind for one in kinds.dictionary.to_pylist()], dtype=np.bool_)[kinds.indices.to_numpy()]
         rows = rows if wanted.all() else rows.filter(pa.array(wanted))
         ordered = rows.take(_order(rows, _MEASURED)) if len(rows) else rows
-        return ordered.replace_schema_metadata(facts.only(steps).packed())
+        about = read_metadata(file).only(steps).packed() if kind is None else None
+        return ordered.replace_schema_metadata(about)
 
 
 def read_metadata(file: ParquetFile) -> arrow.ShardMetadata:
@@ -256,9 +271,23 @@ def _may_have(chunk: Any, kind: str) -> bool:
     return known is None or not known.has_min_max or known.min <= kind <= known.max
 
 
+def _only_kind(chunk: Any) -> str | None:
+    """What all rows of a row group are of; None if they may be of several kinds."""
+    known = chunk.statistics if chunk.path_in_schema == "kind" else None
+    if known is None or not known.has_min_max or known.min != known.max:
+        return None
+    kind: str = known.min
+    return kind
+
+
 def _columns(file: ParquetFile, schema: pa.Schema, row_groups: list[int]) -> pa.Table:
-    """These columns, which must be as the sink writes them."""
-    table = file.read_row_groups(row_groups, columns=schema.names, use_threads=False).select(schema.names)  # type: ignore[no-untyped-call]
+    """These columns, which must be as the sink writes them. Partials that their version did not measure are 0."""
+    names = [name for name in schema.names if name not in COSTLY or name in file.schema_arrow.names]
+    table = file.read_row_groups(row_groups, columns=names, use_threads=False)  # type: ignore[no-untyped-call]
+    for name in schema.names:
+        if name not in names:
+            table = table.append_column(name, pa.array(np.zeros(len(table)), type=schema.field(name).type))
+    table = table.select(schema.names)
     for found, expected in zip(table.schema, schema, strict=True):
         if found.type != expected.type:
             raise spool.NotAShardError(f"its column {found.name} has the type {found.type} and not {expected.type}")

@@ -8,8 +8,9 @@ FLOAT32: Final[int]
 FLOAT64: Final[int]
 BFLOAT16: Final[int]
 FLOAT16: Final[int]
+HIGHER: Final[int]
+CHECK_SUMS: Final[int]
 
-def reduce(format: int, bound: float, source: Any, count: int, page: Floats, row: int, /) -> bool: ...  # noqa: A002
-def reduce_higher(format: int, bound: float, source: Any, count: int, page: Floats, row: int, /) -> bool: ...  # noqa: A002
+def reduce(format: int, bound: float, wanted: int, source: Any, count: int, page: Floats, row: int, /) -> bool: ...  # noqa: A002
 def kernels() -> list[str]: ...
 def choose(name: str, /) -> None: ...

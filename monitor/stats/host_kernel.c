@@ -27,10 +27,13 @@ static const size_t BYTES[FORMATS] = {4, 8, 2, 2};
 #define LANES 16
 #define BLOCK ((size_t)1 << 20)   /* elements after which lanes are added up: no counter overflows, and sums stay short */
 #define PIECE ((size_t)1024)      /* elements of 16 bits that are widened at a time: a loop of its own, which has vectors */
+#define CHECKED ((size_t)16384)   /* bytes whose words are summed at a time, in a loop of its own: half a first-level cache */
 #define LEAST_SQUARE 1e-200       /* least mean of squares at which even the squares of a tiny spread are not lost */
 #define LEAST_SPREAD 1e-4         /* least ratio of spread to squares at which their difference has eleven digits */
 #define LEAST_VARIANCE 1e-140     /* least mean square at which sums of fourth powers have all digits */
 #define RELEASED ((size_t)1 << 20) /* least number of elements for which Python's lock is released */
+
+enum { HIGHER = 1, CHECK_SUMS = 2 }; /* what is wanted beside the other columns */
 
 static INLINE float float_of(uint32_t bits) {
     float v;
@@ -50,8 +53,8 @@ static INLINE double load_double(const unsigned char *x, size_t i) {
     return v;
 }
 
-static INLINE size_t piece_length(enum format format) {
-    return format == BFLOAT16 || format == FLOAT16 ? PIECE : BLOCK;
+static INLINE size_t piece_length(enum format format, int checking) {
+    return format == BFLOAT16 || format == FLOAT16 ? PIECE : checking ? CHECKED / BYTES[format] : BLOCK;
 }
 
 static INLINE float float_of_half(uint16_t half, enum format format) {
@@ -88,6 +91,59 @@ static INLINE const unsigned char *piece_double(const unsigned char *x, size_t i
     return x + 8 * i;
 }
 
+/* Of both halves of `count` numbers of 32 bits: their sum, and the sum of each times the index of its number. Sums of 16 bits fit
+ * 32 for a piece. The sum of running sums counts each half as often as steps are left, without a multiplication. */
+static INLINE void add_halves(uint64_t sum[2], uint64_t placed[2], const unsigned char *x, uint64_t count) {
+    uint32_t sums[2][LANES] = {{0}}, running[2][LANES] = {{0}};
+    uint64_t steps = count / LANES;
+    for (uint64_t j = 0; j < steps; j++) {
+        for (int k = 0; k < LANES; k++) {
+            uint32_t number;
+            memcpy(&number, x + (j * LANES + k) * sizeof number, sizeof number);
+            sums[0][k] += number & 0xffff;
+            sums[1][k] += number >> 16;
+            running[0][k] += sums[0][k];
+            running[1][k] += sums[1][k];
+        }
+    }
+    for (int half = 0; half < 2; half++) {
+        sum[half] = placed[half] = 0;
+        for (uint64_t k = 0; k < LANES; k++) {
+            sum[half] += sums[half][k];
+            placed[half] += LANES * (steps * sums[half][k] - running[half][k]) + k * sums[half][k];
+        }
+        for (uint64_t j = steps * LANES; j < count; j++) {
+            uint32_t number;
+            memcpy(&number, x + j * sizeof number, sizeof number);
+            sum[half] += number >> 16 * half & 0xffff;
+            placed[half] += j * (number >> 16 * half & 0xffff);
+        }
+    }
+}
+
+/* Adds the words of elements i to i + count, at most a piece, and each times its number (see monitor/stats/partials.py). */
+static INLINE void add_words(
+    uint64_t *words, uint64_t *places, const unsigned char *x, size_t i, size_t count, enum format format) {
+    const unsigned char *piece = x + i * BYTES[format];
+    uint64_t sum[2], placed[2], first = format == FLOAT64 ? 2 * i : i, all, within;
+    add_halves(sum, placed, piece, count * BYTES[format] / 4);
+    if (BYTES[format] > 2) {
+        all = sum[0] + (sum[1] << 16);
+        within = placed[0] + (placed[1] << 16);
+    } else { /* two words in each number */
+        all = sum[0] + sum[1];
+        within = 2 * (placed[0] + placed[1]) + sum[1];
+        if (count % 2) {
+            uint16_t last;
+            memcpy(&last, piece + 2 * (count - 1), sizeof last);
+            all += last;
+            within += (count - 1) * last;
+        }
+    }
+    *words += all;
+    *places += first * all + within;
+}
+
 #define REAL float
 #define COUNTER int32_t
 #define NAMED(x) x##_float
@@ -110,30 +166,30 @@ static INLINE const unsigned char *piece_double(const unsigned char *x, size_t i
 #define MAGNITUDE fabs
 #include "host_pass.h"
 
-static INLINE int reduce_format(const void *x, size_t n, enum format format, double bound, int higher, double *row) {
+static INLINE int reduce_format(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
     switch (format) { /* a separate loop per format, in which the format is a constant */
-    case FLOAT32: return reduce_float(x, n, FLOAT32, bound, higher, row);
-    case BFLOAT16: return reduce_float(x, n, BFLOAT16, bound, higher, row);
-    case FLOAT16: return reduce_float(x, n, FLOAT16, bound, higher, row);
-    default: return reduce_double(x, n, FLOAT64, bound, higher, row);
+    case FLOAT32: return reduce_float(x, n, FLOAT32, bound, wanted, row);
+    case BFLOAT16: return reduce_float(x, n, BFLOAT16, bound, wanted, row);
+    case FLOAT16: return reduce_float(x, n, FLOAT16, bound, wanted, row);
+    default: return reduce_double(x, n, FLOAT64, bound, wanted, row);
     }
 }
 
 typedef int (*kernel)(const void *, size_t, enum format, double, int, double *);
 
-static int reduce_anywhere(const void *x, size_t n, enum format format, double bound, int higher, double *row) {
-    return reduce_format(x, n, format, bound, higher, row);
+static int reduce_anywhere(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
+    return reduce_format(x, n, format, bound, wanted, row);
 }
 
 #if defined(__GNUC__) && defined(__x86_64__)
 __attribute__((target("avx2"))) static int reduce_avx2(
-    const void *x, size_t n, enum format format, double bound, int higher, double *row) {
-    return reduce_format(x, n, format, bound, higher, row);
+    const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
+    return reduce_format(x, n, format, bound, wanted, row);
 }
 
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static int reduce_avx512(
-    const void *x, size_t n, enum format format, double bound, int higher, double *row) {
-    return reduce_format(x, n, format, bound, higher, row);
+    const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
+    return reduce_format(x, n, format, bound, wanted, row);
 }
 #endif
 
@@ -207,14 +263,14 @@ static double *row_of(Py_buffer *page, Py_ssize_t number) {
     return (double *)page->buf + number * COLUMNS;
 }
 
-static int reduce_into_row(const void *x, size_t n, enum format format, double bound, int higher, double *row) {
+static int reduce_into_row(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
     int done;
     double numbers[COLUMNS];
     if (n < RELEASED) {
-        done = chosen(x, n, format, bound, higher, numbers);
+        done = chosen(x, n, format, bound, wanted, numbers);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        done = chosen(x, n, format, bound, higher, numbers);
+        done = chosen(x, n, format, bound, wanted, numbers);
         Py_END_ALLOW_THREADS
     }
     if (done) {
@@ -223,15 +279,17 @@ static int reduce_into_row(const void *x, size_t n, enum format format, double b
     return done;
 }
 
-static PyObject *reduce_arguments(PyObject *const *args, Py_ssize_t count, int higher) {
-    if (count != 6) {
-        return PyErr_Format(PyExc_TypeError, "reduce takes 6 arguments, not %zd", count);
+static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    if (count != 7) {
+        return PyErr_Format(PyExc_TypeError, "reduce takes 7 arguments, not %zd", count);
     }
     Py_buffer source = {0}, page = {0};
     long format = PyLong_AsLong(args[0]);
     double bound = PyFloat_AsDouble(args[1]);
-    size_t n = PyLong_AsSize_t(args[3]);
-    Py_ssize_t number = PyLong_AsSsize_t(args[5]);
+    long wanted = PyLong_AsLong(args[2]);
+    size_t n = PyLong_AsSize_t(args[4]);
+    Py_ssize_t number = PyLong_AsSsize_t(args[6]);
     PyObject *done = NULL;
     const void *x = NULL;
     if (PyErr_Occurred()) {
@@ -240,23 +298,23 @@ static PyObject *reduce_arguments(PyObject *const *args, Py_ssize_t count, int h
     if (n == 0 || format < 0 || format >= FORMATS) {
         return PyErr_Format(PyExc_ValueError, "no elements, or no such format: %zu of %ld", n, format);
     }
-    if (PyObject_GetBuffer(args[4], &page, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
+    if (PyObject_GetBuffer(args[5], &page, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
         return NULL;
     }
     double *row = row_of(&page, number);
-    if (row != NULL && PyLong_Check(args[2])) {
-        x = PyLong_AsVoidPtr(args[2]);
+    if (row != NULL && PyLong_Check(args[3])) {
+        x = PyLong_AsVoidPtr(args[3]);
         if (x == NULL && !PyErr_Occurred()) {
             PyErr_SetString(PyExc_ValueError, "nothing is at address 0");
         }
-    } else if (row != NULL && PyObject_GetBuffer(args[2], &source, PyBUF_C_CONTIGUOUS) == 0) {
+    } else if (row != NULL && PyObject_GetBuffer(args[3], &source, PyBUF_C_CONTIGUOUS) == 0) {
         x = n <= (size_t)source.len / BYTES[format] ? source.buf : NULL;
         if (x == NULL) {
             PyErr_Format(PyExc_ValueError, "%zu elements are more than the array has", n);
         }
     }
     if (x != NULL && !PyErr_Occurred()) {
-        done = PyBool_FromLong(reduce_into_row(x, n, (enum format)format, bound, higher, row));
+        done = PyBool_FromLong(reduce_into_row(x, n, (enum format)format, bound, (int)wanted, row));
     }
     if (source.obj != NULL) {
         PyBuffer_Release(&source);
@@ -265,21 +323,9 @@ static PyObject *reduce_arguments(PyObject *const *args, Py_ssize_t count, int h
     return done;
 }
 
-static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    return reduce_arguments(args, count, 0);
-}
-
-static PyObject *reduce_higher(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    return reduce_arguments(args, count, 1);
-}
-
 static PyMethodDef METHODS[] = {
     {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL,
-     "reduce(format, bound, source, count, page, row) -> whether the row could be written"},
-    {"reduce_higher", (PyCFunction)(void (*)(void))reduce_higher, METH_FASTCALL,
-     "The same with the sums of third and fourth powers, which take a second read."},
+     "reduce(format, bound, wanted, source, count, page, row) -> whether the row could be written"},
     {"kernels", kernels, METH_NOARGS, "The kernels that run on this processor, the fastest first."},
     {"choose", choose, METH_O, "Have all reductions done by one of them."},
     {NULL, NULL, 0, NULL},
@@ -296,7 +342,8 @@ static int prepare(PyObject *module) {
         }
     }
     return PyModule_AddIntConstant(module, "FLOAT32", FLOAT32) || PyModule_AddIntConstant(module, "FLOAT64", FLOAT64) ||
-           PyModule_AddIntConstant(module, "BFLOAT16", BFLOAT16) || PyModule_AddIntConstant(module, "FLOAT16", FLOAT16);
+           PyModule_AddIntConstant(module, "BFLOAT16", BFLOAT16) || PyModule_AddIntConstant(module, "FLOAT16", FLOAT16) ||
+           PyModule_AddIntConstant(module, "HIGHER", HIGHER) || PyModule_AddIntConstant(module, "CHECK_SUMS", CHECK_SUMS);
 }
 
 static PyModuleDef_Slot SLOTS[] = {

@@ -13,13 +13,17 @@
 #ifndef HOST_PASS_COLUMNS
 #define HOST_PASS_COLUMNS
 /* The columns of a row, in the order of monitor/stats/partials.py. */
-enum { WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, EXPONENT, COLUMNS };
+enum {
+    WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, EXPONENT,
+    BITS_LOW, BITS_HIGH, PLACES_LOW, PLACES_HIGH, COLUMNS
+};
 #endif
 
 /* Results for the elements read. If a sum is not finite, they include NaN or Inf, unless those were counted and left out. */
 typedef struct {
     REAL lo, hi;
     double sum, sumsq, smalls, nans, posinfs, neginfs;
+    uint64_t words, places;
 } NAMED(read);
 
 typedef struct {
@@ -44,9 +48,11 @@ static INLINE void NAMED(add)(NAMED(lanes) *to, int k, REAL v, REAL bound, int c
     }
 }
 
-/* Reads all elements once. With `counting`, elements that are not finite are counted and left out. */
-static INLINE NAMED(read) NAMED(read_all)(const unsigned char *x, size_t n, enum format format, REAL bound, int counting) {
-    NAMED(read) all = {INFINITY, -INFINITY, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
+/* Reads all elements once. With `counting`, elements that are not finite are counted and left out. With `checking`, the words
+ * are summed too, a piece after its numbers: it is in the first-level cache then, and the other sums take all registers. */
+static INLINE NAMED(read) NAMED(read_all)(
+    const unsigned char *x, size_t n, enum format format, REAL bound, int counting, int checking) {
+    NAMED(read) all = {INFINITY, -INFINITY, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0};
     for (size_t i = 0; i < n;) {
         size_t end = n - i > BLOCK ? i + BLOCK : n;
         NAMED(lanes) to;
@@ -57,7 +63,7 @@ static INLINE NAMED(read) NAMED(read_all)(const unsigned char *x, size_t n, enum
         }
         while (i < end) {
             REAL widened[PIECE];
-            size_t most = piece_length(format), count = end - i > most ? most : end - i, j = 0;
+            size_t most = piece_length(format, checking), count = end - i > most ? most : end - i, j = 0;
             const unsigned char *piece = PIECE_AT(x, i, count, format, widened);
             for (; j + LANES <= count; j += LANES) {
                 for (int k = 0; k < LANES; k++) {
@@ -66,6 +72,9 @@ static INLINE NAMED(read) NAMED(read_all)(const unsigned char *x, size_t n, enum
             }
             for (int k = 0; j < count; j++, k++) {
                 NAMED(add)(&to, k, LOAD(piece, j), bound, counting);
+            }
+            if (checking) {
+                add_words(&all.words, &all.places, x, i, count, format);
             }
             i += count;
         }
@@ -89,9 +98,9 @@ static INLINE NAMED(read) NAMED(read_all)(const unsigned char *x, size_t n, enum
 /* The sum of (x - mean)^2 over the finite elements, corrected for the rounding of the mean. */
 static INLINE double NAMED(centred)(const unsigned char *x, size_t n, enum format format, double mean, double finite) {
     double sum[LANES] = {0}, sumsq[LANES] = {0}, s = 0.0, q = 0.0;
-    for (size_t i = 0; i < n; i += piece_length(format)) {
+    for (size_t i = 0; i < n; i += piece_length(format, 0)) {
         REAL widened[PIECE];
-        size_t most = piece_length(format), count = n - i > most ? most : n - i;
+        size_t most = piece_length(format, 0), count = n - i > most ? most : n - i;
         const unsigned char *piece = PIECE_AT(x, i, count, format, widened);
         for (size_t j = 0; j < count; j += LANES) {
             int here = count - j < LANES ? (int)(count - j) : LANES;
@@ -127,9 +136,9 @@ static INLINE void NAMED(add_powers)(NAMED(powers) *to, int k, REAL v, double me
 static INLINE void NAMED(read_powers)(
     const unsigned char *x, size_t n, enum format format, double mean, int selecting, NAMED(powers) *to) {
     memset(to, 0, sizeof *to);
-    for (size_t i = 0; i < n; i += piece_length(format)) {
+    for (size_t i = 0; i < n; i += piece_length(format, 0)) {
         REAL widened[PIECE];
-        size_t most = piece_length(format), count = n - i > most ? most : n - i, j = 0;
+        size_t most = piece_length(format, 0), count = n - i > most ? most : n - i, j = 0;
         const unsigned char *piece = PIECE_AT(x, i, count, format, widened);
         for (; j + LANES <= count; j += LANES) {
             for (int k = 0; k < LANES; k++) {
@@ -165,11 +174,17 @@ static INLINE int NAMED(higher)(const unsigned char *x, size_t n, enum format fo
 }
 
 /* Writes the whole row. Returns 0, with undefined contents of the row, if squares leave the range of their sum, or fourth powers
- * do and the `higher` moments are wanted. */
-static INLINE int NAMED(reduce)(const unsigned char *x, size_t n, enum format format, double bound, int higher, double *row) {
-    NAMED(read) all = NAMED(read_all)(x, n, format, (REAL)bound, 0);
+ * do and the higher moments are wanted. */
+static INLINE int NAMED(reduce)(const unsigned char *x, size_t n, enum format format, double bound, int wanted, double *row) {
+    NAMED(read) all;
+    if (wanted & CHECK_SUMS) {
+        all = NAMED(read_all)(x, n, format, (REAL)bound, 0, 1);
+    } else {
+        all = NAMED(read_all)(x, n, format, (REAL)bound, 0, 0);
+    }
+    uint64_t bits = wanted & CHECK_SUMS ? all.words + n : 0, places = all.places;
     if (!isfinite(all.sumsq)) {
-        all = NAMED(read_all)(x, n, format, (REAL)bound, 1);
+        all = NAMED(read_all)(x, n, format, (REAL)bound, 1, 0);
     }
     double finite = (double)n - all.nans - all.posinfs - all.neginfs;
     int in_range = isfinite(all.sumsq) && all.sumsq >= finite * LEAST_SQUARE;
@@ -192,5 +207,9 @@ static INLINE int NAMED(reduce)(const unsigned char *x, size_t n, enum format fo
     row[SUMSQ] = all.sumsq;
     row[M2] = m2;
     row[M3] = row[M4] = row[EXPONENT] = 0.0;
-    return !higher || !(all.lo < all.hi) || NAMED(higher)(x, n, format, all.sum / finite, finite, row);
+    row[BITS_LOW] = (double)(uint32_t)bits;
+    row[BITS_HIGH] = (double)(bits >> 32);
+    row[PLACES_LOW] = (double)(uint32_t)places;
+    row[PLACES_HIGH] = (double)(places >> 32);
+    return !(wanted & HIGHER) || !(all.lo < all.hi) || NAMED(higher)(x, n, format, all.sum / finite, finite, row);
 }

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from monitor.series import DIRECTION_KIND, SIGNED_KINDS
 from monitor.stats.features import COLUMNS_OF, DERIVED, FEATURES, own_columns
-from monitor.stats.histograms import HISTOGRAM_OPS, LOSSES, MAGNITUDES, lost_elements
+from monitor.stats.histograms import HISTOGRAM_OPS, LOSSES, MAGNITUDES, histogram_text, lost_elements
 from monitor.stats.partials import (
     COUNT,
     EXPONENT,
@@ -32,6 +32,8 @@ from monitor.stats.partials import (
     SUMSQ,
     Floats,
     Partials,
+    Words,
+    check_sums,
     combine_groups,
 )
 
@@ -39,7 +41,11 @@ Valid = NDArray[np.bool_]
 
 DEFAULT_OP: Final = "norm"
 LAYOUT_OPS: Final = ("shape", "dtype")
-TEXT_OPS: Final = (*LAYOUT_OPS, MAGNITUDES)
+CHECKSUM: Final = "checksum"
+"""A number of 64 bits that is the same for the same bits (``checksums``), as 16 hexadecimal digits."""
+SPELLED_OPS: Final = (MAGNITUDES, CHECKSUM)
+"""Texts that are derived from partials."""
+TEXT_OPS: Final = (*LAYOUT_OPS, *SPELLED_OPS)
 """Ops whose values are texts."""
 CALLS: Final = "calls"
 """A column beside the ops, for kinds whose rows are calls of operators: the number of calls that a row combines."""
@@ -146,7 +152,7 @@ _DERIVED: Final[dict[str, Callable[[Partials, bool], Floats]]] = {
 _DEFINED_WHEN_EMPTY: Final = frozenset({"norm", "nans", "infs"})
 
 NUMERIC_OPS: Final = tuple(_DERIVED)
-OPS: Final = (*NUMERIC_OPS, *LAYOUT_OPS, *HISTOGRAM_OPS)
+OPS: Final = (*NUMERIC_OPS, *LAYOUT_OPS, *HISTOGRAM_OPS, CHECKSUM)
 
 
 def derive(op: str, partials: Partials) -> tuple[Floats, Valid]:
@@ -178,6 +184,28 @@ def _derived(op: str, partials: Partials, special: bool) -> tuple[Floats, Valid]
     return values, np.ones(len(partials), dtype=np.bool_) if op in _DEFINED_WHEN_EMPTY else partials["count"] > 0
 
 
+def spelled(op: str, partials: Partials) -> list[str | None]:
+    """The values of one of ``SPELLED_OPS``, one per row; None where there is none."""
+    if op == CHECKSUM:
+        return [f"{one:016x}" if one else None for one in checksums(partials).tolist()]
+    histogram, there = partials.histogram, has_histogram(partials).tolist()
+    return [histogram_text(histogram[i]) if histogram is not None and it_is else None for i, it_is in enumerate(there)]
+
+
+_BITS_TIMES, _PLACES_TIMES = np.uint64(0x9E3779B97F4A7C15), np.uint64(2 * 0x3F58476D1CE4E5B9)
+
+
+def checksums(partials: Partials) -> Words:
+    """One number of each row from its check sums; 0 where they were not measured.
+
+    The first factor is odd, the second twice an odd number. So each word b(i) counts with an odd factor, and a change of one
+    word is not missed. Nor are an opposite pair or a swap below 2^32 words: what they change, d (i - j), times the second
+    factor, is a multiple of 2^64 only if d (i - j) is one of 2^63.
+    """
+    bits, places = check_sums(partials.columns)
+    return np.where(bits > 0, bits * _BITS_TIMES + places * _PLACES_TIMES, np.uint64(0))
+
+
 def total_norm(partials: Partials) -> float:
     """The norm of all rows as one vector. There is at least one row."""
     values, _ = derive("norm", combine_groups(Partials(partials.columns), np.zeros(1, dtype=np.int64)))
@@ -191,7 +219,7 @@ def has_op(op: str, kind: str) -> bool:
     """
     if kind in COLUMNS_OF or op in FEATURES:
         return op in own_columns(kind)
-    return not (kind in (*SIGNED_KINDS, DIRECTION_KIND) and op in HISTOGRAM_OPS)
+    return not (kind in (*SIGNED_KINDS, DIRECTION_KIND) and op in (*HISTOGRAM_OPS, CHECKSUM))
 
 
 def has_histogram(partials: Partials) -> Valid:

@@ -17,6 +17,17 @@ The *higher moments* are ``m3`` = Σ (x - mean)³ / 8^e and ``m4`` = Σ (x - mea
 elements, and are measured only if an op asks for them. They merge by the formulas of Pébay (2008), "Formulas for robust,
 one-pass parallel computation of covariances and arbitrary-order statistical moments". A measured ``m4`` is at least
 ``m2``² / n. So ``m4`` = 0 beside a positive ``m2`` says that the higher moments are not known. In such rows, ``m3`` is 0, too.
+
+The *check sums* tell whether two tensors hold the same bits. An element of up to four bytes is a word, an unsigned number of 32
+bits; a longer one is several, the lowest first. Over the words b of a tensor in the order of memory, counted from 0,
+
+    bits = count + Σ b(i) mod 2^64    places = Σ i b(i) mod 2^64
+
+``bits`` is positive for any element, so 0 beside a positive ``count`` says that they were not measured. A column holds 53 bits
+of an integer, so each sum has two columns, of 32 bits. If a part begins at word k of the whole, its ``places`` become those of
+the whole by adding k Σ b, so the sums of parts add up. With less than 2^32 words, no change of one word or of two is missed,
+nor are two that were swapped: if ``bits`` is the same, then the two changes are opposite, d and -d, and ``places`` differs by
+d (i - j), which is not 0 and smaller than 2^64. What changes three words or more is missed if both sums happen to agree.
 """
 
 from __future__ import annotations
@@ -65,12 +76,17 @@ PARTIAL_TABLE: Final = (
     Partial("m3", whole=False, power=3, seldom=True, costly=True),
     Partial("m4", whole=False, power=4, seldom=True, costly=True),
     Partial("exponent", seldom=True),
+    Partial("bits_low", seldom=True, costly=True),
+    Partial("bits_high", seldom=True, costly=True),
+    Partial("places_low", seldom=True, costly=True),
+    Partial("places_high", seldom=True, costly=True),
 )
 """The columns of a table row, float64 each. ``writes`` says whether the row was written since the last seal; the rest are
 the partials. Counts are exact up to 2^53."""
 
 COLUMNS: Final = tuple(one.name for one in PARTIAL_TABLE)
-WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, EXPONENT = range(len(COLUMNS))
+WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, EXPONENT = range(len(COLUMNS) - 4)
+BITS_LOW, BITS_HIGH, PLACES_LOW, PLACES_HIGH = range(EXPONENT + 1, len(COLUMNS))
 
 COSTLY: Final = tuple(one.name for one in PARTIAL_TABLE if one.costly)
 PARTIALS: Final = COLUMNS[WRITES + 1 :]
@@ -159,24 +175,33 @@ def higher_moments(n: float, pivot_off: float, squares: float, cubes: float, fou
     return (m3, m4) if known else (0.0, 0.0)
 
 
-def union(rows: Floats) -> Floats:
-    """The row of the union of several sets of elements.
+Words = NDArray[np.uint64]
+"""Check sums, or numbers of words. numpy computes modulo 2^64."""
+
+
+def union(rows: Floats, words: int = 1) -> Floats:
+    """The row of a tensor that was reduced in pieces.
 
     Args:
-        rows: Table rows, shape ``(sets, len(COLUMNS))``, in the order in which their sums are to be added.
+        rows: Table rows, shape ``(pieces, len(COLUMNS))``, in the order of the pieces.
+        words: Words of an element, for the check sums.
 
     Returns:
         One row, shape ``(len(COLUMNS),)``; ``writes`` is 1.
     """
-    return combine_groups(Partials.from_rows(rows), np.zeros(1, dtype=np.int64)).columns[:, 0]
+    before = np.cumsum(rows[:, COUNT]) - rows[:, COUNT]
+    return combine_groups(
+        Partials.from_rows(rows), np.zeros(1, dtype=np.int64), before.astype(np.uint64) * np.uint64(words)
+    ).columns[:, 0]
 
 
-def combine_groups(parts: Partials, starts: NDArray[np.int64]) -> Partials:
+def combine_groups(parts: Partials, starts: NDArray[np.int64], begins: Words | None = None) -> Partials:
     """Combine runs of adjacent rows.
 
     Args:
         parts: Rows, those of a run next to each other, in the order in which their sums are to be added.
         starts: First row of each run, ascending from 0. No run is empty.
+        begins: The word of the whole at which each row begins. Without them, a run of several rows has no check sums.
 
     Returns:
         One row a run.
@@ -201,6 +226,7 @@ def combine_groups(parts: Partials, starts: NDArray[np.int64]) -> Partials:
     m2 = _lowered(c[M2], 2 * down)
     out[M2] = np.add.reduceat(m2 + n * off * off, starts)
     out[M3], out[M4] = _higher(c, n, off, m2, down, starts)
+    out[BITS_LOW:] = _check_sums_of_runs(c, starts, begins)
     return Partials(out, None if parts.histogram is None else np.add.reduceat(parts.histogram, starts, axis=0))
 
 
@@ -221,6 +247,34 @@ def _higher(c: Floats, n: Floats, off: Floats, m2: Floats, down: Floats, starts:
         moments = np.array([np.add.reduceat(cubes, starts), np.add.reduceat(fourths, starts)])
     found: Floats = np.where(known & np.isfinite(moments).all(axis=0), moments, 0.0)
     return found
+
+
+def check_sums(columns: Floats) -> Words:
+    """``bits`` and ``places`` of rows, shape ``(2, rows)``; ``bits`` is 0 where they were not measured."""
+    halves = columns[BITS_LOW:].astype(np.uint64)
+    sums: Words = halves[0::2] | halves[1::2] << np.uint64(32)
+    return sums
+
+
+def check_columns(sums: Words) -> Floats:
+    """The columns of ``bits`` and ``places``, shape ``(4, rows)``, from ``check_sums``."""
+    columns = np.empty((4, sums.shape[1]))
+    columns[0::2], columns[1::2] = sums & np.uint64(0xFFFF_FFFF), sums >> np.uint64(32)
+    return columns
+
+
+def _check_sums_of_runs(c: Floats, starts: NDArray[np.int64], begins: Words | None) -> Floats:
+    """The columns of the check sums of each run; zeros where a row lacks them, or where its place is not known."""
+    if not c[BITS_LOW:].any():  # nothing asks for them
+        return np.zeros((4, len(starts)))
+    bits, places = check_sums(c)
+    known = np.logical_and.reduceat((bits > 0) | (c[COUNT] == 0), starts)
+    if begins is None:
+        known &= np.diff(starts, append=c.shape[1]) == 1
+    else:
+        places = places + begins * (bits - c[COUNT].astype(np.uint64))
+    sums = np.array([np.add.reduceat(bits, starts), np.add.reduceat(places, starts)])
+    return check_columns(np.where(known, sums, np.uint64(0)))
 
 
 def combine(a: Partials, b: Partials) -> Partials:

@@ -34,8 +34,7 @@ from monitor.series import (
     shown_kind,
 )
 from monitor.stats.features import COLUMNS_OF, as_scalar
-from monitor.stats.histograms import HISTOGRAM_OPS
-from monitor.stats.ops import CALLS, total_norm
+from monitor.stats.ops import CALLS, CHECKSUM, has_op, total_norm
 from monitor.stats.partials import COLUMNS, COUNT, SUM, SUMSQ, WRITES, Floats, Partials, combine_groups
 
 PAGE_ROWS: Final = 1024
@@ -309,6 +308,7 @@ class SealedTable:
     micro_step_kinds: frozenset[str] = frozenset()
     combined_kinds: frozenset[str] = frozenset()
     counted_kinds: frozenset[str] = frozenset()
+    checked_kinds: frozenset[str] = frozenset()
     total: TotalNorm | None = None
     nbytes: int = 0
     _copies: list[PageCopy] = field(default_factory=list)
@@ -351,7 +351,8 @@ class SealedTable:
         kinds, table.row_order = measured(numbers, self._columns, self._identity, histograms, table.row_order)
         kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
         kinds = with_total(kinds, self.total)
-        return StepRows(self.step, self.ops, kinds, table.layouts, self.status, self.micro_step_kinds, self.counted_kinds)
+        by_configuration = self.micro_step_kinds, self.counted_kinds, self.checked_kinds
+        return StepRows(self.step, self.ops, kinds, table.layouts, self.status, *by_configuration)
 
 
 def _end_to_end(parts: Sequence[Floats]) -> Floats:
@@ -517,7 +518,7 @@ Status = Literal["complete", "skipped", "incomplete"]
 """``skipped``: the optimizer's step was skipped (overflow). ``incomplete``: the run ended in the middle of the step."""
 
 
-REPLICA_OPS: Final = ("norm",)
+REPLICA_OPS: Final = ("norm", CHECKSUM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -570,15 +571,19 @@ class StepRows:
     """Kinds whose rows have a micro-step. The configuration decides this, not the rows that happen to be there."""
     counted_kinds: frozenset[str] = field(default_factory=frozenset)
     """Kinds whose rows state how many calls they combine, also by configuration."""
+    checked_kinds: frozenset[str] = field(default_factory=frozenset)
+    """Kinds whose rows have a checksum even if the op is not configured, also by configuration."""
 
     def ops_of(self, kind: str) -> tuple[str, ...]:
-        """The statistics to write for a kind. Replicas always have the norm only, because they are compared by it."""
+        """The statistics to write for a kind. Replicas always have those only that they are compared by."""
         if kind == REPLICA_KIND:
             return REPLICA_OPS
         if kind in COLUMNS_OF:
             return tuple(COLUMNS_OF[kind])
         if kind in SIGNED_KINDS:
-            return tuple(op for op in self.ops if op not in HISTOGRAM_OPS)  # their histograms are of signed numbers
+            return tuple(op for op in self.ops if has_op(op, kind))
+        if kind in self.checked_kinds:
+            return tuple(dict.fromkeys([*self.ops, CHECKSUM]))
         return (*self.ops, CALLS) if shown_kind(kind) in self.counted_kinds else self.ops
 
     def read(self, kind: str) -> KindRows:

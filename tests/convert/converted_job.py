@@ -23,12 +23,17 @@ def everything(step: int, rank: int) -> dict[str, list[Measured]]:
     names = [NAMES[i % len(NAMES)] + str(i // len(NAMES) or "") for i in range(len(values))]
     micro_steps = [Measured(name, some, micro) for name, some in zip(names, values, strict=True) for micro in (-1, 0, 12)]
     whole = [Measured(name, some, vpp_stage=1) for name, some in zip(names, values, strict=True)]
-    return {"actv": micro_steps, "grad_reduced": whole, "other": whole[:3], "replica": [Measured("grad_reduced/w", [2.0])]}
+    return {
+        "actv": micro_steps,
+        "grad_reduced": whole,
+        "other": whole[:3],
+        "replica": [Measured("grad_reduced/w", [2.0], checked=True)],
+    }
 
 
 def job(base: Path, ranks: int = 2, steps: Sequence[int] = range(7), **options: object) -> None:
     for rank in range(ranks):
-        one = RecordedRank(base, rank, ranks, **{"format": "csv", **options})  # type: ignore[arg-type]
+        one = RecordedRank(base, rank, ranks, **{"format": "csv", "replica_check": True, **options})  # type: ignore[arg-type]
         for step in steps:
             one.write(step, everything(step, rank))
         one.close()

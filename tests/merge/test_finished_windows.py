@@ -13,6 +13,7 @@ import pytest
 from recorded_job import FORMATS, RecordedRank
 from sink_rows import Measured
 
+from monitor.merge.bits import BitDifference
 from monitor.merge.combine import Disagreement, Outcome
 from monitor.merge.discovery import SetAside, choose, discover
 from monitor.merge.finished import FinishedWindow
@@ -35,6 +36,9 @@ FULL = Outcome(
     missing=Counter({("kurtosis", "not recorded"): 4}),
     unplaced=Counter({1: 2}),
     not_compared=Counter({0: 1}),
+    bits_compared=Counter({1: 3, 2: 3}),
+    bits_differing=Counter({2: 1}),
+    bit_differences=[BitDifference(2, 0, "w", 3, 0, (1,), 2)],
 )
 
 

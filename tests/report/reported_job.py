@@ -43,16 +43,20 @@ def record(
     open_after: Mapping[int, int] | None = None,
     steps: int = STEPS,
     names: Mapping[str, list[str]] = NAMES,
+    checked: bool = False,
 ) -> Path:
     """Two ranks.
 
     Args:
+        checked: Whether rows have checksums.
         lost: By rank, steps of which nothing was written.
         open_after: By rank, the last step before it was killed.
     """
     random = np.random.default_rng(seed)
     for rank in range(2):
-        one = RecordedRank(base, rank, 2, "parquet", {"dp": (0, 1)}, ops=("norm", "nans"), steps_per_record=10)
+        one = RecordedRank(
+            base, rank, 2, "parquet", {"dp": (0, 1)}, ops=("norm", "nans"), steps_per_record=10, replica_check=checked
+        )
         for kind in OWNED:
             for name in names.get(kind, ()):
                 one.place(kind, name, Placement(replicas=(0, 1)))
@@ -60,7 +64,8 @@ def record(
         for step in range(min(steps, last + 1)):
             noise = {kind: [_values(random, kind, step) for _ in each] for kind, each in names.items()}
             if step not in (lost or {}).get(rank, ()):
-                one.write(step, _rows(rank, step, noise, names, fault))
+                rows = _rows(rank, step, noise, names, fault)
+                one.write(step, {kind: [m._replace(checked=checked) for m in each] for kind, each in rows.items()})
         if rank in (open_after or {}):
             one.flush()
             one.manifest.save()

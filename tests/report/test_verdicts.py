@@ -86,6 +86,30 @@ def test_the_verdict_names_the_place_of_a_fault_in_the_rows(what: str, tmp_path:
     )
 
 
+def test_a_flipped_bit_that_no_number_shows_is_named(tmp_path: Path) -> None:
+    fault = planted(1, "param_origin", "layers.3.weight", 1 + 2.0**-22)
+    _, checks, verdict = modelled(record(tmp_path / "without", fault))
+    assert verdict.state == GOOD
+    model, checks, verdict = modelled(record(tmp_path / "with", fault, checked=True))
+    assert (verdict.state, verdict.place.step, verdict.place.kind, verdict.place.name) == (
+        BAD,
+        WHEN,
+        "param_origin",
+        "layers.3.weight",
+    )
+    assert f"does not have the same bits on all ranks in step {WHEN}: ranks 0 (" in verdict.says
+    assert [one.name for one in checks if one.state == BAD] == ["Replicas agree"]
+    row = cells(model, "param_origin")[3]
+    assert row[WHEN] == max(row)
+
+
+def test_the_same_bits_on_all_ranks_are_good(tmp_path: Path) -> None:
+    _, checks, verdict = modelled(record(tmp_path, checked=True))
+    (one,) = [one for one in checks if one.name == "Replicas agree"]
+    assert (verdict.state, one.state) == (GOOD, GOOD)
+    assert one.finding.says == f"{2 * LAYERS * 30} times a tensor had the same bits on all ranks that hold it."
+
+
 def test_a_rank_that_stopped_is_named_with_its_last_step(tmp_path: Path) -> None:
     model, _, verdict = modelled(record(tmp_path, open_after={1: 19}))
     assert (verdict.state, verdict.place.rank, verdict.place.step) == (BAD, 1, 20)

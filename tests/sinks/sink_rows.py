@@ -12,6 +12,7 @@ from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.histograms import BINS, UPPER
 from monitor.stats.partials import (
+    BITS_LOW,
     COLUMNS,
     COUNT,
     EMPTY,
@@ -49,6 +50,8 @@ class Measured(NamedTuple):
     """Whether ``values`` are counted by magnitude."""
     histogram: Sequence[int] | None = None
     """What was counted, in place of that."""
+    checked: bool = False
+    """Whether the words of ``values`` as float32 are summed."""
 
 
 def features(numbers: Mapping[int, float]) -> list[float]:
@@ -85,9 +88,17 @@ def partials_of(values: Sequence[float]) -> list[float]:
 def table_rows(measured: Sequence[Measured], *, counted: bool) -> Partials:
     """As the pipeline hands them on: of a kind that counts calls each says how many it combines."""
     rows = np.array([partials_of(m.values) if m.numbers is None else features(m.numbers) for m in measured])
+    for row, m in zip(rows, measured, strict=True):
+        row[BITS_LOW:] = _check_columns(m.values) if m.checked else 0.0
     if counted:
         rows[:, WRITES] = [m.calls for m in measured]
     return Partials(Partials.from_rows(rows).columns, _histograms(measured))
+
+
+def _check_columns(values: Sequence[float]) -> list[int]:
+    words = np.array(values, dtype=np.float32).view(np.uint32).tolist()
+    sums = len(words) + sum(words), sum(place * word for place, word in enumerate(words))
+    return [half for one in sums for half in (one % 2**32, one // 2**32 % 2**32)]
 
 
 def _histograms(measured: Sequence[Measured]) -> np.ndarray | None:

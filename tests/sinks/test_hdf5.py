@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +20,8 @@ from spool_forms import BOTH, W, write
 import monitor.sinks
 from monitor.sinks.arrow import SCHEMA, Measurements, ShardMetadata, partials_of as partials_in
 from monitor.sinks.hdf5 import Hdf5Sink, NotAShardError, read_hdf5
+from monitor.sinks.hdf5_write import image
+from monitor.sinks.spool import SpoolBlock
 from monitor.stats.partials import COLUMNS, PARTIALS, combine
 
 ROOT = Path(monitor.sinks.__file__).parents[2]
@@ -245,7 +249,11 @@ class TestForeign:
 
     @pytest.fixture
     def shard(self, rank: Rank, out: Path) -> Path:
+        """A file that does not say in which columns all rows are alike, so that every dataset is read."""
         write(Hdf5Sink(rank.context), rank, *range(5), kinds=BOTH)
+        with h5py.File(out / "metrics_0-4.h5", "r+") as file:
+            for group in file.values():
+                del group.attrs["content"]
         return out / "metrics_0-4.h5"
 
     def test_something_else_is_refused_with_what_is_missing(self, tmp_path: Path) -> None:
@@ -311,6 +319,25 @@ class TestForeign:
         expected = [3 if kind == "actv" else stage for kind, stage in zip(kinds, before, strict=True)]
         assert read_hdf5(shard)["vpp_stage"].to_pylist() == expected
 
+    @pytest.mark.parametrize(
+        "said",
+        [
+            b"{",
+            b"[1]",
+            b'{"count": 0.5}',
+            b'{"count": [4]}',
+            b'{"count": "four"}',
+            b'{"name": 4}',
+            b'{"count": 1e400}',
+            b'{"name": {}}',
+        ],
+    )
+    def test_that_all_rows_are_alike_in_a_way_that_no_column_can_be(self, shard: Path, said: bytes) -> None:
+        with h5py.File(shard, "r+") as file:
+            file["actv"].attrs["content"] = np.bytes_(said)
+        with pytest.raises(NotAShardError):
+            read_hdf5(shard)
+
     def test_links_that_lead_out_of_the_file_are_not_followed(self, shard: Path, tmp_path: Path) -> None:
         with h5py.File(tmp_path / "secret.h5", "w") as file:
             file["x"] = np.zeros(5)
@@ -340,6 +367,73 @@ class TestForeign:
         shard.write_bytes(content[: len(content) // 2])
         with pytest.raises((OSError, NotAShardError)):
             read_hdf5(shard)
+
+
+class TestColumnsWhoseRowsAreAlike:
+    def _without_saying_so(self, shard: Path) -> Path:
+        other = shard.with_name(f"plain-{shard.name}")
+        shutil.copyfile(shard, other)
+        with h5py.File(other, "r+") as file:
+            for group in file.values():
+                del group.attrs["content"]
+        return other
+
+    def test_they_read_the_same_whether_the_file_says_so_or_not(self, rank: Rank, out: Path) -> None:
+        write(Hdf5Sink(rank.context), rank, *range(5), kinds=BOTH)
+        shard = out / "metrics_0-4.h5"
+        with h5py.File(shard) as file:
+            said = {kind: json.loads(group.attrs["content"]) for kind, group in file.items()}
+            for kind, group in file.items():
+                alike = {name: known for name, known in said[kind].items() if isinstance(known, int)}
+                assert all((group[name][...] == known).all() for name, known in alike.items())
+        assert {"count", "vpp_stage", "micro_step", "nans", "shape", "dtype"} <= said["actv"].keys()
+        assert {name for name, known in said["actv"].items() if isinstance(known, dict)} == {"step"}
+        assert not said["actv"].keys() & {"sum", "max"}
+        for steps in (None, (1, 3), (4, 4)):
+            assert read_hdf5(shard, steps=steps).equals(read_hdf5(self._without_saying_so(shard), steps=steps))
+
+    @pytest.mark.parametrize("renamed", [False, True])
+    def test_columns_of_another_file_are_not_taken_for_those_of_this_one(self, rank: Rank, out: Path, renamed: bool) -> None:
+        """Columns are kept by what is in them: the same steps, and names that differ or come in another order."""
+        for directory, names in (("one", "ab"), ("other", "ac" if renamed else "ba")):
+            (out / directory).mkdir(parents=True)
+            sink = Hdf5Sink(replace(rank.context, directory=out / directory))
+            write(sink, rank, *range(5), kinds={"actv": [Measured(name) for name in names]})
+            shard = out / directory / "metrics_0-4.h5"
+            assert read_hdf5(shard)["name"].to_pylist() == list(names) * 5
+            assert read_hdf5(shard).equals(read_hdf5(self._without_saying_so(shard)))
+
+    def test_a_kept_column_must_have_the_rows_of_its_group(self, rank: Rank, out: Path) -> None:
+        write(Hdf5Sink(rank.context), rank, *range(5), kinds={"actv": [Measured("a"), Measured("b")]})
+        assert len(read_hdf5(out / "metrics_0-4.h5")) == 10
+        with h5py.File(out / "metrics_0-4.h5", "r+") as file:
+            content = json.loads(file["actv"].attrs["content"])
+            file["actv"].attrs["content"] = np.bytes_(json.dumps({**content, "step": 3}))
+            steps = file["actv/step"][:5]
+            del file["actv/step"]
+            file["actv/step"] = steps
+        with pytest.raises(NotAShardError, match="has 10 rows and not 5"):
+            read_hdf5(out / "metrics_0-4.h5")
+
+    @pytest.mark.parametrize("odd", [0, 40_000, 69_999, None])
+    def test_one_row_of_many_chunks_that_differs_is_read(self, tmp_path: Path, odd: int | None) -> None:
+        rows = 70_000
+        numbers = np.full(rows, 7)
+        if odd is not None:
+            numbers[odd] = 8
+        columns = {name: np.zeros(rows) for name in SCHEMA.names if SCHEMA.field(name).type == pa.float64()}
+        columns |= {name: np.zeros(rows, dtype=np.int64) for name in SCHEMA.names if SCHEMA.field(name).type == pa.int64()}
+        texts = {name: pa.array([name] * rows).dictionary_encode() for name in ("name", "shape", "dtype")}
+        texts["kind"] = pa.array(["actv"] * rows).dictionary_encode()
+        arrays = [pa.array(numbers) if name == "count" else texts.get(name, columns.get(name)) for name in SCHEMA.names]
+        block = SpoolBlock(pa.record_batch(arrays, schema=SCHEMA), ShardMetadata(0, 1e-8, ("min",), (), ()))
+        shard = tmp_path / "metrics_0-0.h5"
+        shard.write_bytes(image([block]))
+        with h5py.File(shard) as file:
+            assert json.loads(file["actv"].attrs["content"]).get("count") == (7 if odd is None else None)
+        table = read_hdf5(shard)
+        assert (table["count"].to_numpy() == numbers).all()
+        assert table.equals(read_hdf5(self._without_saying_so(shard)))
 
 
 def test_a_table_is_made_of_what_a_step_holds(rank: Rank) -> None:

@@ -9,10 +9,10 @@ import kernel_corpus as corpus
 import numpy as np
 import pytest
 import torch
-from kernel_corpus import EPS, Corpus, normal
-from reference import Expected, assert_is, derived
+from kernel_corpus import EPS, Case, Corpus, normal
+from reference import Expected, assert_is, check_sums, checked, derived
 
-from monitor.stats.partials import COLUMNS, COUNT, M3, M4, SMALLS, WRITES
+from monitor.stats.partials import BITS_LOW, COLUMNS, COUNT, M3, M4, SMALLS, WRITES
 from monitor.stats.torch.host_kernel import TorchHostKernel
 
 Reduce = Callable[[torch.Tensor], np.ndarray]
@@ -111,6 +111,21 @@ class KernelContract:
         row = reduce(normal(5000))
         assert (row[M3], row[M4]) == (0, 0)
         assert "kurtosis" not in derived(row)
+
+    def test_check_sums_are_those_of_the_words_in_memory(self, make_checked: Make) -> None:
+        cases = self.held(corpus.dtypes() | corpus.views() | corpus.non_finite() | corpus.shapes())
+        found = {name: checked(row) for name, row in rows(make_checked, cases).items()}
+        assert found == {name: check_sums(case.x) for name, case in cases.items()}
+
+    def test_check_sums_of_more_than_a_piece_are_those_of_the_whole(self, make_checked: Make) -> None:
+        x = normal(corpus.LONG)
+        long = {"float32": x, "bfloat16": x.bfloat16(), "float64 out of range": x.double() * 1e200, "every second": x[::2]}
+        cases = self.held({name: Case(each) for name, each in long.items()})
+        found = {name: checked(row) for name, row in rows(make_checked, cases).items()}
+        assert found == {name: check_sums(case.x) for name, case in cases.items()}
+
+    def test_without_being_asked_for_there_are_no_check_sums(self, reduce: Reduce) -> None:
+        assert not reduce(normal(5000))[BITS_LOW:].any()
 
     def test_the_spread_survives_a_mean_ten_thousand_times_larger(self, reduce: Reduce) -> None:
         x = 100 + 0.01 * normal(200_000)

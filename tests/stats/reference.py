@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from monitor.stats import partials
 from monitor.stats.ops import NUMERIC_OPS, derive
 from monitor.stats.partials import Partials
 
@@ -87,6 +88,29 @@ def assert_is(row: object, expected: Expected, tolerance: float = 1e-6, *, highe
         np.testing.assert_allclose(found["mean"], ops["mean"], rtol=0, atol=tolerance * scale, err_msg="mean")
         np.testing.assert_allclose(found["std"], ops["std"], rtol=2e-6, atol=tolerance * scale, err_msg="std")
     np.testing.assert_allclose(found["norm"], ops["norm"], rtol=tolerance, err_msg="norm")
+
+
+def check_sums(x: torch.Tensor) -> tuple[int, int]:
+    """``bits`` and ``places`` (``monitor.stats.partials``) of elements in the order of memory; zeros if some are repeated."""
+    x = x.detach().resolve_conj().resolve_neg()
+    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        return 0, 0
+    ordered = x.permute(sorted(range(x.dim()), key=lambda dim: -x.stride(dim))).contiguous()
+    return check_sums_of(ordered.reshape(-1).view(torch.uint8).numpy().tobytes(), x.itemsize)
+
+
+def check_sums_of(raw: bytes, itemsize: int) -> tuple[int, int]:
+    """The same, of the elements one after the other."""
+    size = min(itemsize, 4)
+    words = [int.from_bytes(raw[start : start + size], "little") for start in range(0, len(raw), size)]
+    places = sum(place * word for place, word in enumerate(words))
+    return (len(raw) // itemsize + sum(words)) % 2**64, places % 2**64
+
+
+def checked(row: np.ndarray) -> tuple[int, int]:
+    """The check sums of a table row."""
+    bits, places = partials.check_sums(np.asarray(row)[:, np.newaxis])
+    return int(bits[0]), int(places[0])
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

@@ -13,7 +13,7 @@ import torch
 from evidence import PROVES
 from mindspore import COOTensor, Parameter, Tensor, mint
 from mindspore.common.initializer import initializer
-from reference import assert_agrees, derived, normal
+from reference import assert_agrees, check_sums_of, checked, derived, normal
 
 from monitor.failures import EarlierFailure
 from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, MindSporeHostKernel, combined
@@ -24,19 +24,19 @@ SMALL_PIECE = 1 << 12
 Reduce = Callable[[Tensor], np.ndarray]
 
 
-def host(eps: float = EPS, *, higher: bool = False) -> Reduce:
+def host(eps: float = EPS, **wanted: bool) -> Reduce:
     def reduce(x: Tensor) -> np.ndarray:
         page = np.zeros((3, len(COLUMNS)))
-        assert MindSporeHostKernel(eps, higher=higher).reduce_into(x, page, 1)
+        assert MindSporeHostKernel(eps, **wanted).reduce_into(x, page, 1)
         assert not page[[0, 2]].any()
         return page[1]
 
     return reduce
 
 
-def device(eps: float = EPS, *, higher: bool = False) -> Reduce:
-    kernel = MindSporeDeviceKernel(eps, piece=SMALL_PIECE, higher=higher)
-    return lambda x: combined(kernel.reduce(x).asnumpy())
+def device(eps: float = EPS, **wanted: bool) -> Reduce:
+    kernel = MindSporeDeviceKernel(eps, piece=SMALL_PIECE, **wanted)
+    return lambda x: combined(kernel.reduce(x).asnumpy(), kernel.words(x))
 
 
 @pytest.fixture(params=[host, device], ids=["host", "device"])
@@ -87,6 +87,21 @@ def test_equal_elements_and_no_elements_have_no_kurtosis_and_nor_has_a_kernel_th
     same = [np.full(5000, 0.1, np.float32), np.ones(1), np.full(3, np.nan), np.array([0.1, np.inf, 0.1, 0.1], np.float32)]
     rows = [make(higher=True)(Tensor(x)) for x in same] + [make()(Tensor(normal(5000)))]
     assert ["kurtosis" in derived(row) for row in rows] == [False] * 5
+
+
+@pytest.mark.parametrize("dtype", [*REALS, *INTEGERS, ms.bool_, ms.complex64], ids=str)
+def test_check_sums_are_those_of_the_words_in_memory(make: Callable[..., Reduce], dtype: ms.Type) -> None:
+    x = Tensor(100 * normal(1300, 7)).to(dtype)
+    assert checked(make(check_sums=True)(x)) == check_sums_of(raw(x), x.itemsize)
+    assert checked(make()(x)) == (0, 0)
+
+
+def test_no_elements_have_no_check_sums(make: Callable[..., Reduce]) -> None:
+    assert checked(make(check_sums=True)(Tensor(np.zeros((0, 3), np.float32)))) == (0, 0)
+
+
+def raw(x: Tensor) -> bytes:
+    return (x.view(ms.int16) if x.dtype == ms.bfloat16 else x).asnumpy().tobytes()
 
 
 def test_complex_numbers_are_measured_by_magnitude(reduce: Reduce) -> None:

@@ -155,23 +155,23 @@ def test_squares_that_leave_the_range_of_float64_are_left_to_others(magnitude: f
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 4, np.zeros((2, len(COLUMNS))), 0), ValueError),  # more than the array has
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 0, np.zeros((2, len(COLUMNS))), 0), ValueError),
-        ((4, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), 0), ValueError),
-        ((-1, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), 0), ValueError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), 2), IndexError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), -1), IndexError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, 11)), 0), ValueError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS)), np.float32), 0), ValueError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros(24), 0), ValueError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS)), np.int64), 0), ValueError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), 4, np.zeros((2, len(COLUMNS))), 0), ValueError),  # more than the array has
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), 0, np.zeros((2, len(COLUMNS))), 0), ValueError),
+        ((4, 0.0, 0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), 0), ValueError),
+        ((-1, 0.0, 0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), 0), ValueError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), 2), IndexError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), -1), IndexError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), 3, np.zeros((2, 11)), 0), ValueError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS)), np.float32), 0), ValueError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), 3, np.zeros(24), 0), ValueError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS)), np.int64), 0), ValueError),
         # Their bytes are 0 in 64 bits.
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), 1 << 62, np.zeros((2, len(COLUMNS))), 0), ValueError),
-        ((FLOAT32, 0.0, np.zeros(6, np.float32)[::2], 3, np.zeros((2, len(COLUMNS))), 0), ValueError),  # gaps
-        ((FLOAT32, 0.0, 0, 3, np.zeros((2, len(COLUMNS))), 0), ValueError),
-        ((FLOAT32, 0.0, "abc", 3, np.zeros((2, len(COLUMNS))), 0), TypeError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32), -3, np.zeros((2, len(COLUMNS))), 0), OverflowError),
-        ((FLOAT32, 0.0, np.zeros(3, np.float32)), TypeError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), 1 << 62, np.zeros((2, len(COLUMNS))), 0), ValueError),
+        ((FLOAT32, 0.0, 0, np.zeros(6, np.float32)[::2], 3, np.zeros((2, len(COLUMNS))), 0), ValueError),  # gaps
+        ((FLOAT32, 0.0, 0, 0, 3, np.zeros((2, len(COLUMNS))), 0), ValueError),
+        ((FLOAT32, 0.0, 0, "abc", 3, np.zeros((2, len(COLUMNS))), 0), TypeError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), -3, np.zeros((2, len(COLUMNS))), 0), OverflowError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32)), TypeError),
     ],
 )
 def test_what_is_asked_wrongly_is_refused_and_writes_nothing(arguments: tuple[object, ...], error: type[Exception]) -> None:
@@ -184,7 +184,7 @@ def test_a_page_that_is_read_only_is_refused() -> None:
     page = np.zeros((1, len(COLUMNS)))
     page.flags.writeable = False
     with pytest.raises((ValueError, BufferError)):
-        _host_kernel.reduce(FLOAT32, 0.0, np.zeros(3, np.float32), 3, page, 0)
+        _host_kernel.reduce(FLOAT32, 0.0, 0, np.zeros(3, np.float32), 3, page, 0)
 
 
 def test_a_kernel_that_is_not_there_is_refused() -> None:

@@ -27,9 +27,9 @@ def with_native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(VARIABLE, "0")
 
 
-def reduce(x: np.ndarray, eps: float = EPS, *, higher: bool = False) -> np.ndarray:
+def reduce(x: np.ndarray, eps: float = EPS, **wanted: bool) -> np.ndarray:
     page = np.zeros((3, len(COLUMNS)))
-    assert NumpyKernel(eps, higher=higher).reduce_into(x, page, 1)
+    assert NumpyKernel(eps, **wanted).reduce_into(x, page, 1)
     assert not page[[0, 2]].any()
     return page[1]
 
@@ -52,6 +52,10 @@ class TestArrayKernel(KernelContract):
     @pytest.fixture
     def make_higher(self) -> Make:
         return lambda eps: lambda x: reduce(array(x), eps, higher=True)
+
+    @pytest.fixture
+    def make_checked(self) -> Make:
+        return lambda eps: lambda x: reduce(array(x), eps, check_sums=True)
 
 
 def test_every_float16_is_what_numpy_says_it_is() -> None:

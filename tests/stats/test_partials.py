@@ -7,10 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from evidence import examples
 from hypothesis import given, settings, strategies as st
-from reference import assert_agrees, derived
+from reference import assert_agrees, check_sums, checked, derived
 
-from monitor.stats.partials import COLUMNS, EMPTY, Partials, combine, combine_groups, union
+from monitor.stats.partials import BITS_LOW, COLUMNS, EMPTY, Partials, combine, combine_groups, union
 from monitor.stats.torch.host_kernel import TorchHostKernel
 
 KERNEL = TorchHostKernel(1e-8)
@@ -134,3 +135,65 @@ def test_rows_that_are_taken_stay_contiguous_along_each_column(rows: np.ndarray 
     taken = Partials.from_rows(numbers).take(rows)
     assert np.array_equal(taken.columns, numbers.T[:, rows])
     assert taken.columns.strides[1] == taken.columns.itemsize
+
+
+CHECKING_KERNEL = TorchHostKernel(1e-8, check_sums=True)
+
+
+def row_of(x: torch.Tensor) -> np.ndarray:
+    page = np.zeros((1, len(COLUMNS)))
+    assert CHECKING_KERNEL.reduce_into(x, page, 0)
+    return page[0]
+
+
+@given(
+    bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200),
+    cuts=st.lists(st.integers(0, 200), max_size=5),
+)
+@settings(max_examples=examples(100, 1000), deadline=None)
+def test_check_sums_of_parts_add_up_to_those_of_the_whole(bits: list[int], cuts: list[int]) -> None:
+    whole = torch.from_numpy(np.array(bits, dtype=np.uint32).view(np.float32))
+    ends = sorted({min(cut, len(bits)) for cut in cuts} | {len(bits)})
+    begins = [0, *ends[:-1]]
+    rows = np.array([row_of(whole[begin:end]) for begin, end in zip(begins, ends, strict=True)])
+    assert checked(union(rows)) == checked(row_of(whole)) == check_sums(whole)
+    order = np.random.default_rng(0).permutation(len(rows))  # shards may come in any order if each says where it begins
+    shuffled = Partials.from_rows(rows[order])
+    together = combine_groups(shuffled, np.zeros(1, dtype=np.int64), np.array(begins, dtype=np.uint64)[order])
+    assert checked(together.columns[:, 0]) == checked(row_of(whole))
+
+
+def test_parts_whose_place_is_not_known_and_parts_without_check_sums_make_no_check_sum() -> None:
+    rows = np.array([row_of(torch.ones(3)), row_of(torch.ones(4))])
+    assert checked(combine_groups(Partials.from_rows(rows), np.zeros(1, dtype=np.int64)).columns[:, 0]) == (0, 0)
+    rows[1, BITS_LOW:] = 0
+    assert checked(union(rows)) == (0, 0)
+    with_none = np.array([row_of(torch.ones(3)), row_of(torch.empty(0))])
+    assert checked(union(with_none)) == check_sums(torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_no_flipped_bit_no_swap_and_no_opposite_pair_is_missed(dtype: torch.dtype) -> None:
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    raw = {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.itemsize]
+    before, seen = row_of(x), set()
+    numbers = np.frombuffer(x.view(torch.uint8).numpy().tobytes(), dtype=raw)
+    for place in range(len(numbers)):
+        for bit in range(8 * dtype.itemsize):
+            seen.add(checked(row_of(_changed(numbers, {place: numbers[place] ^ raw(1 << bit)}, dtype))))
+    for one in range(len(numbers)):
+        for other in range(one):
+            if numbers[one] != numbers[other]:
+                swapped = {one: numbers[other], other: numbers[one]}
+                seen.add(checked(row_of(_changed(numbers, swapped, dtype))))
+            with np.errstate(over="ignore"):
+                opposite = {one: numbers[one] + raw(1), other: numbers[other] - raw(1)}
+            seen.add(checked(row_of(_changed(numbers, opposite, dtype))))
+    assert checked(before) not in seen
+
+
+def _changed(numbers: np.ndarray, places: dict[int, np.generic], dtype: torch.dtype) -> torch.Tensor:
+    changed = numbers.copy()
+    for place, number in places.items():
+        changed[place] = number
+    return torch.from_numpy(changed.view(np.uint8)).view(dtype)

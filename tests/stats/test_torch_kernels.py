@@ -21,12 +21,12 @@ from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.tensors import pieces
 
 
-def portable(eps: float, *, higher: bool = False) -> TorchHostKernel:
-    return TorchHostKernel(eps, with_native=False, higher=higher)
+def portable(eps: float, **wanted: bool) -> TorchHostKernel:
+    return TorchHostKernel(eps, with_native=False, **wanted)
 
 
-def chunked(eps: float, *, higher: bool = False) -> TorchDeviceKernel:
-    return TorchDeviceKernel(eps, chunk=1 << 12, higher=higher)
+def chunked(eps: float, **wanted: bool) -> TorchDeviceKernel:
+    return TorchDeviceKernel(eps, chunk=1 << 12, **wanted)
 
 
 KERNELS = {"native": TorchHostKernel, "host": portable, "device": chunked}
@@ -55,6 +55,10 @@ class TestTensorKernels(TensorContract):
     @pytest.fixture
     def make_higher(self, kernel: Callable[..., AnyKernel]) -> Make:
         return lambda eps: into_a_page(kernel(eps, higher=True))
+
+    @pytest.fixture
+    def make_checked(self, kernel: Callable[..., AnyKernel]) -> Make:
+        return lambda eps: into_a_page(kernel(eps, check_sums=True))
 
 
 @pytest.mark.parametrize("precision", [np.float32, np.float64])

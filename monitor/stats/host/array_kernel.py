@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from monitor.stats.histograms import BINS, FIRST_POWER, FORMATS, UPPER
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import COLUMNS, EMPTY, Floats, exponent_for, higher_moments, union
+from monitor.stats.partials import BITS_LOW, COLUMNS, EMPTY, Floats, Words, check_columns, exponent_for, higher_moments, union
 
 # --- The native kernel in C, which computes every partial of a host array in one read.
 #
@@ -46,14 +46,16 @@ class NativeKernel:
     """Reduces contiguous elements to table rows. It has no state, so several threads may use it at once.
 
     Args:
-        higher: Whether to measure the higher moments (``partials``).
+        higher, check_sums: Whether to measure the higher moments, and the check sums (``partials``).
     """
 
-    def __init__(self, eps: float, *, higher: bool = False) -> None:
+    def __init__(self, eps: float, *, higher: bool = False, check_sums: bool = False) -> None:
         narrow, wide = Epsilon.of(eps, np.float32).bound, Epsilon.of(eps, np.float64).bound
         bounds = (narrow, wide, narrow, narrow)
-        reduce = _host_kernel.reduce_higher if higher else _host_kernel.reduce
-        self._of: tuple[Reduce, ...] = tuple(partial(reduce, form, bound) for form, bound in enumerate(bounds))
+        wanted = higher * _host_kernel.HIGHER | check_sums * _host_kernel.CHECK_SUMS
+        self._of: tuple[Reduce, ...] = tuple(
+            partial(_host_kernel.reduce, form, bound, wanted) for form, bound in enumerate(bounds)
+        )
 
     def of(self, form: int) -> Reduce:
         """``reduce_into`` for one format, without the cost of a Python frame."""
@@ -72,9 +74,9 @@ class NativeKernel:
         return self._of[form](source, count, page, row)
 
 
-def native_kernel(eps: float, *, higher: bool = False) -> NativeKernel | None:
+def native_kernel(eps: float, *, higher: bool = False, check_sums: bool = False) -> NativeKernel | None:
     """The native kernel; None if it was not built or is switched off."""
-    return NativeKernel(eps, higher=higher) if _host_kernel is not None and is_wanted() else None
+    return NativeKernel(eps, higher=higher, check_sums=check_sums) if _host_kernel is not None and is_wanted() else None
 
 
 def is_wanted() -> bool:
@@ -203,12 +205,13 @@ class NumpyKernel:
 
     Args:
         with_native: Whether to use the native kernel if it was built.
-        higher: Whether to measure the higher moments (``partials``).
+        higher, check_sums: Whether to measure the higher moments, and the check sums (``partials``).
     """
 
-    def __init__(self, eps: float, *, with_native: bool = True, higher: bool = False) -> None:
-        self._native: NativeKernel | None = native_kernel(eps, higher=higher) if with_native else None
-        self._higher = higher
+    def __init__(self, eps: float, *, with_native: bool = True, higher: bool = False, check_sums: bool = False) -> None:
+        self._native: NativeKernel | None = native_kernel(eps, higher=higher, check_sums=check_sums) if with_native else None
+        self._of_chunks = native_kernel(eps, higher=higher) if with_native else None  # chunks may be converted: other bits
+        self._higher, self._check_sums = higher, check_sums
         self._bounds = {np.dtype(one): one(Epsilon.of(eps, one).bound) for one in (np.float32, np.float64)}
         self._chunks = Chunks()
         self._scratch = _Scratch()
@@ -222,26 +225,18 @@ class NumpyKernel:
 
     def reduce(self, x: Raw) -> Row | Floats:
         """The row of a readable array, shape ``(len(COLUMNS),)``."""
-        whole = self._natively(x)
+        whole = _natively(self._native, x)
         if whole is not None:
             return whole
         with np.errstate(all="ignore"):
             rows = [self._chunk(v) for v in self._chunks.of(x)]
-        if len(rows) == 1:
-            return rows[0]
-        return union(np.array(rows)) if rows else (1.0, *EMPTY[1:])
-
-    def _natively(self, x: Raw) -> Floats | None:
-        """The row of contiguous floats; None if the native kernel cannot compute it or was not built."""
-        found = None if self._native is None else stored(x)
-        if self._native is None or found is None:
-            return None
-        elements, form = found
-        page: Floats = np.empty((1, len(COLUMNS)))
-        return page[0] if self._native.reduce_into(elements, x.size, form, page, 0) else None
+        if not rows:
+            return (1.0, *EMPTY[1:])
+        row = rows[0] if len(rows) == 1 else union(np.array(rows))
+        return (*row[:BITS_LOW], *check_columns(_check_sums(x))[:, 0]) if self._check_sums else row
 
     def _chunk(self, v: Reals) -> Row | Floats:
-        row = self._natively(v)
+        row = _natively(self._of_chunks, v)
         return self._portably(v) if row is None else row
 
     def _portably(self, v: Reals) -> Row:
@@ -261,7 +256,8 @@ class NumpyKernel:
         if lo != hi and m2 < _LEAST_SPREAD * sumsq:
             m2 = self._centred(v, exponent, total / n)
         m3, m4 = self._higher_moments(v, exponent, total / n) if self._higher and lo != hi else (0.0, 0.0)
-        return (1.0, n, 0.0, 0.0, 0.0, self._smalls(v, lo, hi), lo, hi, total, sumsq, m2, m3, m4, float(exponent))
+        counts = (1.0, n, 0.0, 0.0, 0.0, self._smalls(v, lo, hi))
+        return (*counts, lo, hi, total, sumsq, m2, m3, m4, float(exponent), *EMPTY[BITS_LOW:])
 
     def _centred(self, v: Reals, exponent: int, mean: float) -> float:
         """Σ (x - mean)², corrected for the rounding of the mean."""
@@ -304,6 +300,48 @@ class NumpyKernel:
         if not len(finite):
             return (*counts, *EMPTY[5:])
         return (*counts, *self._finite(finite, float(finite.min()), float(finite.max()))[5:])
+
+
+def _natively(native: NativeKernel | None, x: Raw) -> Floats | None:
+    """The row of contiguous floats; None if the native kernel cannot compute it or was not built."""
+    found = None if native is None else stored(x)
+    if native is None or found is None:
+        return None
+    elements, form = found
+    page: Floats = np.empty((1, len(COLUMNS)))
+    return page[0] if native.reduce_into(elements, x.size, form, page, 0) else None
+
+
+def words_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The unsigned integers that the check sums of elements add (``partials``)."""
+    return np.dtype(f"u{min(dtype.itemsize, 4)}")
+
+
+def word_sums(words: NDArray[Any], elements: int) -> Words:
+    """``bits`` and ``places`` (``partials``), shape ``(2,)``, of words end to end."""
+    wide = words.astype(np.uint64)
+    places = np.sum(wide * np.arange(len(wide), dtype=np.uint64), dtype=np.uint64)
+    return np.array([np.sum(wide, dtype=np.uint64) + np.uint64(elements), places])
+
+
+def _check_sums(x: Raw) -> Words:
+    """``bits`` and ``places`` of an array, shape ``(2, 1)``, a chunk at a time, in the order of memory.
+
+    Zeros for an array that repeats elements.
+    """
+    sums = np.zeros(2, dtype=np.uint64)
+    if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.strides, strict=True)):
+        return sums[:, np.newaxis]
+    ordered = x.transpose(sorted(range(x.ndim), key=lambda dim: -x.strides[dim]))
+    elements = ordered.reshape(-1) if ordered.flags.c_contiguous else ordered.flat
+    kind = words_of(x.dtype)
+    each = np.uint64(x.dtype.itemsize // kind.itemsize)
+    for start in range(0, x.size, CHUNK):
+        chunk = np.ascontiguousarray(elements[start : start + CHUNK])
+        of_chunk = word_sums(chunk.view(kind), len(chunk))
+        sums += of_chunk
+        sums[1:] += np.uint64(start) * each * (of_chunk[:1] - np.uint64(len(chunk)))
+    return sums[:, np.newaxis]
 
 
 # --- Histograms of arrays, in the bins of ``monitor.stats.histograms``.

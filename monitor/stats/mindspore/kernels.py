@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Final
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint
+from mindspore import Tensor, mint, ops
 from numpy.typing import NDArray
 
 from monitor.stats import partials
@@ -26,11 +27,14 @@ from monitor.stats.partials import Floats
 PIECE: Final = 1 << 22
 """Elements of a piece: enough to fill a device, 16 MiB per float32 temporary, and few enough for exact counts in float32."""
 
-PIECE_COLUMNS: Final = len(partials.COLUMNS) + 4
-"""Columns of a piece row: those of a table row without ``writes``, where ``count`` counts the finite elements only; then the
-remainders of integer extremes that float32 cannot hold, to be added to the extremes; then the mean, and what its multiple lacks
-of ``sum``; then the greatest distance from the mean. ``m3`` and ``m4`` are divided by its third and fourth power, which float32
-may not hold."""
+PIECE_COLUMNS: Final = partials.EXPONENT + 5
+"""Columns of a piece row: those of a table row up to ``exponent`` without ``writes``, where ``count`` counts the finite
+elements only; then the remainders of integer extremes that float32 cannot hold, to be added to the extremes; then the mean, and
+what its multiple lacks of ``sum``; then the greatest distance from the mean. ``m3`` and ``m4`` are divided by its third and
+fourth power, which float32 may not hold. ``CHECK_COLUMNS`` follow where check sums are measured."""
+
+CHECK_COLUMNS: Final = 8
+"""``bits`` less ``count``, and ``places`` (``partials``), each in four parts of 16 bits, the lowest first."""
 
 _STEP: Final = {ms.float32: 50, ms.float64: 400}
 """Exponent steps of the scaling before squaring: elements are scaled by 2 to the power of 0, ±1 or ±2 steps, so that the
@@ -83,11 +87,11 @@ class MindSporeDeviceKernel:
     """Reduces tensors of any device to piece rows, in the order of the device's queue.
 
     Args:
-        higher: Whether to measure the higher moments (``partials``).
+        higher, check_sums: Whether to measure the higher moments, and the check sums (``partials``).
     """
 
-    def __init__(self, eps: float, piece: int = PIECE, *, higher: bool = False) -> None:
-        self._higher = higher
+    def __init__(self, eps: float, piece: int = PIECE, *, higher: bool = False, check_sums: bool = False) -> None:
+        self._higher, self._check_sums = higher, check_sums
         self._constants = {
             ms.float32: _Constants(Epsilon.of(eps, np.float32).bound, ms.float32),
             ms.float64: _Constants(Epsilon.of(eps, np.float64).bound, ms.float64),
@@ -96,7 +100,7 @@ class MindSporeDeviceKernel:
         self._piece_size = piece
 
     def reduce(self, x: Tensor) -> Tensor | None:
-        """The piece rows of ``x`` end to end, ``PIECE_COLUMNS`` each, float64 if ``x`` is, else float32; None if unreadable.
+        """The piece rows of ``x`` end to end, float64 if ``x`` is, else float32; None if unreadable. See ``combined``.
 
         Does not wait for the device. Cutting a tensor larger than a piece waits until MindSpore has dispatched all earlier
         operations.
@@ -104,9 +108,16 @@ class MindSporeDeviceKernel:
         if not has_data(x) or x.dtype not in _READ:
             return None
         if not x.size:
-            return Tensor([*partials.EMPTY[partials.COUNT :], *[0.0] * (PIECE_COLUMNS - len(partials.COLUMNS) + 1)], ms.float32)
+            return Tensor(
+                [*partials.EMPTY[partials.COUNT : partials.BITS_LOW], *[0.0] * (5 + CHECK_COLUMNS * self._check_sums)],
+                ms.float32,
+            )
         pieces = (x,) if x.size <= self._piece_size else mint.split(x.reshape(-1), self._piece_size)
         return mint.cat([self._piece(piece) for piece in pieces])
+
+    def words(self, x: Tensor) -> int:
+        """Words of an element, for ``combined``; 0 if check sums are not measured."""
+        return max(1, x.itemsize // 4) if self._check_sums else 0
 
     def _piece(self, piece: Tensor) -> Tensor:
         v = _real(piece)
@@ -130,7 +141,8 @@ class MindSporeDeviceKernel:
         extremes = [lo, hi, zero, zero] if piece.dtype not in _INTEGERS else self._integer_extremes(piece)
         m3, m4, far = _relative_moments(off, n) if self._higher else (zero, zero, zero)
         sums = [total, mint.sum(mint.square(scaled)), m2, m3, m4, exponent]
-        numbers = [*counts, smalls, *extremes[:2], *sums, *extremes[2:], mean, rest, far]
+        checks = [one.to(v.dtype) for one in _check_sums(piece)] if self._check_sums else []
+        numbers = [*counts, smalls, *extremes[:2], *sums, *extremes[2:], mean, rest, far, *checks]
         return mint.cat([number.reshape(1) for number in numbers])
 
     def _integer_extremes(self, piece: Tensor) -> list[Tensor]:
@@ -140,6 +152,38 @@ class MindSporeDeviceKernel:
         lows = [mint.bitwise_and(one, self._low_bits) for one in least_and_most]
         highs = [mint.sub(one, low) for one, low in zip(least_and_most, lows, strict=True)]
         return [one.to(ms.float32) for one in (*highs, *lows)]
+
+
+_INTEGER_OF: Final = {2: ms.int16, 4: ms.int32, 8: ms.int64}
+"""The integer with the bits of an element."""
+
+
+def _check_sums(piece: Tensor) -> list[Tensor]:
+    """``CHECK_COLUMNS`` of a piece, int64, which is computed modulo 2^64."""
+    flat = piece.reshape(-1)
+    whole = (flat.view(_INTEGER_OF[piece.itemsize]) if piece.itemsize > 1 else flat).to(ms.int64)
+    index = ops.arange(piece.size)  # int64
+    if piece.itemsize == 8:
+        low, high = _bits(whole, 0, 32), _bits(whole, 32, 32)
+        words = mint.add(low, high)
+        of_elements = _sum(mint.mul(words, index))
+        places = mint.add(mint.add(of_elements, of_elements), _sum(high))
+    else:
+        words = _bits(whole, 0, 8 * piece.itemsize)
+        places = _sum(mint.mul(words, index))
+    return [_bits(one, 16 * part, 16) for one in (_sum(words), places) for part in range(4)]
+
+
+def _sum(x: Tensor) -> Tensor:
+    """The sum of a piece of int64, 16 bits at a time: MindSpore adds integers in float64."""
+    parts = [mint.sum(_bits(x, 16 * part, 16)) for part in range(4)]
+    shifted = [ops.bitwise_left_shift(one, Tensor(16 * part, ms.int64)) for part, one in enumerate(parts) if part]
+    return reduce(mint.add, shifted, parts[0])
+
+
+def _bits(x: Tensor, first: int, count: int) -> Tensor:
+    shifted = ops.bitwise_right_shift(x, Tensor(first, ms.int64)) if first else x
+    return mint.bitwise_and(shifted, Tensor((1 << count) - 1, ms.int64))
 
 
 def _relative_moments(off: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,23 +214,36 @@ def _real(piece: Tensor) -> Tensor:
     return piece if piece.dtype in _STEP else piece.to(ms.float32)
 
 
-def combined(end_to_end: NDArray[np.float32] | Floats) -> Floats:
-    """The table row of a tensor, from its piece rows on the host."""
-    pieces = end_to_end.reshape(-1, PIECE_COLUMNS)
+def combined(end_to_end: NDArray[np.float32] | Floats, words: int = 0) -> Floats:
+    """The table row of a tensor, from its piece rows on the host.
+
+    Args:
+        words: Words of an element, if the piece rows have ``CHECK_COLUMNS``; else 0.
+    """
+    pieces = end_to_end.reshape(-1, PIECE_COLUMNS + CHECK_COLUMNS * bool(words))
     rows = np.empty((len(pieces), len(partials.COLUMNS)))
     rows[:, partials.WRITES] = 1.0
-    rows[:, partials.COUNT :] = pieces[:, : len(partials.COLUMNS) - 1]
+    rows[:, partials.COUNT : partials.BITS_LOW] = pieces[:, : partials.EXPONENT]
     rows[:, partials.COUNT] += rows[:, partials.COUNT + 1 : partials.NEGINFS + 1].sum(axis=1)
-    rows[:, [partials.MIN, partials.MAX]] += pieces[:, -5:-3]
-    mean, rest, far = pieces[:, -3:].astype(np.float64).T
+    remainders = pieces[:, partials.EXPONENT :]
+    rows[:, [partials.MIN, partials.MAX]] += remainders[:, :2]
+    mean, rest, far = remainders[:, 2:5].astype(np.float64).T
     # Of a sum in float32, the rounding would look like a spread between the means of pieces.
     rows[:, partials.SUM] = pieces[:, 0] * mean + rest
     rows[:, partials.M3] *= far**3
     rows[:, partials.M4] *= far**4
     # The moments of equal elements are rounding errors.
     rows[rows[:, partials.MIN] == rows[:, partials.MAX], partials.M2 : partials.M4 + 1] = 0.0
+    rows[:, partials.BITS_LOW :] = _check_columns(remainders[:, 5:], rows[:, partials.COUNT]) if words else 0.0
     _clear_exponents(rows)
-    return rows[0] if len(rows) == 1 else partials.union(rows)
+    return rows[0] if len(rows) == 1 else partials.union(rows, max(1, words))
+
+
+def _check_columns(parts: NDArray[np.float32] | Floats, count: Floats) -> Floats:
+    """The columns of the check sums of pieces, shape ``(pieces, 4)``, from ``CHECK_COLUMNS``."""
+    sums = parts.astype(np.uint64).reshape(-1, 2, 4) << np.arange(0, 64, 16, dtype=np.uint64)
+    bits, places = sums.sum(axis=2, dtype=np.uint64).T
+    return partials.check_columns(np.array([bits + count.astype(np.uint64), places])).T
 
 
 def _clear_exponents(rows: Floats) -> None:
@@ -278,8 +335,8 @@ def _sums(parts: Tensor) -> list[Tensor]:
 class MindSporeHostKernel:
     """Reduces host tensors to table rows. Waits for earlier operations, as ``on_host`` does."""
 
-    def __init__(self, eps: float, *, higher: bool = False) -> None:
-        self._arrays = NumpyKernel(eps, higher=higher)
+    def __init__(self, eps: float, *, higher: bool = False, check_sums: bool = False) -> None:
+        self._arrays = NumpyKernel(eps, higher=higher, check_sums=check_sums)
 
     def reduce_into(self, x: Tensor, page: Floats, row: int) -> bool:
         """Write the partials of ``x`` into ``page[row]``. False if ``x`` has no data to read; the row is then untouched.

@@ -21,6 +21,8 @@ from monitor.stats.histograms import BINS, UPPER
 from monitor.stats.host.array_kernel import EXPONENT_BINS, of_singles, restore_rounded
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import (
+    BITS_HIGH,
+    BITS_LOW,
     COLUMNS,
     COUNT,
     EXPONENT,
@@ -38,7 +40,7 @@ from monitor.stats.partials import (
     WRITES,
 )
 from monitor.stats.torch.memory import persistent
-from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, pieces, readable, working_precision
+from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, pieces, readable, words_in, working_precision
 
 CHUNK: Final = 1 << 22
 """Elements of a chunk: enough to fill a device, 16 MiB per float32 temporary."""
@@ -48,11 +50,12 @@ class TorchDeviceKernel:
     """Reduces tensors of any device to table rows, in stream order.
 
     Args:
-        higher: Whether to measure the higher moments (``partials``).
+        higher, check_sums: Whether to measure the higher moments, and the check sums (``partials``). Tensors that repeat
+            elements get no check sums.
     """
 
-    def __init__(self, eps: float, chunk: int = CHUNK, *, higher: bool = False) -> None:
-        self._higher = higher
+    def __init__(self, eps: float, chunk: int = CHUNK, *, higher: bool = False, check_sums: bool = False) -> None:
+        self._higher, self._check_sums = higher, check_sums
         self._eps = {torch.float32: Epsilon.of(eps, np.float32).bound, torch.float64: Epsilon.of(eps, np.float64).bound}
         self._zero_is_small = 1.0 if eps > 0 else 0.0
         self._chunk_size = chunk
@@ -82,7 +85,7 @@ class TorchDeviceKernel:
             rows.append(self._constant(source.implicit_zeros, x.device))
         if not rows:
             return self._constant(0, x.device, lo=math.inf, hi=-math.inf)
-        row = rows[0] if len(rows) == 1 else _union(torch.stack(rows), self._higher)
+        row = rows[0] if len(rows) == 1 else _union(torch.stack(rows), self._higher, words_in(x.dtype))
         return row if source.repeats == 1 else _repeated(row, source.repeats)
 
     def _constant(self, zeros: int, device: torch.device, lo: float = 0.0, hi: float = 0.0) -> Tensor:
@@ -90,6 +93,8 @@ class TorchDeviceKernel:
         row = torch.zeros(len(COLUMNS), dtype=torch.float64, device=device)
         for column, value in ((WRITES, 1.0), (COUNT, zeros), (SMALLS, zeros * self._zero_is_small), (MIN, lo), (MAX, hi)):
             row[column] = value
+        if self._check_sums:
+            row[BITS_LOW], row[BITS_HIGH] = zeros & _HALF, zeros >> 32
         return row
 
     def _chunk(self, piece: Tensor) -> Tensor:
@@ -125,7 +130,10 @@ class TorchDeviceKernel:
             M3: m3,
             M4: m4,
             EXPONENT: exponent,
+            **dict.fromkeys(range(BITS_LOW, len(COLUMNS)), torch.zeros_like(total)),
         }
+        if self._check_sums:
+            numbers |= enumerate(_halves(*_check_sums(piece)), BITS_LOW)
         row = torch.stack([numbers[column].double() for column in range(len(COLUMNS))])
         return _small_exponent(row, most=200 if self._higher else 330)
 
@@ -143,6 +151,27 @@ def _higher_moments(off: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
     around = n * rest.square()
     m3 = c - rest * (3 * q - 2 * around)
     return m3, squares.square_().sum(dtype=torch.float64) - rest * (4 * c - rest * (6 * q - 3 * around))
+
+
+_HALF: Final = 0xFFFF_FFFF
+
+
+def _check_sums(piece: Tensor) -> tuple[Tensor, Tensor]:
+    """``bits`` and ``places`` (``partials``) of a piece, int64, which is computed modulo 2^64."""
+    whole = piece.resolve_conj().resolve_neg().contiguous().as_strided((piece.numel(),), (1,))
+    if piece.itemsize == 1:
+        words = whole.view(torch.uint8).to(torch.int64)
+    elif piece.itemsize == 2:
+        words = whole.view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
+    else:
+        words = whole.view(torch.int32).to(torch.int64).bitwise_and_(_HALF)
+    bits = words.sum() + piece.numel()
+    return bits, words.mul_(torch.arange(len(words), device=piece.device)).sum()
+
+
+def _halves(bits: Tensor, places: Tensor) -> list[Tensor]:
+    """The columns of the check sums."""
+    return [half.double() for one in (bits, places) for half in (one & _HALF, (one >> 32) & _HALF)]
 
 
 def _write_below(page: Tensor, row: int, offset: Tensor, numbers: Tensor) -> None:
@@ -164,10 +193,10 @@ def _small_exponent(row: Tensor, most: int) -> Tensor:
     scale = torch.exp2(torch.where(fits, exponent, 0.0))
     square = scale * scale
     sums = [row[SUM] * scale, row[SUMSQ] * square, row[M2] * square, row[M3] * square * scale, row[M4] * square * square]
-    return torch.cat([row[:SUM], torch.stack([*sums, torch.where(fits, 0.0, exponent)])])
+    return torch.cat([row[:SUM], torch.stack([*sums, torch.where(fits, 0.0, exponent)]), row[BITS_LOW:]])
 
 
-def _union(rows: Tensor, higher: bool) -> Tensor:
+def _union(rows: Tensor, higher: bool, words: int) -> Tensor:
     """``partials.union`` in torch operators: shapes ``(sets, len(COLUMNS))`` to ``(len(COLUMNS),)``."""
     column = rows.unbind(1)
     sumsq, exponent = column[SUMSQ], column[EXPONENT]
@@ -186,8 +215,17 @@ def _union(rows: Tensor, higher: bool) -> Tensor:
         squares += _higher_of_all(n, off, m2, m3, m4)
     else:
         squares += [torch.zeros_like(top)] * 2
-    rest = [column[MIN].amin(), column[MAX].amax(), sums.sum(), *squares, top]
+    rest = [column[MIN].amin(), column[MAX].amax(), sums.sum(), *squares, top, *_checked_union(rows, words)]
     return torch.cat([torch.ones_like(counts[:1]), counts, torch.stack(rest)])
+
+
+def _checked_union(rows: Tensor, words: int) -> list[Tensor]:
+    """The columns of the check sums of pieces that follow each other. Without check sums they remain 0."""
+    halves, count = rows[:, BITS_LOW:].long(), rows[:, COUNT].long()
+    bits, places = halves[:, 0] | halves[:, 1] << 32, halves[:, 2] | halves[:, 3] << 32
+    begins = (count.cumsum(0) - count) * words
+    moved = torch.where(bits != 0, places + begins * (bits - count), 0)
+    return _halves(bits.sum(), moved.sum())
 
 
 def _higher_of_all(n: Tensor, off: Tensor, m2: Tensor, m3: Tensor, m4: Tensor) -> list[Tensor]:
@@ -205,7 +243,8 @@ def _higher_of_all(n: Tensor, off: Tensor, m2: Tensor, m3: Tensor, m4: Tensor) -
 def _repeated(row: Tensor, times: int) -> Tensor:
     """The row of a tensor in which every element is repeated ``times`` times."""
     counts, extremes, sums = row[COUNT:MIN], row[MIN:SUM], row[SUM:EXPONENT]
-    return torch.cat([row[:COUNT], counts * times, extremes, sums * times, row[EXPONENT:]])
+    rest = [row[EXPONENT:BITS_LOW], torch.zeros_like(row[BITS_LOW:])]
+    return torch.cat([row[:COUNT], counts * times, extremes, sums * times, *rest])
 
 
 # --- Histograms of magnitudes: on the host from the bits (``host.array_kernel``), on devices by binary search.

@@ -34,30 +34,38 @@ class DeviceKernels:
 
     def __init__(self) -> None:
         self._engines: dict[str, FusedEngine | None] = {}
-        self._kernels: dict[tuple[float, bool, str], TorchDeviceKernel | FusedKernel] = {}
-        self._lists: dict[tuple[float, bool, str], FusedList | None] = {}
+        self._kernels: dict[tuple[float, bool, bool, str], TorchDeviceKernel | FusedKernel] = {}
+        self._lists: dict[tuple[float, bool, bool, str], FusedList | None] = {}
 
-    def kernel(self, eps: float, device: torch.device, *, higher: bool = False) -> TorchDeviceKernel | FusedKernel:
-        """The kernel for a single tensor of ``device``. ``higher``: whether it measures the higher moments."""
-        found = self._kernels.get((eps, higher, device.type))
-        return self._new_kernel(eps, higher, device) if found is None else found
+    def kernel(
+        self, eps: float, device: torch.device, *, higher: bool = False, check_sums: bool = False
+    ) -> TorchDeviceKernel | FusedKernel:
+        """The kernel for a single tensor of ``device``.
 
-    def list(self, eps: float, device: torch.device, *, higher: bool = False) -> FusedList | None:
+        Args:
+            higher, check_sums: Whether it measures the higher moments, and the check sums (``partials``).
+        """
+        found = self._kernels.get((eps, higher, check_sums, device.type))
+        return self._new_kernel(eps, higher, check_sums, device) if found is None else found
+
+    def list(self, eps: float, device: torch.device, *, higher: bool = False, check_sums: bool = False) -> FusedList | None:
         """The kernel for many tensors of ``device`` at once; None if there is none."""
-        key = (eps, higher, device.type)
+        key = (eps, higher, check_sums, device.type)
         if key not in self._lists:
-            kernel, engine = self.kernel(eps, device, higher=higher), self._engines.get(device.type)
+            kernel = self.kernel(eps, device, higher=higher, check_sums=check_sums)
+            engine = self._engines.get(device.type)
             if engine is None or not isinstance(kernel, FusedKernel):
                 return None
             self._lists[key] = FusedList(kernel, engine)
         return self._lists[key]
 
-    def _new_kernel(self, eps: float, higher: bool, device: torch.device) -> TorchDeviceKernel | FusedKernel:
+    def _new_kernel(self, eps: float, higher: bool, check_sums: bool, device: torch.device) -> TorchDeviceKernel | FusedKernel:
+        portable = TorchDeviceKernel(eps, higher=higher, check_sums=check_sums)
         if device.type not in self._engines and capturing(device):
-            return TorchDeviceKernel(eps, higher=higher)  # for now: nothing is tried during the capture of a graph
+            return portable  # for now: nothing is tried during the capture of a graph
         engine = self._engine(device)
-        kernel = TorchDeviceKernel(eps, higher=higher) if engine is None else FusedKernel(eps, engine, higher=higher)
-        self._kernels[eps, higher, device.type] = kernel
+        kernel = portable if engine is None else FusedKernel(eps, engine, portable, higher=higher, check_sums=check_sums)
+        self._kernels[eps, higher, check_sums, device.type] = kernel
         return kernel
 
     def _engine(self, device: torch.device) -> FusedEngine | None:
@@ -117,23 +125,31 @@ def _runs(engine: FusedEngine, device: torch.device) -> bool:
     return FusedKernel(0.0, engine).reduces(torch.zeros(1, device=device), page, 0)
 
 
-SCHEMA: Final = "reduce_into(Tensor x, Tensor(a!) page, int row, Tensor? micro_step, float eps, bool higher=False) -> ()"
+SCHEMA: Final = (
+    "reduce_into(Tensor x, Tensor(a!) page, int row, Tensor? micro_step, float eps, bool higher=False, bool check_sums=False) "
+    "-> ()"
+)
 
 _host_kernel = lru_cache(TorchHostKernel)
 DEVICE_KERNELS: Final = DeviceKernels()
 """The kernels of the operator on devices, with their compiled variants. One set per process, as there is one operator."""
 
 
-def _reduce_into(x: Tensor, page: Tensor, row: int, micro_step: Tensor | None, eps: float, higher: bool = False) -> None:
+def _reduce_into(
+    x: Tensor, page: Tensor, row: int, micro_step: Tensor | None, eps: float, higher: bool = False, check_sums: bool = False
+) -> None:
     if page.device.type == "cpu":
         offset = 0 if micro_step is None else int(micro_step.item())
         if offset >= 0:
-            _host_kernel(eps, higher=higher).reduce_into(x, page.numpy(), row + offset)
+            _host_kernel(eps, higher=higher, check_sums=check_sums).reduce_into(x, page.numpy(), row + offset)
     else:
-        DEVICE_KERNELS.kernel(eps, page.device, higher=higher).reduce_into(x, page, row, micro_step)
+        kernel = DEVICE_KERNELS.kernel(eps, page.device, higher=higher, check_sums=check_sums)
+        kernel.reduce_into(x, page, row, micro_step)
 
 
-def _reduce_nothing(x: Tensor, page: Tensor, row: int, micro_step: Tensor | None, eps: float, higher: bool = False) -> None:
+def _reduce_nothing(
+    x: Tensor, page: Tensor, row: int, micro_step: Tensor | None, eps: float, higher: bool = False, check_sums: bool = False
+) -> None:
     """The operator for tensors without data: it returns nothing, so there is no result to describe."""
 
 
@@ -151,11 +167,12 @@ LIBRARY: Final = _define()
 """A reference that keeps the operator defined."""
 
 reduce_into: Final = torch.ops.monitor.reduce_into.default
-"""``reduce_into(x, page, row, micro_step, eps, higher)``: write the partials of ``x`` into ``page[row + micro_step]``.
+"""``reduce_into(x, page, row, micro_step, eps, higher, check_sums)`` writes the partials of ``x`` into
+``page[row + micro_step]``.
 
 ``page`` is float64, shape ``(rows, len(COLUMNS))``, on the device of ``x``. ``micro_step`` is an integer in a tensor without
-dimensions on that device, or None for 0. If it is negative nothing is written: this step is not collected. ``higher`` says
-whether to measure the higher moments."""
+dimensions on that device, or None for 0. If it is negative nothing is written: this step is not collected. ``higher`` and
+``check_sums`` say whether to measure the higher moments and the check sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +184,9 @@ class ListedTensor:
     row: int
 
 
-def reduce_listed(items: Sequence[ListedTensor], eps: float, *, higher: bool = False) -> list[tuple[int, Exception]]:
+def reduce_listed(
+    items: Sequence[ListedTensor], eps: float, *, higher: bool = False, check_sums: bool = False
+) -> list[tuple[int, Exception]]:
     """Write the rows of tensors on any devices, with one launch per kind of tensor (``triton.launch.Kind``).
 
     Returns:
@@ -179,20 +198,21 @@ def reduce_listed(items: Sequence[ListedTensor], eps: float, *, higher: bool = F
         with ExitStack() as pages:
             for page in {id(items[place].page): items[place].page for place in here}.values():
                 pages.enter_context(page.written())
-            failed += _reduce_listed(items, here, device, eps, higher)
+            failed += _reduce_listed(items, here, device, eps, higher, check_sums)
     return failed
 
 
 def _reduce_listed(
-    items: Sequence[ListedTensor], here: list[int], device: torch.device, eps: float, higher: bool
+    items: Sequence[ListedTensor], here: list[int], device: torch.device, eps: float, higher: bool, check_sums: bool
 ) -> list[tuple[int, Exception]]:
-    together, left, failed = DEVICE_KERNELS.list(eps, device, higher=higher), here, []
+    together = DEVICE_KERNELS.list(eps, device, higher=higher, check_sums=check_sums)
+    left, failed = here, []
     if together is not None:
         tensors, pages, rows = zip(*((items[i].tensor, items[i].page.tensor, items[i].row) for i in here), strict=True)
         left = [here[place] for place in together.reduce_into(tensors, pages, rows)]
     for place in left:
         try:
-            reduce_into(items[place].tensor, items[place].page.tensor, items[place].row, None, eps, higher)
+            reduce_into(items[place].tensor, items[place].page.tensor, items[place].row, None, eps, higher, check_sums)
         except Exception as error:
             failed.append((place, error))
     return failed

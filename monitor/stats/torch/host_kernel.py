@@ -16,9 +16,9 @@ from torch import Tensor
 
 from monitor.stats import partials
 from monitor.stats.host import array_kernel
-from monitor.stats.host.array_kernel import NativeKernel, NumpyKernel, Row, native_kernel
+from monitor.stats.host.array_kernel import NativeKernel, NumpyKernel, Row, native_kernel, word_sums
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import Floats
+from monitor.stats.partials import Floats, Words
 from monitor.stats.torch.tensors import (
     BYPASSED_KEYS,
     Readable,
@@ -27,6 +27,7 @@ from monitor.stats.torch.tensors import (
     pieces,
     plain_address,
     readable,
+    words_in,
     working_precision,
 )
 
@@ -69,16 +70,18 @@ class TorchHostKernel:
 
     Args:
         with_native: Whether the native kernel is used where there is one.
-        higher: Whether to measure the higher moments (``partials``).
+        higher, check_sums: Whether to measure the higher moments, and the check sums (``partials``). Tensors that wait to be
+            reduced together get no check sums, nor do those that repeat elements.
 
     Attributes:
         plain: The native kernel for the elements at a ``plain_address``; None where it is not there. Where it is most tensors
             cost one call, and nothing is gained by reducing small ones together.
     """
 
-    def __init__(self, eps: float, *, with_native: bool = True, higher: bool = False) -> None:
-        self.higher = higher
-        self._native: NativeKernel | None = native_kernel(eps, higher=higher) if with_native else None
+    def __init__(self, eps: float, *, with_native: bool = True, higher: bool = False, check_sums: bool = False) -> None:
+        self.higher, self._check_sums = higher, check_sums
+        native = native_kernel(eps, higher=higher, check_sums=check_sums) if with_native else None
+        self._native: NativeKernel | None = native
         self.plain = None if self._native is None else self._native.of(array_kernel.FLOAT32)
         self._numpy = NumpyKernel(eps, with_native=with_native, higher=higher)
         self._staging = _PieceBuffers()
@@ -116,12 +119,12 @@ class TorchHostKernel:
             x = x.resolve_conj().resolve_neg()
         rows = self._rows(x)
         if source.implicit_zeros:
-            rows.append(_zeros(source.implicit_zeros, self._zero_is_small))
+            rows.append(self._zeros(source.implicit_zeros))
         if source.repeats > 1:
             rows = [_repeated(row, source.repeats) for row in rows]
         if len(rows) == 1:
             return rows[0]
-        return partials.union(np.array(rows)) if rows else (1.0, *partials.EMPTY[1:])
+        return partials.union(np.array(rows), words_in(x.dtype)) if rows else (1.0, *partials.EMPTY[1:])
 
     def _rows(self, x: Tensor) -> list[Row | Floats]:
         """Rows whose union is the row of ``x``."""
@@ -130,7 +133,11 @@ class TorchHostKernel:
 
     def _piece(self, piece: Tensor) -> Row | Floats:
         row = self._natively(piece) if piece.is_contiguous() else None
-        return self._numpy.reduce(self._staging.of(piece)) if row is None else row
+        if row is None:
+            row = np.array(self._numpy.reduce(self._staging.of(piece)))
+            if self._check_sums:
+                row[partials.BITS_LOW :] = partials.check_columns(_check_sums(piece))[:, 0]
+        return row
 
     def _natively(self, x: Tensor) -> Floats | None:
         """The row of elements without gaps; None if the native kernel cannot compute it or was not built."""
@@ -140,12 +147,20 @@ class TorchHostKernel:
         page: Floats = np.empty((1, len(partials.COLUMNS)))
         return page[0] if self._native.reduce_into(address, x.numel(), form, page, 0) else None
 
+    def _zeros(self, count: int) -> Floats:
+        """The row of that many zeros."""
+        row = np.zeros(len(partials.COLUMNS))
+        row[partials.WRITES], row[partials.COUNT], row[partials.SMALLS] = 1.0, count, count * self._zero_is_small
+        if self._check_sums:
+            row[partials.BITS_LOW :] = partials.check_columns(np.array([[count], [0]], dtype=np.uint64))[:, 0]
+        return row
 
-def _zeros(count: int, are_small: bool) -> Floats:
-    """The row of that many zeros."""
-    row = np.zeros(len(partials.COLUMNS))
-    row[partials.WRITES], row[partials.COUNT], row[partials.SMALLS] = 1.0, count, count * are_small
-    return row
+
+def _check_sums(piece: Tensor) -> Words:
+    """``bits`` and ``places`` (``partials``) of a piece, shape ``(2, 1)``."""
+    elements = piece.contiguous().as_strided((piece.numel(),), (1,))
+    words = np.frombuffer(elements.view(torch.uint8).numpy().tobytes(), dtype=f"u{min(piece.itemsize, 4)}")
+    return word_sums(words, piece.numel())[:, np.newaxis]
 
 
 def _repeated(row: Row | Floats, times: int) -> Floats:
@@ -153,6 +168,7 @@ def _repeated(row: Row | Floats, times: int) -> Floats:
     repeated = np.array(row)
     repeated[partials.COUNT : partials.MIN] *= times
     repeated[[column for column, _ in partials.SCALED]] *= times
+    repeated[partials.BITS_LOW :] = 0.0
     return repeated
 
 

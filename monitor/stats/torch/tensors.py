@@ -187,6 +187,11 @@ def working_precision(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if narrow else torch.float64
 
 
+def words_in(dtype: torch.dtype) -> int:
+    """The words of an element, for the check sums (``partials``)."""
+    return max(1, dtype.itemsize // 4)
+
+
 # --- Dispatcher keys and user modes that are bypassed while a tensor is read.
 
 _K = torch._C.DispatchKey

@@ -117,13 +117,19 @@ def _decoded(raw, DECODE: tl.constexpr, WORK: tl.constexpr):
 
 
 @triton.jit
-def _numbers(at, offsets, mask, MASKED: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr):
-    """The elements at ``offsets``, as numbers in the precision ``WORK``; undefined where they are masked."""
+def _stored(at, offsets, mask, MASKED: tl.constexpr, DECODE: tl.constexpr):
+    """The elements at ``offsets`` as they are stored, and the imaginary parts where those are read apart."""
     if DECODE == "complex128":
-        re = _loaded(at + 2 * offsets, mask, MASKED)
-        im = _loaded(at + 2 * offsets + 1, mask, MASKED)
-        return _hypotenuse(re, im)
+        return _loaded(at + 2 * offsets, mask, MASKED), _loaded(at + 2 * offsets + 1, mask, MASKED)
     raw = _loaded(at + offsets, mask, MASKED)
+    return raw, raw
+
+
+@triton.jit
+def numbers_of(raw, imaginary, DECODE: tl.constexpr, WORK: tl.constexpr):
+    """What ``_stored`` has returned, as numbers in the precision ``WORK``; undefined where they are masked."""
+    if DECODE == "complex128":
+        return _hypotenuse(raw, imaginary)
     if DECODE == "complex64":
         re = raw.to(tl.int32).to(tl.float32, bitcast=True)
         im = (raw >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -133,6 +139,32 @@ def _numbers(at, offsets, mask, MASKED: tl.constexpr, DECODE: tl.constexpr, WORK
         im = (raw >> 16).to(tl.int16).to(tl.float16, bitcast=True)
         return _hypotenuse(re.to(tl.float64), im.to(tl.float64)).to(tl.float32)
     return _decoded(raw, DECODE, WORK)
+
+
+@triton.jit
+def _words(raw, index, GROUPED: tl.constexpr):
+    """The sum of the words of each element, and of each word times its number (``partials``), both uint64.
+
+    Args:
+        index: The number of each element's first word, uint32.
+        GROUPED: Words of 64 bits are two words.
+    """
+    index = index.to(tl.uint64)
+    if GROUPED:
+        whole = raw.to(tl.uint64, bitcast=True)
+        low, high = whole.to(tl.uint32).to(tl.uint64), whole >> 32
+        words = low + high
+        placed = low * index + high * (index + 1)
+    else:
+        BITS: tl.constexpr = raw.dtype.primitive_bitwidth
+        if BITS == 32:
+            words = raw.to(tl.uint32, bitcast=True).to(tl.uint64)
+        elif BITS == 16:
+            words = raw.to(tl.uint16, bitcast=True).to(tl.uint32).to(tl.uint64)
+        else:
+            words = raw.to(tl.uint8, bitcast=True).to(tl.uint32).to(tl.uint64)
+        placed = words * index
+    return words, placed
 
 
 # --- where elements are ---------------------------------------------------------------------------------------------------
@@ -174,16 +206,52 @@ def tile(
     INDEX: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The tile that begins at element ``start`` of ``n``, shape ``(R, LANES, GROUP)``: the numbers and their mask."""
+    raw, imaginary, mask = stored_tile(at, start, n, sizes, strides, MASKED, DECODE, DIMS, INDEX, R, LANES, GROUP)
+    return numbers_of(raw, imaginary, DECODE, WORK), mask
+
+
+@triton.jit
+def stored_tile(
+    at, start, n, sizes, strides, MASKED: tl.constexpr, DECODE: tl.constexpr, DIMS: tl.constexpr, INDEX: tl.constexpr,
+    R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The same as it is stored: the elements, the imaginary parts where those are read apart, and the mask."""
     group = tl.arange(0, GROUP)[None, None, :]
     within = (_below(0, R, LANES) * GROUP)[:, :, None] + group
     mask = within < n - start
     if DIMS == 0:
-        v = _numbers(at + start * (2 if DECODE == "complex128" else 1), within, mask, MASKED, DECODE, WORK)
+        raw, imaginary = _stored(at + start * (2 if DECODE == "complex128" else 1), within, mask, MASKED, DECODE)
     else:
         first = tl.full((), start // GROUP, INDEX)
         offsets = _strided(first + _below(0, R, LANES).to(INDEX), sizes, strides, DIMS, GROUP)
-        v = _numbers(at, offsets[:, :, None] + group, mask, MASKED, DECODE, WORK)
-    return v, mask
+        raw, imaginary = _stored(at, offsets[:, :, None] + group, mask, MASKED, DECODE)
+    return raw, imaginary, mask
+
+
+@triton.jit
+def add_words(
+    bits, places, raw, imaginary, mask, start, MASKED: tl.constexpr, DECODE: tl.constexpr, R: tl.constexpr,
+    LANES: tl.constexpr, GROUP: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """``Σ b`` and ``places`` (``partials``) of each lane, uint64, updated with a tile that begins at element ``start``.
+
+    Unchanged without ``CHECK``.
+    """
+    if CHECK:
+        GROUPED: tl.constexpr = raw.dtype.primitive_bitwidth == 64
+        EACH: tl.constexpr = 4 if DECODE == "complex128" else 2 if GROUPED else 1
+        element = (_below(0, R, LANES) * GROUP)[:, :, None] + tl.arange(0, GROUP)[None, None, :]
+        index = element.to(tl.uint32) * EACH
+        words, placed = _words(raw, index, GROUPED)
+        if DECODE == "complex128":
+            further, beyond = _words(imaginary, index + 2, GROUPED)
+            words, placed = words + further, placed + beyond
+        if MASKED:
+            words, placed = tl.where(mask, words, 0), tl.where(mask, placed, 0)
+        of_lanes = tl.sum(tl.sum(words, axis=2), axis=0)
+        bits += of_lanes
+        places += tl.sum(tl.sum(placed, axis=2), axis=0) + of_lanes * (start * EACH).to(tl.uint64)
+    return bits, places
 
 
 # --- How the fused kernels read each dtype.

@@ -245,7 +245,8 @@ def constants(
 
     Args:
         language: ``triton.language``.
-        layout: ``ALIGNED``, ``EVEN``, ``HIGHER`` and, for a single tensor, ``DIMS``, ``INDEX`` and ``GROUP``, as in the source.
+        layout: ``ALIGNED``, ``EVEN``, ``HIGHER``, ``CHECK`` and, for a single tensor, ``DIMS``, ``INDEX`` and ``GROUP``, as in
+            the source.
     """
     group = layout.get("GROUP", format_.group)
     sizes = {"R": format_.lane(layout["ALIGNED"]) // group, "LANES": blocks.lanes, "GROUP": group, "ROWS": blocks.rows}
@@ -265,15 +266,21 @@ class FusedKernel:
     """Reduces tensors of a device to table rows, in stream order. The portable kernel reduces tensors that it cannot read.
 
     Attributes:
-        higher: Whether the higher moments (``partials``) are measured.
+        measured: Which of the higher moments and the check sums (``partials``) are measured, as constants of the source.
     """
 
     def __init__(
-        self, eps: float, engine: FusedEngine, portable: TorchDeviceKernel | None = None, *, higher: bool = False
+        self,
+        eps: float,
+        engine: FusedEngine,
+        portable: TorchDeviceKernel | None = None,
+        *,
+        higher: bool = False,
+        check_sums: bool = False,
     ) -> None:
         self._engine = engine
-        self.higher = higher
-        self._portable = portable or TorchDeviceKernel(eps, higher=higher)
+        self.measured = {"HIGHER": higher, "CHECK": check_sums}
+        self._portable = portable or TorchDeviceKernel(eps, higher=higher, check_sums=check_sums)
         self.bounds = {"float32": Epsilon.of(eps, np.float32).bound, "float64": Epsilon.of(eps, np.float64).bound}
         self._known: dict[tuple[torch.dtype, int, bool, bool], tuple[Launch, ElementFormat]] = {}
 
@@ -308,7 +315,7 @@ class FusedKernel:
         format_ = FORMATS.get(dtype)
         if format_ is None:
             return None
-        layout = {"DIMS": 0, "INDEX": "uint32", "ALIGNED": aligned, "EVEN": even, "HIGHER": self.higher}
+        layout = {"DIMS": 0, "INDEX": "uint32", "ALIGNED": aligned, "EVEN": even, **self.measured}
         launch = self._engine.launch("reduce_one", format_, device, **layout)
         if launch is None:
             return None
@@ -359,7 +366,7 @@ class FusedKernel:
         aligned = whole and not x.data_ptr() % READ and not any(stride % group for stride in strides[:-1])
         launch = self._engine.launch(
             "reduce_one", format_, x.get_device(), DIMS=x.dim(), INDEX="uint32" if n < _FAR else "uint64",
-            ALIGNED=aligned, EVEN=not n % EVEN, GROUP=group, HIGHER=self.higher,
+            ALIGNED=aligned, EVEN=not n % EVEN, GROUP=group, **self.measured,
         )  # fmt: skip
         if launch is None:
             return False
@@ -437,7 +444,7 @@ class FusedList:
     def _launch(self, kind: Kind, group: TensorGroup) -> bool:
         device, dtype, aligned, even = kind
         format_ = FORMATS[dtype]
-        launch = self._engine.launch("reduce_many", format_, device, ALIGNED=aligned, EVEN=even, HIGHER=self._kernel.higher)
+        launch = self._engine.launch("reduce_many", format_, device, ALIGNED=aligned, EVEN=even, **self._kernel.measured)
         if launch is None:
             return False
         stream = self._engine.driver.stream(device)

@@ -16,7 +16,7 @@ again in two cases:
   again and centred on its mean (``_centred``).
 
 If ``HIGHER`` is set, every part is read once more, centred on its mean, for the sums of third and fourth powers
-(``_higher_part``).
+(``_higher_part``). If ``CHECK`` is set, the first read also sums the words.
 
 Addresses are integers, and the types that they point to are fixed when a kernel is compiled. So a launch need not inspect its
 arguments. This module is imported only if there is a device to run it on.
@@ -25,135 +25,11 @@ arguments. This module is imported only if there is a device to run it on.
 import triton
 import triton.language as tl
 
-from monitor.stats.triton.elements import INF, exponent_of, power_of_two, scaled, tile
+from monitor.stats.triton.elements import INF, add_words, exponent_of, numbers_of, power_of_two, scaled, stored_tile, tile
+from monitor.stats.triton.rows import COLUMNS, combined, shifted, store, store_row
 
 # mypy: ignore-errors
 # Triton compiles this code and reads its annotations: they must not become strings.
-
-# --- Combining the rows of a tensor's parts into its table row.
-
-COUNT: tl.constexpr = tl.constexpr(0)
-NANS: tl.constexpr = tl.constexpr(1)
-POSINFS: tl.constexpr = tl.constexpr(2)
-NEGINFS: tl.constexpr = tl.constexpr(3)
-SMALLS: tl.constexpr = tl.constexpr(4)
-MIN: tl.constexpr = tl.constexpr(5)
-MAX: tl.constexpr = tl.constexpr(6)
-SUM: tl.constexpr = tl.constexpr(7)
-SUMSQ: tl.constexpr = tl.constexpr(8)
-M2: tl.constexpr = tl.constexpr(9)
-M3: tl.constexpr = tl.constexpr(10)
-M4: tl.constexpr = tl.constexpr(11)
-EXPONENT: tl.constexpr = tl.constexpr(12)
-COLUMNS: tl.constexpr = tl.constexpr(13)
-"""The columns of a part in the workspace: those of a table row without its first, ``writes``."""
-
-
-@triton.jit
-def _column(at, column: tl.constexpr, part, parts, mask, other: tl.constexpr):
-    # Bypasses the first-level cache, which does not see the writes of other processors.
-    return tl.load(at + column * parts + part, mask=mask, other=other, cache_modifier=".cg")
-
-
-@triton.jit
-def _top(at, parts, ROWS: tl.constexpr):
-    """The largest exponent of parts whose sums are not zero."""
-    top = tl.full((ROWS,), -INF, tl.float64)
-    for first in range(0, parts, ROWS):
-        part = first + tl.arange(0, ROWS)
-        there = part < parts
-        full = _column(at, SUMSQ, part, parts, there, 0.0) > 0.0
-        top = tl.maximum(top, tl.where(full, _column(at, EXPONENT, part, parts, there, 0.0), -INF))
-    found = tl.max(top, axis=0)
-    return tl.where(found > -INF, found, 0.0)
-
-
-@triton.jit
-def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr, HIGHER: tl.constexpr):
-    """``partials.union`` of the parts of a tensor, lane by lane and then pairwise: the same order each time."""
-    top = tl.full((), 0.0, tl.float64)
-    if tl.float64 == WORK:
-        top = _top(at, parts, ROWS)
-    zero = tl.zeros((ROWS,), tl.float64)
-    count, nans, posinfs, neginfs, smalls = zero, zero, zero, zero, zero
-    total, sumsq, m2, off, squares = zero, zero, zero, zero, zero
-    cubes, fourths = zero, zero
-    lo, hi = tl.full((ROWS,), INF, tl.float64), tl.full((ROWS,), -INF, tl.float64)
-    pivot = tl.full((), 0.0, tl.float64)
-    for first in range(0, parts, ROWS):
-        part = first + tl.arange(0, ROWS)
-        there = part < parts
-        counts = _column(at, COUNT, part, parts, there, 0.0)
-        nan = _column(at, NANS, part, parts, there, 0.0)
-        posinf = _column(at, POSINFS, part, parts, there, 0.0)
-        neginf = _column(at, NEGINFS, part, parts, there, 0.0)
-        sums = _column(at, SUM, part, parts, there, 0.0)
-        spread = _column(at, M2, part, parts, there, 0.0)
-        squared = _column(at, SUMSQ, part, parts, there, 0.0)
-        down = tl.full((ROWS,), 1.0, tl.float64)
-        if tl.float64 == WORK:
-            exponent = _column(at, EXPONENT, part, parts, there, 0.0)
-            down = power_of_two(tl.maximum(tl.minimum(exponent - top, 0.0), -1000.0).to(tl.int64))
-            sums, spread, squared = sums * down, spread * down * down, squared * down * down
-        finite = counts - nan - posinf - neginf
-        mean = sums / tl.maximum(finite, 1.0)
-        if first == 0:
-            pivot = tl.sum(sums, axis=0) / tl.maximum(tl.sum(finite, axis=0), 1.0)
-        d = tl.where(finite > 0.0, mean - pivot, 0.0)
-        count, nans, posinfs, neginfs = count + counts, nans + nan, posinfs + posinf, neginfs + neginf
-        smalls += _column(at, SMALLS, part, parts, there, 0.0)
-        lo = tl.minimum(lo, _column(at, MIN, part, parts, there, INF))
-        hi = tl.maximum(hi, _column(at, MAX, part, parts, there, -INF))
-        total, sumsq, m2 = total + sums, sumsq + squared, m2 + spread
-        off, squares = off + finite * d, squares + finite * d * d
-        if HIGHER:  # powers of x - pivot
-            third = _column(at, M3, part, parts, there, 0.0) * down * down * down
-            fourth = _column(at, M4, part, parts, there, 0.0) * down * down * down * down
-            cubes += third + d * (3.0 * spread + finite * d * d)
-            fourths += fourth + d * (4.0 * third + d * (6.0 * spread + finite * d * d))
-    elements, away = tl.sum(count - nans - posinfs - neginfs, axis=0), tl.sum(off, axis=0)
-    between = tl.maximum(tl.sum(squares, axis=0) - away * away / tl.maximum(elements, 1.0), 0.0)
-    least, most = tl.min(lo, axis=0), tl.max(hi, axis=0)
-    within = tl.sum(m2, axis=0)
-    m3, m4 = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
-    if HIGHER:
-        around = within + tl.sum(squares, axis=0)
-        m3, m4 = _shifted(elements, away, around, tl.sum(cubes, axis=0), tl.sum(fourths, axis=0), least, most)
-    return (
-        tl.sum(count, axis=0), tl.sum(nans, axis=0), tl.sum(posinfs, axis=0), tl.sum(neginfs, axis=0), tl.sum(smalls, axis=0),
-        least, most, tl.sum(total, axis=0), tl.sum(sumsq, axis=0), within + between, m3, m4, top,
-    )  # fmt: skip
-
-
-@triton.jit
-def _shifted(n, sums, squares, cubes, fourths, least, most):
-    """``partials.higher_moments`` from sums of powers of x - pivot. Zeros if all elements are equal or the range is left."""
-    off = sums / tl.maximum(n, 1.0)
-    around = n * off * off
-    m3 = cubes - off * (3.0 * squares - 2.0 * around)
-    m4 = fourths - off * (4.0 * cubes - off * (6.0 * squares - 3.0 * around))
-    known = (least < most) & (tl.abs(m3) < INF) & (m4 < INF)
-    return tl.where(known, m3, 0.0), tl.where(known, m4, 0.0)
-
-
-@triton.jit
-def store(at, step, repeats, numbers):
-    """Store the columns of a part or a whole tensor, ``step`` apart, whose elements are each repeated ``repeats`` times."""
-    count, nans, posinfs, neginfs, smalls, lo, hi, total, sumsq, m2, m3, m4, exponent = numbers
-    tl.store(at + COUNT * step, count * repeats)
-    tl.store(at + NANS * step, nans * repeats)
-    tl.store(at + POSINFS * step, posinfs * repeats)
-    tl.store(at + NEGINFS * step, neginfs * repeats)
-    tl.store(at + SMALLS * step, smalls * repeats)
-    tl.store(at + MIN * step, lo)
-    tl.store(at + MAX * step, hi)
-    tl.store(at + SUM * step, total * repeats)
-    tl.store(at + SUMSQ * step, sumsq * repeats)
-    tl.store(at + M2 * step, m2 * repeats)
-    tl.store(at + M3 * step, m3 * repeats)
-    tl.store(at + M4 * step, m4 * repeats)
-    tl.store(at + EXPONENT * step, exponent)
-
 
 # --- a part ---------------------------------------------------------------------------------------------------------------
 
@@ -250,7 +126,7 @@ def _higher_part(
     for here in range(whole, end, REST * LANES * GROUP):
         v_rest, mask_rest = tile(at, here, n, sizes, strides, True, DECODE, WORK, DIMS, INDEX, REST, LANES, GROUP)
         sums, squares, cubes, fourths = _add_powers(v_rest, mask_rest, True, top, pivot, WORK, sums, squares, cubes, fourths)
-    m3, m4 = _shifted(
+    m3, m4 = shifted(
         finite, tl.sum(sums, axis=0), tl.sum(squares, axis=0), tl.sum(cubes, axis=0), tl.sum(fourths, axis=0), least, most
     )
     up = top - exponent.to(tl.int64)  # the sums of the part are divided by 2^exponent, not by 2^top
@@ -315,7 +191,7 @@ def _reread_part(
 def _part(
     at, start, end, n, sizes, strides, bound, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr,
     INDEX: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr,
-    HIGHER: tl.constexpr,
+    HIGHER: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """The columns of the elements from ``start`` to ``end``, or to ``n`` if that comes first."""
     TILE: tl.constexpr = R * LANES * GROUP
@@ -323,15 +199,24 @@ def _part(
     lo, hi = tl.full((LANES,), INF, WORK), tl.full((LANES,), -INF, WORK)
     sums, squares = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
     smalls = tl.zeros((LANES,), tl.float32)
+    bits, places = tl.zeros((LANES,), tl.uint64), tl.zeros((LANES,), tl.uint64)
     whole = start + left // TILE * TILE
     for here in range(start, whole, TILE):
-        v, mask = tile(at, here, n, sizes, strides, False, DECODE, WORK, DIMS, INDEX, R, LANES, GROUP)
+        raw, imaginary, mask = stored_tile(at, here, n, sizes, strides, False, DECODE, DIMS, INDEX, R, LANES, GROUP)
+        v = numbers_of(raw, imaginary, DECODE, WORK)
         lo, hi, sums, squares, smalls = _add_tile(v, mask, False, bound, lo, hi, sums, squares, smalls)
+        bits, places = add_words(bits, places, raw, imaginary, mask, here, False, DECODE, R, LANES, GROUP, CHECK)
     # If the mask is the same for whole groups, the rest of the tile is read at once; else in pieces, to save registers.
     REST: tl.constexpr = R if WIDE else 1
     for here in range(whole, start + left, REST * LANES * GROUP):
-        v_rest, mask_rest = tile(at, here, n, sizes, strides, True, DECODE, WORK, DIMS, INDEX, REST, LANES, GROUP)
+        raw_rest, imaginary_rest, mask_rest = stored_tile(
+            at, here, n, sizes, strides, True, DECODE, DIMS, INDEX, REST, LANES, GROUP
+        )
+        v_rest = numbers_of(raw_rest, imaginary_rest, DECODE, WORK)
         lo, hi, sums, squares, smalls = _add_tile(v_rest, mask_rest, True, bound, lo, hi, sums, squares, smalls)
+        bits, places = add_words(
+            bits, places, raw_rest, imaginary_rest, mask_rest, here, True, DECODE, REST, LANES, GROUP, CHECK
+        )
     least, most = tl.min(lo, axis=0).to(tl.float64), tl.max(hi, axis=0).to(tl.float64)
     total, sumsq = tl.sum(sums, axis=0), tl.sum(squares, axis=0)
     count = left.to(tl.float64)
@@ -383,7 +268,24 @@ def _part(
                 at, start, whole, start + left, n, sizes, strides, finite, total / finite, exponent, least, most,
                 DECODE, WORK, DIMS, INDEX, REST, R, LANES, GROUP,
             )  # fmt: skip
-    return count, nans, posinfs, neginfs, small, least, most, total, sumsq, m2, m3, m4, exponent
+    checked = tl.sum(bits, axis=0) + (tl.maximum(left, 0) if CHECK else left * 0).to(tl.uint64)
+    return (
+        count,
+        nans,
+        posinfs,
+        neginfs,
+        small,
+        least,
+        most,
+        total,
+        sumsq,
+        m2,
+        m3,
+        m4,
+        exponent,
+        checked,
+        tl.sum(places, axis=0),
+    )
 
 
 # --- all parts ------------------------------------------------------------------------------------------------------------
@@ -393,7 +295,7 @@ def _part(
 def _read(
     address, n, part, tiles, bound, sizes, strides, ELEMENT: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr,
     DIMS: tl.constexpr, INDEX: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr,
-    LANES: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr, HIGHER: tl.constexpr,
+    LANES: tl.constexpr, GROUP: tl.constexpr, LEAST: tl.constexpr, HIGHER: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """The columns of one part, of ``tiles`` tiles, of the ``n`` elements from ``address`` on."""
     at = address.to(tl.pointer_type(ELEMENT))
@@ -405,13 +307,15 @@ def _read(
     end = start + tiles * (R * LANES * GROUP)
     bound = tl.full((), bound, tl.float64).to(WORK)
     return _part(
-        at, start, end, n, sizes, strides, bound, DECODE, WORK, DIMS, INDEX, ALIGNED and EVEN, R, LANES, GROUP, LEAST, HIGHER
-    )
+        at, start, end, n, sizes, strides, bound, DECODE, WORK, DIMS, INDEX, ALIGNED and EVEN, R, LANES, GROUP, LEAST, HIGHER,
+        CHECK,
+    )  # fmt: skip
 
 
 @triton.jit
 def _store_part(
     numbers, part, parts, row, workspace, counter, repeats, WORK: tl.constexpr, ROWS: tl.constexpr, HIGHER: tl.constexpr,
+    CHECK: tl.constexpr,
 ):  # fmt: skip
     """Store the columns of a part in the workspace; the last program of a tensor combines all parts into the table row.
 
@@ -422,18 +326,16 @@ def _store_part(
     """
     page = row.to(tl.pointer_type(tl.float64))
     if parts == 1:
-        tl.store(page, 1.0)
-        store(page + 1, 1, repeats.to(tl.float64), numbers)
+        store_row(page, repeats.to(tl.float64), numbers, CHECK)
     else:
         rows = workspace.to(tl.pointer_type(tl.float64))
-        store(rows + part, parts, tl.full((), 1.0, tl.float64), numbers)
+        store(rows + part, parts, tl.full((), 1.0, tl.float64), numbers, CHECK)
         tl.debug_barrier()  # all threads must have stored before one thread counts
         done = tl.atomic_add(counter.to(tl.pointer_type(tl.int32)), 1, sem="acq_rel", scope="gpu")
         if done == parts - 1:
             tl.debug_barrier()
-            numbers = combined(rows, parts, ROWS, WORK, HIGHER)
-            tl.store(page, 1.0)
-            store(page + 1, 1, repeats.to(tl.float64), numbers)
+            numbers = combined(rows, parts, ROWS, WORK, HIGHER, CHECK)
+            store_row(page, repeats.to(tl.float64), numbers, CHECK)
             tl.store(counter.to(tl.pointer_type(tl.int32)), 0)
 
 
@@ -448,7 +350,7 @@ def reduce_one(
     size3: tl.int64, stride0: tl.int64, stride1: tl.int64, stride2: tl.int64, stride3: tl.int64,
     ELEMENT: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr, DIMS: tl.constexpr, INDEX: tl.constexpr,
     ALIGNED: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, LEAST: tl.constexpr, HIGHER: tl.constexpr, ROW_BYTES: tl.constexpr,
+    ROWS: tl.constexpr, LEAST: tl.constexpr, HIGHER: tl.constexpr, CHECK: tl.constexpr, ROW_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Reduce a tensor to the table row ``micro_step`` rows below ``row``; do nothing if ``micro_step`` is negative.
 
@@ -475,10 +377,11 @@ def reduce_one(
     if below >= 0:
         numbers = _read(
             address.to(tl.int64), n.to(tl.int64), part, tiles.to(tl.int64), bound, sizes, strides,
-            ELEMENT, DECODE, WORK, DIMS, INDEX, ALIGNED, EVEN, R, LANES, GROUP, LEAST, HIGHER,
+            ELEMENT, DECODE, WORK, DIMS, INDEX, ALIGNED, EVEN, R, LANES, GROUP, LEAST, HIGHER, CHECK,
         )  # fmt: skip
         page = row.to(tl.int64) + below * ROW_BYTES
-        _store_part(numbers, part, parts, page, workspace.to(tl.int64), counter.to(tl.int64), repeats, WORK, ROWS, HIGHER)
+        workspace, counter = workspace.to(tl.int64), counter.to(tl.int64)
+        _store_part(numbers, part, parts, page, workspace, counter, repeats, WORK, ROWS, HIGHER, CHECK)
 
 
 @triton.jit(do_not_specialize=["table", "tensors", "workspace", "counters", "bound"])
@@ -486,7 +389,7 @@ def reduce_many(
     table: tl.int64, tensors: tl.int32, workspace: tl.int64, counters: tl.int64, bound: tl.float64,
     ELEMENT: tl.constexpr, DECODE: tl.constexpr, WORK: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
     R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr,
-    HIGHER: tl.constexpr,
+    HIGHER: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Reduce dense tensors to one table row each, with one program per part of each tensor.
 
@@ -498,13 +401,13 @@ def reduce_many(
     part = tl.program_id(0) - tl.load(at + 5 * tensors + tensor).to(tl.int32)
     numbers = _read(
         tl.load(at + tensor), tl.load(at + tensors + tensor), part, tl.load(at + 4 * tensors + tensor), bound, (), (),
-        ELEMENT, DECODE, WORK, 0, tl.uint32, ALIGNED, EVEN, R, LANES, GROUP, LEAST, HIGHER,
+        ELEMENT, DECODE, WORK, 0, tl.uint32, ALIGNED, EVEN, R, LANES, GROUP, LEAST, HIGHER, CHECK,
     )  # fmt: skip
     # Read only now, because all registers were in use while the part was read.
     row, parts = tl.load(at + 2 * tensors + tensor), tl.load(at + 3 * tensors + tensor).to(tl.int32)
     workspace = workspace.to(tl.int64) + tl.load(at + 5 * tensors + tensor) * COLUMNS * 8
     counter = counters.to(tl.int64) + tensor.to(tl.int64) * 4
-    _store_part(numbers, part, parts, row, workspace, counter, tl.full((), 1, tl.int64), WORK, ROWS, HIGHER)
+    _store_part(numbers, part, parts, row, workspace, counter, tl.full((), 1, tl.int64), WORK, ROWS, HIGHER, CHECK)
 
 
 FIELDS: tl.constexpr = tl.constexpr(6)

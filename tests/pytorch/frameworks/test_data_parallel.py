@@ -178,12 +178,13 @@ def test_without_a_group_every_rank_writes_and_the_manifest_knows_the_replicas(r
         assert {one.placement.unclaimed for (kind, _), one in job.series(rank).items() if kind == "grad_reduced"} == {(0, 1)}
 
 
-def test_the_replica_check_keeps_the_norm_of_what_is_not_written(run_job: Callable[..., Job]) -> None:
+def test_the_replica_check_keeps_norm_and_checksum_of_what_is_not_written(run_job: Callable[..., Job]) -> None:
     job = run_job("data_parallel.py", 2, "plain", replica_check=True)
     assert not job.rows("replica", 0)
-    written = {(f"{kind}/{row.name}", row.step): row.values["norm"] for kind in SAME_ON_BOTH for row in job.rows(kind, 0)}
+    written = {(f"{kind}/{row.name}", row.step): row.values for kind in SAME_ON_BOTH for row in job.rows(kind, 0)}
     kept = {(row.name, row.step): row.values for row in job.rows("replica", 1)}
-    assert kept == {place: {"norm": norm} for place, norm in written.items()}
+    assert kept == {place: {op: values[op] for op in ("norm", "checksum")} for place, values in written.items()}
+    assert {len(values["checksum"]) for values in kept.values()} == {16}
 
 
 def test_two_healthy_ranks_are_reported_with_the_rows_that_both_have_judged(run_job: Callable[..., Job]) -> None:

@@ -18,7 +18,7 @@ from monitor.stats.triton.elements import Blocks
 from monitor.stats.triton.launch import Driver, FusedEngine, FusedKernel
 
 SOURCE = "monitor.stats.triton.source"
-KERNELS = (SOURCE, "monitor.stats.triton.elements", "monitor.stats.triton.source")
+KERNELS = (SOURCE, "monitor.stats.triton.elements", "monitor.stats.triton.rows")
 SMALL = Blocks(lanes=32, rows=16, parts=4, tiles=4)
 """Many parts and several rounds of every loop with few elements."""
 
@@ -70,5 +70,5 @@ def engine(blocks: Blocks = SMALL) -> FusedEngine:
     return FusedEngine(source(), HOST, blocks)
 
 
-def fused(eps: float, blocks: Blocks = SMALL, *, higher: bool = False) -> FusedKernel:
-    return FusedKernel(eps, engine(blocks), higher=higher)
+def fused(eps: float, blocks: Blocks = SMALL, **wanted: bool) -> FusedKernel:
+    return FusedKernel(eps, engine(blocks), **wanted)

@@ -21,10 +21,10 @@ from monitor.stats.partials import COSTLY  # noqa: E402
 from monitor.stats.triton import source as torch_fused_source  # noqa: E402
 from monitor.stats.triton.elements import FORMATS, Blocks  # noqa: E402
 from monitor.stats.triton.launch import FIELDS, constants, options  # noqa: E402
-from monitor.stats.triton.source import COLUMNS  # noqa: E402
+from monitor.stats.triton.rows import COLUMNS  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
-WHOLE = {"ALIGNED": True, "EVEN": True, "HIGHER": False}
+WHOLE = {"ALIGNED": True, "EVEN": True, "HIGHER": False, "CHECK": False}
 REGISTERS = 65_536
 """Of a multiprocessor, of each NVIDIA device so far."""
 
@@ -63,6 +63,11 @@ def reads(kernel: Any) -> set[str]:
     return set(re.findall(r"ld\.global\.(v\d\.b\d+|b8|b16|b32)\b", kernel.asm["ptx"]))
 
 
+def of_elements(kernel: Any) -> int:
+    """How many loads there are but for those of the workspace."""
+    return len(re.findall(r"ld\.global\.(?!cg)", kernel.asm["ptx"]))
+
+
 def single_numbers(kernel: Any) -> int:
     """Loads of 64 bits alone: the micro-step, columns of a table."""
     return len(re.findall(r"ld\.global\.b64\b", kernel.asm["ptx"]))
@@ -96,6 +101,16 @@ def test_the_second_read_for_higher_moments_is_of_16_bytes_at_a_time_and_spills_
     used = resources(built, tmp_path)
     assert used["STACK"] <= 16
     assert used["LOCAL"] == 0
+    assert REGISTERS // (-(-used["REG"] // 8) * 8 * Blocks().lanes) >= 4
+
+
+@pytest.mark.parametrize("dtype", sampled([torch.float32, torch.bfloat16, torch.float64], 0))
+def test_check_sums_take_no_further_read_and_registers_suffice(dtype: torch.dtype, tmp_path: Any) -> None:
+    without, built = (compiled("reduce_one", dtype, CHECK=check) for check in (False, True))
+    assert reads(built) == reads(without)
+    assert of_elements(built) == of_elements(without)
+    used = resources(built, tmp_path)
+    assert (used["STACK"], used["LOCAL"]) == (0, 0)
     assert REGISTERS // (-(-used["REG"] // 8) * 8 * Blocks().lanes) >= 4
 
 

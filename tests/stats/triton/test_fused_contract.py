@@ -50,6 +50,10 @@ class TestFusedKernel(TensorContract):
     def make_higher(self) -> Make:
         return lambda eps: into_a_page(fused(eps, COARSE, higher=True))
 
+    @pytest.fixture
+    def make_checked(self) -> Make:
+        return lambda eps: into_a_page(fused(eps, COARSE, check_sums=True))
+
 
 def into_a_page(own: FusedKernel) -> Reduce:
     def reduce(x: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,119 @@
+"""Weights that are not what the optimizer left: named, unless so many change that something wrote them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from rule_parts import Measured, Rank
+
+from monitor.anomalies.between_steps import MOST_SAID, BetweenSteps
+
+NAMES = ("a", "b", "c", "d", "e")
+
+
+class Checked:
+    """A rank whose weights are watched.
+
+    Attributes:
+        notes: Of the manifest.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.rank, self.notes = Rank(directory), dict[str, str]()
+        self._watcher = BetweenSteps(3, self.rank.series, self.notes.__setitem__)
+
+    def step(self, number: int, began: dict[str, float], left: dict[str, float]) -> None:
+        kinds = {"param_origin": _measured(began), "param_updated": _measured(left)}
+        self._watcher.look(self.rank.step(number, {kind: rows for kind, rows in kinds.items() if rows}))
+
+    def drop(self, number: int) -> None:
+        self._watcher.dropped(number, "the queue was full")
+
+
+def _measured(values: dict[str, float]) -> list[Measured]:
+    return [Measured(name, [value, 1.0], checked=True) for name, value in values.items()]
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Checked:
+    return Checked(tmp_path)
+
+
+def weights(step: float, **others: float) -> dict[str, float]:
+    return dict.fromkeys(NAMES, step) | others
+
+
+def test_weights_that_the_next_step_begins_with_as_they_were_left_are_nothing_to_tell(checked: Checked) -> None:
+    for step in range(4):
+        checked.step(step, weights(step), weights(step + 1))
+    assert checked.notes == {}
+
+
+def test_a_weight_that_has_changed_is_named_with_rank_step_and_what_it_may_be(
+    checked: Checked, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked.step(4, weights(4), weights(5))
+    with caplog.at_level(logging.WARNING, logger="monitor"):
+        checked.step(5, weights(5, c=5.0000005), weights(6))
+    ((about, text),) = checked.notes.items()
+    assert about == "weights before step 5"
+    assert text.startswith("rank 3 (")
+    assert "): 1 of 5 weights are in step 5 not what the optimizer left in step 4: c. The memory of this device was" in text
+    assert "loaded" in text
+    assert [record.getMessage() for record in caplog.records] == [f"[rank 3] {text.partition(': ')[2]}"]
+
+
+def test_most_weights_at_once_were_written_which_is_said_once(checked: Checked) -> None:
+    for step in range(4):
+        checked.step(step, weights(10 * step), weights(10 * step + 1))
+    (text,) = checked.notes.values()
+    assert "5 of 5 weights are in step 1 not what the optimizer left in step 0: so many at once that something wrote" in text
+
+
+def test_a_weight_that_changes_in_every_step_is_named_once_and_does_not_hide_another(checked: Checked) -> None:
+    for step in range(5):
+        checked.step(step, weights(step, b=-step, **({"d": 0.5} if step == 3 else {})), weights(step + 1))
+    assert {about: text.split(": ")[2].split(".")[0] for about, text in checked.notes.items()} == {
+        "weights before step 1": "b",
+        "weights before step 3": "d",
+    }
+
+
+def test_no_more_is_said_than_a_person_reads(checked: Checked) -> None:
+    names = [f"w{number}" for number in range(3 * MOST_SAID)]
+    for step, name in enumerate(names):
+        checked.step(step, dict.fromkeys(names, float(step)) | {name: -1.0}, dict.fromkeys(names, step + 1.0))
+    assert len(checked.notes) == MOST_SAID
+
+
+@pytest.mark.parametrize("missed", ["a step that was not collected", "a step that was dropped", "no weights after a step"])
+def test_what_was_not_seen_is_not_compared(checked: Checked, missed: str) -> None:
+    checked.step(0, weights(0), weights(1) if missed != "no weights after a step" else {})
+    if missed == "a step that was dropped":
+        checked.drop(1)
+    checked.step(2 if missed == "a step that was not collected" else 1, weights(7), weights(8))
+    assert checked.notes == {}
+
+
+def test_weights_without_checksums_and_new_weights_are_not_compared(checked: Checked) -> None:
+    checked.step(0, {"a": 1.0}, {"a": 2.0})
+    checked.step(1, {"b": 5.0, "a": 2.0}, {"b": 6.0, "a": 3.0})
+    checked.step(2, {"a": 3.0, "b": 6.0}, {})
+    assert checked.notes == {}
+    checked.step(3, {"a": 3.0}, {"a": 4.0})
+    checked._watcher.look(checked.rank.step(4, {"param_origin": [Measured("a", [9.0])]}))
+    assert checked.notes == {}
+
+
+def test_a_replica_that_another_rank_writes_is_compared_too(checked: Checked) -> None:
+    for step, began in enumerate((1.0, 2.0, 2.5)):
+        replicas = [
+            *(Measured(f"param_origin/{name}", [began if name == "c" else step + 1.0], checked=True) for name in NAMES),
+            Measured("grad_reduced/c", [7.0 + step], checked=True),
+            *(Measured(f"param_updated/{name}", [step + 2.0], checked=True) for name in NAMES),
+        ]
+        checked._watcher.look(checked.rank.step(step, {"replica": replicas}))
+    ((about, text),) = checked.notes.items()
+    assert (about, text.split(": ")[2].split(".")[0]) == ("weights before step 2", "c")

@@ -1,0 +1,92 @@
+"""The merge names tensor, step and rank of each bit that is flipped in real training. In healthy runs it accuses no rank."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evidence import PROVES, sampled
+from recorded_job import merged
+
+TRIALS = 40 if PROVES else 4
+"""Flipped bits for each layout, a healthy run besides."""
+
+HEALTHY = 10 if PROVES else 1
+LAYOUTS = [("ddp", 4), ("ddp", 2), ("hsdp", 4), ("zero1", 2), ("tp", 2)]
+NAMES = ("norm.weight", "up.weight", "up.bias", "down.weight")
+KINDS = {"weight": "param_origin", "gradient": "grad_reduced", "moment": "exp_avg"}
+STEPS = range(1, 4)
+
+
+def faults(layout: str, ranks: int) -> Iterator[dict[str, Any]]:
+    """Every bit of both dtypes, one after the other."""
+    drawn = random.Random(f"{layout} {ranks}")
+    for number in range(TRIALS):
+        dtype = ("float32", "bfloat16")[number % 2]
+        of = drawn.choice(["weight", "gradient"] if layout == "zero1" else [*KINDS])
+        bits = 32 if dtype == "float32" else 16
+        lowest = 6 if of == "moment" else 0  # what is lower may be rounded away by the next update
+        yield {
+            "dtype": dtype,
+            "fault": {
+                "of": of,
+                "rank": drawn.randrange(ranks),
+                "step": drawn.choice(STEPS),
+                "name": "norm.weight" if layout == "tp" else drawn.choice(NAMES),
+                "place": drawn.randrange(96),
+                "bit": max(lowest, (5 * number + drawn.randrange(5)) % bits),
+            },
+        }
+
+
+def copies_of(layout: str, ranks: int, rank: int) -> list[int]:
+    """The ranks that hold the same as ``rank``."""
+    return [rank % 2, rank % 2 + 2] if layout == "hsdp" else [*range(ranks)]
+
+
+@pytest.mark.parametrize(("layout", "ranks"), sampled(LAYOUTS, 0, 2))
+def test_tensor_step_and_rank_of_every_flipped_bit_are_named(launch: Callable[..., Path], layout: str, ranks: int) -> None:
+    trials = [*faults(layout, ranks), *({"dtype": "float32", "fault": None} for _ in range(HEALTHY))]
+    directory = launch("flipped.py", layout, ranks, trials=trials, format="parquet", ops=["norm"], replica_check=True)
+    wrong = {}
+    for number, trial in enumerate(trials):
+        report = merged(directory / str(number))
+        found = report.told()["bits"]
+        first = [(one["kind"], one["name"].removeprefix("module."), one["step"], one["odd_ranks"]) for one in found["first"]]
+        if first != expected(trial["fault"], layout, ranks) or found["by_design"]:
+            wrong[number] = (trial, found)
+        assert found["compared"]["param_origin"] > 0
+    assert wrong == {}, json.dumps(wrong, indent=1)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", *(["ddp"] if PROVES else [])])
+def test_a_weight_that_changes_between_two_steps_is_named_also_in_a_shard_that_no_other_rank_holds(
+    launch: Callable[..., Path], layout: str
+) -> None:
+    trials = [one for one in faults(layout, 2) if one["fault"]["of"] != "moment"] + [{"dtype": "float32", "fault": None}]
+    for one in trials[:-1]:
+        one["fault"]["of"] = "weight between steps"
+    directory = launch("flipped.py", layout, 2, trials=trials, format="parquet", ops=["norm"], replica_check=True)
+    for number, trial in enumerate(trials):
+        notes = {one["about"]: one["note"] for one in merged(directory / str(number)).told()["notes"]}
+        found = {about: text for about, text in notes.items() if about.startswith("weights before step")}
+        if (fault := trial["fault"]) is None:
+            assert [text.endswith("Said once.") for text in found.values()] == [True], found
+            continue
+        ((about, text),) = found.items()
+        assert about == f"weights before step {fault['step'] + 1}", trial
+        assert text.startswith(f"rank {fault['rank']} ("), trial
+        assert f": 1 of 6 weights are in step {fault['step'] + 1} not what the optimizer left" in text, trial
+        assert f": {'module.' * (layout == 'ddp')}{fault['name']}. The memory" in text, trial
+
+
+def expected(fault: dict[str, Any] | None, layout: str, ranks: int) -> list[tuple[str, str, int, list[int]]]:
+    if fault is None:
+        return []
+    alike = copies_of(layout, ranks, fault["rank"])
+    step = fault["step"] + (fault["of"] == "moment")  # moments are measured when the optimizer has stepped
+    return [(KINDS[fault["of"]], fault["name"], step, [fault["rank"]] if len(alike) > 2 else alike)]
