@@ -1,8 +1,8 @@
 """The monitor's own key-value store, for jobs whose launcher gives the ranks an address to meet at but no store.
 
 One process serves a dictionary on a thread; the others are clients. The store has the operations of torch's stores that the
-monitor uses, and none that waits: ``check``, ``get`` of a key that exists, ``add``, ``compare_set``, ``clone``. Every call has
-a timeout. Any thread may call.
+monitor uses, and none that waits: ``check``, ``get`` of a key that exists, ``set``, ``add``, ``compare_set``, ``clone``. Every
+call has a timeout. Any thread may call.
 """
 
 from __future__ import annotations
@@ -137,6 +137,10 @@ class LocalStore:
         """Raises ``KeyError`` if the key does not exist, where torch's stores would wait."""
         with self._lock:
             return self._held[key]
+
+    def set(self, key: str, value: str, /) -> None:
+        with self._lock:
+            self._held[key] = value.encode()
 
     def add(self, key: str, amount: int, /) -> int:
         with self._lock:
@@ -316,6 +320,9 @@ class StoreClient:
         """Raises ``KeyError`` where there is no such key; does not wait for it."""
         return str(self._ask("get", key)).encode()
 
+    def set(self, key: str, value: str, /) -> None:
+        self._ask("set", key, value)
+
     def add(self, key: str, amount: int, /) -> int:
         return int(self._ask("add", key, amount))
 
@@ -352,7 +359,7 @@ class StoreClient:
 
 # --- ``StoreServer``: serves a dictionary to the other ranks of a job, on a daemon thread.
 
-OPERATIONS: Final = ("check", "get", "add", "compare_set")
+OPERATIONS: Final = ("check", "get", "set", "add", "compare_set")
 BACKLOG: Final = 4_096
 """All ranks connect at once; the system may allow fewer."""
 

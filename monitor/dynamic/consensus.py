@@ -18,46 +18,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from datetime import timedelta
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
+from monitor.coordinator.job_store import SAY_AFTER_S, SharedStore, StoreThread
 from monitor.coordinator.store import LocalStore
 from monitor.dynamic.proposals import FROM_START, C, ConfigTimeline, Proposal, ProposalQueue, Switch
 from monitor.dynamic.step_boundary import ASKED_PER_SECOND, PollingIntervals, StepBoundary
-from monitor.failures import LOGGER, Failures
+from monitor.failures import Failures
 
-# --- The key-value store that the ranks of a job share, and the operations on it that the protocol uses.
-#
-# No operation waits for another rank: ``wait`` blocks every other call on the same connection, and ``get`` waits if the
-# key does not exist. So a key is read only once it is known to exist; the protocol deletes no key.
-
-RECONNECT_TIMEOUT: Final = timedelta(seconds=10)
-"""Timeout of the monitor's own connection. If it is lost, training has another."""
+# --- Operations on the job's store, as values: so the caller of a routine controls what happens between any two of them.
 
 T = TypeVar("T")
-
-
-class ConsensusStore(Protocol):
-    """The methods used of ``torch.distributed``'s stores: ``TCPStore``, ``FileStore``, ``HashStore``, ``PrefixStore``.
-
-    ``clone`` is used too, if the store has it (torch 2.8).
-    """
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys exist. Does not wait for them."""
-
-    def get(self, key: str, /) -> bytes:
-        """The value of ``key``. Waits until the key exists."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter, which begins at 0, and return its new value."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set ``key`` if it holds ``expected``, or is new and ``expected`` is empty; return its value afterwards.
-
-        If the key does not exist and ``expected`` is not empty, nothing is set and ``expected`` is returned.
-        """
 
 
 class Check(NamedTuple):
@@ -96,7 +68,7 @@ in production nothing in particular, in the tests every possible interleaving.
 """
 
 
-def run_routine(conversation: StoreRoutine[T], store: ConsensusStore, prefix: str) -> T:
+def run_routine(conversation: StoreRoutine[T], store: SharedStore, prefix: str) -> T:
     """Run a routine on ``store``, under keys that begin with ``prefix``.
 
     Raises:
@@ -113,7 +85,7 @@ def run_routine(conversation: StoreRoutine[T], store: ConsensusStore, prefix: st
         conversation.close()
 
 
-def _done(operation: Operation, store: ConsensusStore, prefix: str) -> Any:
+def _done(operation: Operation, store: SharedStore, prefix: str) -> Any:
     match operation:
         case Check(key):
             return store.check([prefix + key])
@@ -124,43 +96,6 @@ def _done(operation: Operation, store: ConsensusStore, prefix: str) -> Any:
         case CompareSet(key, expected, desired):
             return store.compare_set(prefix + key, expected, desired).decode()
     return None
-
-
-def own_connection(store: Any) -> Any:
-    """The same store over a connection of the monitor's own.
-
-    Training may wait on its connection for minutes, and a monitor call that hangs must not block training. A ``FileStore``
-    counts its users, and its file is deleted with the last one: drop the reference to what this returns.
-    """
-    own = _cloned(store)
-    if own is not store and _is_client(_base(own)):  # clones of other stores share the timeout
-        own.set_timeout(RECONNECT_TIMEOUT)
-    return own
-
-
-def _cloned(store: Any) -> Any:
-    try:
-        return store.clone()
-    except (AttributeError, TypeError, NotImplementedError):  # before torch 2.8
-        return _connected_anew(store)
-
-
-def _connected_anew(store: Any) -> Any:
-    """Another client of the server, without the prefix of ``store``; stores without a server can be shared by threads."""
-    base = _base(store)
-    return type(base)(base.host, base.port, is_master=False, timeout=RECONNECT_TIMEOUT) if _is_client(base) else store
-
-
-def _base(store: Any) -> Any:
-    """The store below all prefixes."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
-
-
-def _is_client(store: Any) -> bool:
-    """Whether it is the client of a server."""
-    return hasattr(store, "host") and hasattr(store, "port")
 
 
 ABORT: Final = "abort"
@@ -362,12 +297,6 @@ class _Slot:
 
 # --- The participant runs the protocol: in a daemon thread (several ranks) or inline (single process).
 
-LONGEST_PAUSE_S: Final = 300.0
-SAY_AFTER_S: Final = 30.0
-"""How long an error may last before it is reported: ranks do not start or end at the same moment."""
-
-JOIN_S: Final = 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class JobConnection:
@@ -434,8 +363,8 @@ class SingleProcess:
     def retire(self) -> None: ...
 
 
-class StoreParticipant:
-    """A daemon thread that talks to the store over a connection of its own. Every wait for it has a timeout."""
+class StoreParticipant(StoreThread):
+    """Polls the protocol through the job's store."""
 
     def __init__(
         self,
@@ -444,73 +373,51 @@ class StoreParticipant:
         job: JobConnection,
         failures: Failures,
     ) -> None:
-        self._agreement, self._boundary, self._pace = agreement, boundary, job.pace
-        self._prefix, self._alive, self._failures = job.prefix, job.alive, failures
-        self._job_store: Any = job.store
-        self._connection: ConsensusStore | None = None
-        self._failing_since: float | None = None
+        super().__init__("monitor-agreement", job.store, job.alive, failures)
+        self._agreement, self._boundary, self._pace, self._prefix = agreement, boundary, job.pace, job.prefix
         self._held_up_since: float | None = None
-        self._pause_s = job.pace.idle
-        self._wake, self._joined, self._stopped = Event(), Event(), Event()
-        self._retired = False
-        self._thread = Thread(target=self._run, name="monitor-agreement", daemon=True)
+        self._joined = Event()
 
     def start(self, timeout_s: float) -> bool:
-        self._thread.start()
+        """See ``Participant``."""
+        self.begin()
         return self._joined.wait(timeout_s)
 
-    def wake(self) -> None:
-        self._wake.set()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._wake.set()
-        self._thread.join(JOIN_S)
-
-    def retire(self) -> None:
-        self._retired = True
-
-    def _run(self) -> None:
-        try:
-            while not (self._stopped.is_set() or self._retired) and self._alive():
-                self._turn()
-                self._wake.wait(self._pause())
-                self._wake.clear()
-            self._leave()
-        except Exception as error:
-            self._failures.report("agreeing with the other ranks", error, "This rank keeps its configuration.")
-        finally:
-            self._connection = self._job_store = None  # a FileStore's file is deleted with its last reference
-
-    def _turn(self) -> None:
+    def turn(self, store: SharedStore) -> None:
+        """See ``StoreThread``."""
         self._boundary.lookahead.saw(time.monotonic(), self._boundary.step)
-        try:
-            run_routine(self._agreement.poll(), self._connected(), self._prefix)
-        except Exception as error:
-            self._failed(error)
-        else:
-            self._failing_since = None
-            self._pause_s = self._pace.idle
-            self._joined.set()
-            self._warn_of_missing_ranks()
+        run_routine(self._agreement.poll(), store, self._prefix)
+        self._joined.set()
+        self._warn_of_missing_ranks()
 
-    def _connected(self) -> ConsensusStore:
-        """The first connection is made from the job's store; a lost one is replaced from the connection before."""
-        if self._connection is None:
-            self._connection = own_connection(self._job_store)
-            self._job_store = self._connection  # a reference would keep training's store alive
-        return self._connection
+    def pause(self) -> float:
+        """See ``StoreThread``."""
+        if self._boundary.waiting:
+            return self._pace.waiting
+        return self._pace.open if self._agreement.open else self._pace.idle
 
-    def _failed(self, error: Exception) -> None:
-        """Retry with increasing pauses. The store's process may only have ended a little earlier than this one."""
-        now = time.monotonic()
-        self._connection = None
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        if self._failing_since is None:
-            self._failing_since = now
-        if (now - self._failing_since >= SAY_AFTER_S or self._agreement.open) and self._alive():
-            advice = "This rank keeps its configuration until it can reach the store again."
-            self._failures.report("asking the job's store", error, advice)
+    @property
+    def shortest_retry(self) -> float:
+        """See ``StoreThread``."""
+        return self._pace.idle
+
+    @property
+    def is_urgent(self) -> bool:
+        """See ``StoreThread``."""
+        return self._agreement.open
+
+    def leave(self, store: SharedStore) -> None:
+        """See ``StoreThread``."""
+        run_routine(self._agreement.leave(), store, self._prefix)
+
+    def unreachable(self, error: Exception) -> None:
+        """See ``StoreThread``."""
+        advice = "This rank keeps its configuration until it can reach the store again."
+        self._failures.report("asking the job's store", error, advice)
+
+    def ended_early(self, error: Exception) -> None:
+        """See ``StoreThread``."""
+        self._failures.report("agreeing with the other ranks", error, "This rank keeps its configuration.")
 
     def _warn_of_missing_ranks(self) -> None:
         now = time.monotonic()
@@ -521,18 +428,3 @@ class StoreParticipant:
         elif now - self._held_up_since >= SAY_AFTER_S:
             said = f"A change of the configuration waits: {self._agreement.missing} ranks have not called set_monitor yet."
             self._failures.warn("ranks missing", said)
-
-    def _pause(self) -> float:
-        if self._failing_since is not None:
-            return self._pause_s
-        if self._boundary.waiting:
-            return self._pace.waiting
-        return self._pace.open if self._agreement.open else self._pace.idle
-
-    def _leave(self) -> None:
-        if self._connection is None or not self._alive():
-            return
-        try:
-            run_routine(self._agreement.leave(), self._connection, self._prefix)
-        except Exception as error:
-            LOGGER.debug("the store was gone before this rank: %r", error)

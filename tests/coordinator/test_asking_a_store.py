@@ -254,7 +254,7 @@ def test_who_is_not_let_in_can_change_nothing() -> None:
 def test_only_the_operations_of_a_store_can_be_asked_for() -> None:
     with serving() as port:
         store = client(port)
-        with pytest.raises(RuntimeError, match="expected one of check, get, add, compare_set, received '__init__'"):
+        with pytest.raises(RuntimeError, match="expected one of check, get, set, add, compare_set, received '__init__'"):
             store._ask("__init__")
         with pytest.raises(RuntimeError, match="TypeError"):
             store._ask("add", "count")
