@@ -311,8 +311,10 @@ WATCHED_KINDS: Final = {kind.name: kind for kind in KIND_TABLE if kind.watcher}
 """Kinds of the modules that ``l2_targets`` names."""
 MICRO_STEP_KINDS: Final = frozenset(_names(lambda kind: kind.per_micro_step))
 """Kinds with a row for each micro-step, unless they are combined."""
-CHECKED_KINDS: Final = _names(lambda kind: kind.checked)
-"""Kinds whose bits replicas have in common."""
+CHECKED_KINDS: Final = tuple(
+    sorted(_names(lambda kind: kind.checked), key=("param_origin", *_GRADIENT_AND_MOMENTS, "param_updated").index)
+)
+"""Kinds whose bits replicas have in common, as they are computed from each other in a step."""
 KINDS_OF_RANKS: Final = _names(lambda kind: kind.of_ranks)
 """Kinds without rows of whole tensors."""
 SIGNED_KINDS: Final = _names(lambda kind: kind.signed)

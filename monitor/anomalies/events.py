@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Final, NamedTuple
 
@@ -26,7 +27,7 @@ class Signal(NamedTuple):
     Attributes:
         rule: Name of the rule.
         op: Name of the statistic.
-        value: Value of the statistic.
+        value: Value of the statistic; NaN if it has none.
         mean: The running mean that the value was compared with; None for a rule that compares with none.
     """
 
@@ -95,9 +96,8 @@ class Event(StrictRecord):
 def message(signal: Signal, tag: str, step: int) -> str:
     """One line about a signal, in the form that ``Event.signal`` parses."""
     mean = "" if signal.mean is None else f", running mean {signal.mean:.6g}"
-    return (
-        f"Rule {signal.rule} reports anomaly signal in ('{tag}', '{signal.op}') at step {step}. Value {signal.value:.6g}{mean}."
-    )
+    value = "" if math.isnan(signal.value) else f" Value {signal.value:.6g}{mean}."
+    return f"Rule {signal.rule} reports anomaly signal in ('{tag}', '{signal.op}') at step {step}.{value}"
 
 
 # --- ``judged.json``: a summary of what was judged, so that readers can tell "no event" from "not judged".

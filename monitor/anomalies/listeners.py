@@ -232,6 +232,10 @@ class EventBuffer:
         if self._count > self._most:
             self._count -= len(self._steps.pop(step))
 
+    def extend(self, step: int, entries: Sequence[EventEntry]) -> None:
+        """Add more events of a step, after those that are there."""
+        self.add(step, [*self._steps.get(step, ()), *entries])
+
     def _put(self, step: int, entries: Sequence[EventEntry]) -> None:
         self._count -= len(self._steps.get(step, ()))
         self._steps[step] = entries[: self.most_of_a_step]
@@ -270,6 +274,7 @@ class EventFiles:
         self._formatter = _EventFormatter(facts, series)
         self._host: Final = socket.gethostname()
         self._kept = {False: EventBuffer(), True: EventBuffer()}
+        self._added = EventBuffer()
         self._found: Counter[str] = Counter()
         self._steps, self._not_judged = StepRanges(), StepsByCause()
         self._rows = 0
@@ -295,6 +300,12 @@ class EventFiles:
         """See ``FindingListener``."""
         self._not_judged.add(step, reason)
         self._changed = True
+
+    def add(self, step: int, finding: RuleFinding) -> None:
+        """Keep an event that no rule found, of this step or an earlier one. It is written with the next ``save``."""
+        self._found[finding.signal.rule] += 1
+        self._added.extend(step, list(self._formatter.entries(step, [finding])))
+        self._changed = self._more_events = True
 
     def save(self) -> None:
         """Write the files that have changed.
@@ -323,7 +334,7 @@ class EventFiles:
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._more_events:
-            entries = sorted((*self._kept[False], *self._kept[True]), key=attrgetter("place"))
+            entries = sorted((*self._added, *self._kept[False], *self._kept[True]), key=attrgetter("place"))
             content = b",\n".join(entry.content for entry in entries)
             write_whole(self._events, b"{\n" + content + b"\n}\n", durable=self._closed)
             self._more_events = False
@@ -343,7 +354,7 @@ class EventFiles:
             kept.add(findings.step, [entry for entry, one in zip(entries, chosen, strict=True) if one.nonfinite == nonfinite])
 
     def _record(self) -> ScanSummary:
-        kept = Counter(entry.rule for one in self._kept.values() for entry in one)
+        kept = Counter(entry.rule for one in (self._added, *self._kept.values()) for entry in one)
         return ScanSummary(
             schema_version=SCHEMA_VERSION,
             job_id=self._facts.identity.job_id,

@@ -83,6 +83,11 @@ def has_server(store: Any) -> bool:
     return hasattr(base, "host") and hasattr(base, "port")
 
 
+def is_file(store: Any) -> bool:
+    """Whether it is a ``FileStore``, whose file grows with each change."""
+    return hasattr(_base(store), "path")
+
+
 # --- ``StoreThread``: asks the store again and again, until it is stopped.
 
 LONGEST_PAUSE_S: Final = 300.0
@@ -101,6 +106,9 @@ class StoreThread(ABC):
         name: Of the thread.
         store: The process group's store.
         alive: Whether the process group still exists. Once it does not, the store is not used any more and is released.
+
+    Attributes:
+        busy_since: When the turn in progress began, in the time of ``time.monotonic``; None between turns.
     """
 
     def __init__(self, name: str, store: Any, alive: Callable[[], bool], failures: Failures) -> None:
@@ -111,6 +119,7 @@ class StoreThread(ABC):
         self._retry_s = 0.0
         self._wake, self._stopped = Event(), Event()
         self._retired = False
+        self.busy_since: float | None = None
         self._thread = Thread(target=self._run, name=name, daemon=True)
 
     @abstractmethod
@@ -175,12 +184,14 @@ class StoreThread(ABC):
             self._connection = self._job_store = None  # a FileStore's file is deleted with its last reference
 
     def _take_turn(self) -> None:
+        self.busy_since = time.monotonic()
         try:
             self.turn(self._connected())
         except Exception as error:
             self._failed(error)
         else:
             self._failing_since = None
+        self.busy_since = None
 
     def _connected(self) -> SharedStore:
         """The first connection is made from the job's store; a lost one is replaced from the connection before."""

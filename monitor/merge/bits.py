@@ -18,8 +18,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from monitor.anomalies.odd_copies import suspect, who
 from monitor.merge.rows import Rows
 from monitor.merge.statistics import Flags, Index
+from monitor.series import CHECKED_KINDS
 
 MOST: Final = 200
 """Differences that a piece lists: the first ones."""
@@ -128,10 +130,7 @@ _EARLY: Final = 2
 _ENOUGH: Final = 3
 """So few tensors may all differ because something went wrong."""
 
-_ORDER: Final = ("param_origin", "grad_reduced", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "param_updated")
-"""Of the kinds within a step: as they are computed from each other."""
-
-_BEGAN_WITH: Final = _ORDER[0]
+_BEGAN_WITH: Final = CHECKED_KINDS[0]
 
 
 @dataclass
@@ -219,7 +218,7 @@ def told(kinds: Mapping[str, BitsOfKind], host_at: HostAt) -> dict[str, Any]:
 
 
 def _place(kind: str) -> int:
-    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+    return CHECKED_KINDS.index(kind) if kind in CHECKED_KINDS else len(CHECKED_KINDS)
 
 
 def _spelled(kind: str, one: BitDifference, host_at: HostAt) -> dict[str, Any]:
@@ -242,24 +241,3 @@ def lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if about["by_design"]:
         said = "copies differ in most tensors from the first steps on, so by design; they are compared by value"
         yield "bits", f"{', '.join(about['by_design'])}: {said}"
-
-
-def who(one: Mapping[str, Any]) -> str:
-    """Which ranks differ, of an entry of ``first``."""
-    named = [f"{rank} ({host})" if host else f"{rank}" for rank, host in zip(one["odd_ranks"], one["hosts"], strict=True)]
-    unnamed = one["copies"] - one["agreeing"] - len(named[:8])
-    more = f" and {unnamed} more" if unnamed else ""
-    ranks = f"rank{'' if len(named) == 1 else 's'} {', '.join(named[:8])}{more}"
-    if not one["agreeing"]:
-        return f"{ranks} differ from each other, and nothing says which of them is wrong"
-    return f"{ranks}: other bits than the {one['agreeing']} ranks that agree"
-
-
-def suspect(about: Mapping[str, Any]) -> str:
-    """What to do: which host, and which checkpoints."""
-    first, good, until = about["first"][0], about["checkpoint"], about["agreed_until"]
-    hosts = dict.fromkeys(host for host in first["hosts"] if host) if first["agreeing"] else {}
-    drain = f"drain {', '.join(list(hosts)[:8])}; " if hosts else ""
-    agreed = "no earlier step was compared" if until is None else f"all copies agreed up to step {until}"
-    known = "no checkpoint is" if good is None else f"the weights after step {good} are the last that are"
-    return f"{drain}{agreed}; {known} known to be good"

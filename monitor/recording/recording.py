@@ -296,8 +296,8 @@ class Recording:
         """Number of steps that were scheduled for collection so far."""
         return self.attachment.collected
 
-    def job(self) -> JobConnection:
-        """The job for dynamic monitoring: how this rank reaches the others."""
+    def job(self, purpose: str = "dynamic") -> JobConnection:
+        """How this rank reaches the others; each purpose has its own keys in their store."""
         here = self._where()
         run = self.run
         identity = identity_of(here, self._spec.recorded.key, self._failures) if run is None else run.identity
@@ -305,7 +305,7 @@ class Recording:
             here.rank,
             here.world_size,
             here.store,
-            f"monitor/dynamic/{identity.job_id}",
+            f"monitor/{purpose}/{identity.job_id}",
             self._backend.job.initialized,
             self._backend.job.asked_per_second,
         )
@@ -336,6 +336,7 @@ class Recording:
             beside = next(iter(OPEN.runs()), None)
             self._opened = Run(self._spec, here, beside, self.series, self._backend.job.versions(), self._listening)
             OPEN.add(self)
+            self._opened.compare_copies(self.job("copies"))
             self._show_steps()
             if self.switching is not None:
                 self.switching.opened(self._opened)

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
-from monitor.anomalies.between_steps import BetweenSteps
+from monitor.anomalies.bit_checks import BitChecks
+from monitor.anomalies.corruption import CorruptionAlerts
 from monitor.anomalies.listeners import Alarm, Alerts, EndOnlyListener, EventFiles
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import FindingListener, Scanner
@@ -23,6 +24,7 @@ from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import RecordedModel
 from monitor.coordinator.output import IdentityStore, JobIdentity, agree, prepare, rotate_stale_output
 from monitor.coordinator.resume import RestartedRun, resolve_rank_directory
+from monitor.dynamic import JobConnection
 from monitor.failures import Failures
 from monitor.pipeline.delivery import Watcher
 from monitor.pipeline.pipeline import Pipeline, PipelineLimits
@@ -137,7 +139,8 @@ class Run:
             recorded,
         )
         self.manifest = Manifest(self.directory, facts, series, failures, mine.earlier, mine.lock)
-        self._between_steps = BetweenSteps(place.rank, series, self.manifest.note)
+        self._corruption = CorruptionAlerts(place.rank, self.manifest.note, weakref.WeakMethod(self._alerted))
+        self._bit_checks = BitChecks(place.rank, series, self._corruption, failures, config.module_ranks)
         if config.append_output == AUTO:  # a restart finds the directory by its manifest, however early this run is killed
             failures.guarded("saving the first manifest", self.manifest.save)()
         self.pipeline: Pipeline[SealedTable] = Pipeline(
@@ -161,6 +164,10 @@ class Run:
             listener: Called on the writer thread; must not block.
         """
         self._listener = weakref.WeakMethod(listener)  # queued steps hold the run, which must not keep a model alive
+
+    def compare_copies(self, job: JobConnection) -> None:
+        """Compare the bits of copies with other ranks while training runs, where replicas are checked."""
+        self._bit_checks.compare_with(job)
 
     def use(self, config: MonitorConfig) -> None:
         """Use the sinks and watchers of ``config`` from the next step on. Does not block."""
@@ -193,8 +200,8 @@ class Run:
         return known if known is not None and known[0] == context else (context, make_sink(name, context))
 
     def _watchers_for(self, config: MonitorConfig) -> dict[str, Watcher]:
-        checking = {"the check of weights between steps": self._between_steps} if config.checks_replicas else {}
-        return {**self._alerting(config), **checking, **self._listening}
+        checking = {"the check of bits": self._bit_checks} if config.checks_replicas else {}
+        return {**checking, **self._alerting(config), **self._listening}  # what is checked becomes events of the alert rules
 
     def _alerting(self, config: MonitorConfig) -> dict[str, Watcher]:
         """The alert rules, if there are any. Alerts precede files, so that a hanging disk delays no alert."""
@@ -211,7 +218,7 @@ class Run:
         if config.alert.dump and self._events is None:
             self._events = EventFiles(self.base, self.directory.name, self._facts, self._series)
             self._events.trained = self._trained  # after the assignment above: training may end on its thread meanwhile
-        files = self._events if config.alert.dump else None
+        files = self._corruption.events = self._events if config.alert.dump else None
         listeners: list[FindingListener] = [Alerts(self._facts.rank, self._series, files.folder if files else None)]
         if config.on_alert is not None:
             listeners.append(Alarm(weakref.WeakMethod(self._alerted)))  # the writer thread must not keep the run
@@ -229,7 +236,9 @@ class Run:
 
     def close(self) -> bool:
         """Write queued steps within ``close_seconds``. Whether all were written. May be called repeatedly."""
-        return self.pipeline.close()
+        complete = self.pipeline.close()
+        self._bit_checks.stop()
+        return complete
 
 
 def identity_of(place: ProcessTopology, name: str, failures: Failures) -> JobIdentity:

@@ -10,9 +10,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
+from monitor.anomalies.odd_copies import suspect, who
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
-from monitor.merge.bits import suspect, who
 from monitor.query.sources import RowChoice
 from monitor.report.facts import GLOBAL_NAME, NOT_PICTURED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
 from monitor.report.history import WARM_UP, Sudden

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from rule_parts import Measured, Rank
 
-from monitor.anomalies.between_steps import MOST_SAID, BetweenSteps
+from monitor.anomalies.between_steps import MOST_SAID
+from monitor.anomalies.bit_checks import BitChecks
+from monitor.anomalies.corruption import CorruptionAlerts
+from monitor.failures import Failures
 
 NAMES = ("a", "b", "c", "d", "e")
 
@@ -22,7 +25,8 @@ class Checked:
 
     def __init__(self, directory: Path) -> None:
         self.rank, self.notes = Rank(directory), dict[str, str]()
-        self._watcher = BetweenSteps(3, self.rank.series, self.notes.__setitem__)
+        alerts = CorruptionAlerts(3, self.notes.__setitem__)
+        self._watcher = BitChecks(3, self.rank.series, alerts, Failures(3))
 
     def step(self, number: int, began: dict[str, float], left: dict[str, float]) -> None:
         kinds = {"param_origin": _measured(began), "param_updated": _measured(left)}

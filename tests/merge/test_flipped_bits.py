@@ -1,9 +1,12 @@
-"""The merge names tensor, step and rank of each bit that is flipped in real training. In healthy runs it accuses no rank."""
+"""Tensor, step and rank of each bit that is flipped in real training are named, by the ranks while they train and by the merge.
+In healthy runs no rank is accused.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +63,10 @@ def test_tensor_step_and_rank_of_every_flipped_bit_are_named(launch: Callable[..
         if first != expected(trial["fault"], layout, ranks) or found["by_design"]:
             wrong[number] = (trial, found)
         assert found["compared"]["param_origin"] > 0
+        notes = [one["note"] for one in report.told()["notes"] if one["about"].startswith("copies")]
+        said = [re.sub(r" \([^)]*\)|(?<=: )module\.| differ from each other.*|: other bits.*", "", note) for note in notes]
+        if said != sentences(trial["fault"], layout, ranks):
+            wrong[number] = (trial, said)
     assert wrong == {}, json.dumps(wrong, indent=1)
 
 
@@ -82,6 +89,16 @@ def test_a_weight_that_changes_between_two_steps_is_named_also_in_a_shard_that_n
         assert text.startswith(f"rank {fault['rank']} ("), trial
         assert f": 1 of 6 weights are in step {fault['step'] + 1} not what the optimizer left" in text, trial
         assert f": {'module.' * (layout == 'ddp')}{fault['name']}. The memory" in text, trial
+
+
+def sentences(fault: dict[str, Any] | None, layout: str, ranks: int) -> list[str]:
+    """The same, as ranks say it while they train."""
+    return [
+        f"Copies of {kind} differ in step {step}: {name}: "
+        + ("rank " if len(odd) == 1 else "ranks ")
+        + ", ".join(map(str, odd))
+        for kind, name, step, odd in expected(fault, layout, ranks)
+    ]
 
 
 def expected(fault: dict[str, Any] | None, layout: str, ranks: int) -> list[tuple[str, str, int, list[int]]]:

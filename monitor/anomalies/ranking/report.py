@@ -11,6 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from monitor.anomalies.corruption import ADVICE
 from monitor.anomalies.ranking.coverage import Coverage, UnjudgedSteps
 from monitor.anomalies.ranking.graph import Role
 from monitor.anomalies.ranking.ranking import SHOWN, Cause, Ranked, Ranking, Surroundings, capitalized, listed, name_of
@@ -165,6 +166,8 @@ def _steps_text(gap: UnjudgedSteps) -> str:
 
 def described_value(one: Ranked) -> str:
     """The statistic's value, in words."""
+    if one.rule in ADVICE:
+        return "its bits are not what they should be"
     if one.op in _COUNTED:
         return f"{one.value:g} elements are {_COUNTED[one.op]}" if one.value > 1 else f"an element is {_COUNTED[one.op]}"
     return f"{one.op} is {one.value:.6g}{_mean(one)}"
@@ -238,7 +241,7 @@ def found_first(ranking: Ranking) -> tuple[str, str]:
 def _advice_of_rule(one: Ranked) -> str:
     """The advice of the rule that fired; empty if the place of the fault decides."""
     advised: str = getattr(RULES.get(one.rule), "advice", "")
-    return advised
+    return ADVICE.get(one.rule, advised)
 
 
 def _located(one: Ranked) -> str:

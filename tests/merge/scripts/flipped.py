@@ -1,7 +1,8 @@
 """Trains a small model again and again, and flips a bit of one rank's memory in each run; ``flipped.py LAYOUT``.
 
 ``TRIALS`` has the runs as JSON: the directory of each, its dtype, and what is flipped when. Without a fault a run loads a
-checkpoint, averages weights and makes a new optimizer in the middle.
+checkpoint, averages weights and makes a new optimizer in the middle. A run ends when the ranks that compare copies while it
+runs have seen a difference, or that there is none.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +24,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from monitor.anomalies import copy_exchange
 from monitor.pytorch import TrainerMon
 
 LAYOUT = sys.argv[1]
 STEPS = 5
+copy_exchange.SHORTEST_PAUSE_S = 0.02
+LONGEST_S = 60.0
 
 
 class Model(nn.Module):
@@ -116,7 +121,25 @@ def run(trial: dict[str, Any]) -> None:
             if step == 3:
                 optimizer = new_optimizer(model.parameters())
                 monitor.set_monitor(called, 1, optimizer, start_iteration=step + 1, **groups)
+    wait_for_verdict(monitor)
     monitor.close()
+
+
+def wait_for_verdict(monitor: TrainerMon) -> None:
+    """Until a rank has noted a difference, or all have compared the last step."""
+    begun = time.monotonic()
+    while time.monotonic() - begun < LONGEST_S:
+        run = monitor._recordings[0].run
+        exchange = run._bit_checks._exchange
+        agreed = [one.agreed_until for one in exchange._comparisons.values()] if exchange else []
+        led = [ranks for ranks in exchange._history.groups.values() if ranks[0] == dist.get_rank()] if exchange else []
+        noted = any(about.startswith("copies") for about in run.manifest.notes)
+        waits = len(agreed) < len(led) or any(step != STEPS - 1 for step in agreed)
+        state = torch.tensor([int(noted), int(waits)])
+        dist.all_reduce(state)
+        if state[0] or not state[1]:
+            return
+        time.sleep(0.02)
 
 
 def between(step: int, model: Model, saved: Any) -> Any:

@@ -1,0 +1,308 @@
+"""The thread that compares copies of tensors with other ranks, through the job's store.
+
+Keys of the store, each of which is overwritten:
+
+- ``rank/{r}``: what rank r publishes (``Published``).
+- ``board``: the open question of the job, and the latest verdicts (``Board``).
+- ``answer/{r}``: the answer of rank r to a question (``Answer``).
+
+The lowest rank of each group reads what the group's ranks publish. If it finds a difference, it puts a question on the board,
+unless there is one of another group.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Final, TypeVar
+
+from monitor.anomalies.copies import MOST_VERDICTS, Answer, Board, CopyHistory, Message, Published, Question, Verdict
+from monitor.anomalies.corruption import CorruptionAlerts
+from monitor.anomalies.odd_copies import MOST_RANKS, Difference, GroupComparison, differing_places, split, suspect, who
+from monitor.coordinator.job_store import SharedStore, StoreThread
+from monitor.dynamic import JobConnection
+from monitor.failures import LOGGER, Failures
+from monitor.series import Ranks
+
+SHORTEST_PAUSE_S: Final = 1.0
+LOOKS_KEPT: Final = 16
+"""For so many turns steps are kept: until they are published, read, asked for and answered."""
+
+MOST_WAITING: Final = 6
+"""Turns that a leader waits for answers, or for another leader's question to be taken down."""
+
+MOST_ALERTS: Final = 10
+NAMED: Final = 5
+"""Tensors that an alert names."""
+
+READ_AT_ONCE: Final = 100
+MERGE_COMPARES: Final = "Copies are compared by trainermon merge afterwards."
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass
+class _Inquiry:
+    """A difference of a group that a leader looks into.
+
+    Attributes:
+        ranks: Those whose copies are looked at.
+        begin, end: The range of tensors in which it is.
+        asked: The question, with its ``number``; None while it could not be asked.
+        turns: How long it has waited.
+        first: How many parts differ, and of how many, over all tensors.
+    """
+
+    group: str
+    found: Difference
+    ranks: Ranks
+    begin: int
+    end: int
+    asked: Question | None = None
+    number: int = 0
+    turns: int = 0
+    first: tuple[int, int] | None = None
+
+
+class CopyExchange(StoreThread):
+    """One rank's part. ``pause`` is such that all ranks together ask the store no more than ``job.asked_per_second`` times.
+
+    Args:
+        history: What this rank holds.
+        pause_s: For tests. None: it follows from the number of ranks.
+    """
+
+    def __init__(
+        self,
+        job: JobConnection,
+        history: CopyHistory,
+        alerts: CorruptionAlerts,
+        failures: Failures,
+        pause_s: float | None = None,
+    ) -> None:
+        super().__init__("monitor-copies", job.store, job.alive, failures)
+        self.verdicts: deque[Verdict] = deque(maxlen=MOST_VERDICTS)
+        """About this rank, for the writer thread to make events of."""
+        self._job, self._history, self._alerts, self._pause_s = job, history, alerts, pause_s
+        self._published = self._answered = self._judged = 0
+        self._turns = 0
+        self._comparisons: dict[str, GroupComparison] = {}
+        self._inquiry: _Inquiry | None = None
+        self._to_post: deque[Verdict] = deque()
+        self._there: set[str] = set()
+        self._hosts: dict[int, str] = {}
+        self._alerts_left = MOST_ALERTS
+        self._board, self._board_text, self._board_turns = Board(), "", 0
+
+    # --- ``StoreThread``
+
+    @property
+    def shortest_retry(self) -> float:
+        """See ``StoreThread``."""
+        return self.turn_s
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds between two turns, such that all ranks together stay within what they may ask."""
+        if self._pause_s is not None:
+            return self._pause_s
+        requests = 2 + len(self._history.groups)  # publish, read the board, and be read by the lowest rank of each group
+        return max(SHORTEST_PAUSE_S, requests * self._job.world / self._job.asked_per_second)
+
+    def pause(self) -> float:
+        """See ``StoreThread``. The first turns of the ranks are spread over one pause."""
+        self._history.look_s = LOOKS_KEPT * self.turn_s
+        return self.turn_s * (self._job.rank / self._job.world if self._turns == 1 else 1.0)
+
+    def turn(self, store: SharedStore) -> None:
+        """See ``StoreThread``."""
+        self._turns += 1
+        if self._turns == 1:
+            return
+        if self._published != (version := self._history.version):
+            store.set(self._key(f"rank/{self._job.rank}"), self._history.published().model_dump_json())
+            self._published = version
+        self._read_board(store)
+        self._answer(store)
+        self._take_verdicts()
+        self._lead(store)
+
+    def leave(self, store: SharedStore) -> None:
+        """See ``StoreThread``."""
+        self.turn(store)
+
+    def unreachable(self, error: Exception) -> None:
+        """See ``StoreThread``."""
+        self._failures.report("comparing copies through the job's store", error, MERGE_COMPARES)
+
+    def ended_early(self, error: Exception) -> None:
+        """See ``StoreThread``."""
+        self._failures.report("comparing copies with other ranks", error, MERGE_COMPARES)
+
+    # --- Every rank.
+
+    def _key(self, name: str) -> str:
+        return f"{self._job.prefix}/{name}"
+
+    def _read(self, store: SharedStore, name: str, kind: type[M]) -> M | None:
+        """A message; None if there is none yet, or it cannot be read. One request."""
+        key = self._key(name)
+        if key not in self._there:
+            if store.check([key]):
+                self._there.add(key)
+            return None
+        try:
+            return kind.parse(store.get(key))
+        except ValueError as error:
+            self._failures.report(f"reading {kind.__name__} of another rank", error, MERGE_COMPARES)
+            return None
+
+    def _read_board(self, store: SharedStore) -> None:
+        key = self._key("board")
+        if key not in self._there:
+            if store.check([key]):
+                self._there.add(key)
+            return
+        text = store.get(key).decode(errors="replace")
+        self._board_turns = self._board_turns + 1 if text == self._board_text else 0
+        self._board_text = text
+        try:
+            self._board = Board.parse(text.encode())
+        except ValueError as error:
+            self._failures.report("reading the board of copies", error, MERGE_COMPARES)
+            self._board = Board(number=self._board.number)
+
+    def _answer(self, store: SharedStore) -> None:
+        asked, number = self._board.question, self._board.number
+        if asked is not None and self._job.rank in asked.ranks and number != self._answered:
+            answer = self._history.answer(number, asked)
+            store.set(self._key(f"answer/{self._job.rank}"), answer.model_dump_json())
+            self._answered = number
+
+    def _take_verdicts(self) -> None:
+        fresh = [one for one in self._board.verdicts if one.number > self._judged]
+        self._judged = max((one.number for one in fresh), default=self._judged)
+        self.verdicts.extend(one for one in fresh if self._job.rank in one.ranks)
+
+    # --- The lowest rank of a group.
+
+    def _lead(self, store: SharedStore) -> None:
+        if self._inquiry is not None and self._inquiry.asked is not None:
+            self._follow_up(store, self._inquiry, self._inquiry.asked)
+        for group, ranks in self._history.groups.items():
+            if self._inquiry is None and ranks[0] == self._job.rank and self._alerts_left:
+                self._compare(store, group, ranks)
+        asked = self._board.question
+        is_own = asked is not None and asked.leader == self._job.rank
+        if self._inquiry is not None and self._inquiry.asked is None:
+            if asked is None or is_own or self._board_turns > MOST_WAITING:
+                self._ask(store, self._inquiry)
+        elif self._to_post or (is_own and self._inquiry is None):
+            self._post(store, None if is_own else asked)
+
+    def _compare(self, store: SharedStore, group: str, ranks: Ranks) -> None:
+        comparison = self._comparisons.setdefault(group, GroupComparison(ranks))
+        published: dict[int, Mapping[int, Mapping[str, int]]] = {}
+        for count, rank in enumerate(ranks, start=1):
+            message = self._history.published() if rank == self._job.rank else self._read(store, f"rank/{rank}", Published)
+            if message is not None:
+                self._hosts[rank] = message.host
+                published[rank] = message.digests(group)
+            if count % READ_AT_ONCE == 0:
+                self._stopped.wait(READ_AT_ONCE / self._job.asked_per_second)
+                self.busy_since = monotonic()  # the store answers
+        if (found := comparison.next(published)) is not None:
+            part = self._history.part(group, found.step, found.kind)
+            self._inquiry = _Inquiry(group, found, self._participants(found), 0, 0 if part is None else len(part.checksums))
+
+    def _participants(self, found: Difference) -> Ranks:
+        """The odd ranks, and one of those that agree."""
+        agreeing = (self._job.rank,) if self._job.rank in found.agreeing else found.agreeing[:1]
+        return (*found.odd[:MOST_RANKS], *agreeing)
+
+    def _ask(self, store: SharedStore, inquiry: _Inquiry) -> None:
+        question = Question(
+            leader=self._job.rank,
+            ranks=inquiry.ranks,
+            group=inquiry.group,
+            step=inquiry.found.step,
+            kind=inquiry.found.kind,
+            begin=inquiry.begin,
+            end=inquiry.end,
+        )
+        if self._post(store, question):
+            inquiry.asked, inquiry.number = question, self._board.number
+            self._answer(store)
+
+    def _post(self, store: SharedStore, question: Question | None) -> bool:
+        """Change the board, unless another rank was faster."""
+        number = self._board.number + 1
+        fresh = [one.model_copy(update={"number": number}) for one in self._to_post]
+        board = Board(number=number, question=question, verdicts=(*self._board.verdicts, *fresh)[-MOST_VERDICTS:])
+        text, key = board.model_dump_json(), self._key("board")
+        if store.compare_set(key, self._board_text, text).decode(errors="replace") != text:
+            return False
+        self._board, self._board_text, self._board_turns = board, text, 0
+        self._to_post.clear()
+        self._take_verdicts()
+        return True
+
+    def _follow_up(self, store: SharedStore, inquiry: _Inquiry, asked: Question) -> None:
+        """Read the answers, and weigh them once all are there or enough time has passed."""
+        inquiry.turns += 1
+        answers: list[Answer] = []
+        for rank in inquiry.ranks:
+            own = rank == self._job.rank
+            answer = self._history.answer(inquiry.number, asked) if own else self._read(store, f"answer/{rank}", Answer)
+            answers += [answer] if answer is not None and answer.number == inquiry.number else []
+        if len(answers) == len(inquiry.ranks) or inquiry.turns > MOST_WAITING:
+            self._inquiry = None
+            self._weigh(inquiry, [one for one in answers if one.total])
+
+    def _weigh(self, inquiry: _Inquiry, answers: list[Answer]) -> None:
+        found, comparison = inquiry.found, self._comparisons[inquiry.group]
+        if len(answers) < 2:
+            self._accuse(inquiry, found, (), is_all=False)
+            return
+        alike = len({(one.total, one.order, one.chunk, len(one.numbers)) for one in answers}) == 1
+        places = differing_places([one.numbers for one in answers]) if alike else []
+        if not places:
+            comparison.leave_out(found)
+            self._note(found, "are not compared: ranks do not measure the same tensors")
+            return
+        first, chunk = inquiry.first or (len(places), len(answers[0].numbers)), answers[0].chunk
+        if chunk > 1:
+            begin = inquiry.begin + places[0] * chunk
+            self._inquiry = replace(inquiry, begin=begin, end=begin + chunk, asked=None, turns=0, first=first)
+        elif comparison.is_by_design(found, *first):
+            comparison.take_for_design(found)
+            self._note(found, "differ in most tensors from the first steps on, so by design. A merge compares them by value")
+        else:
+            if not found.agreeing and len(answers) == len(found.odd):
+                at_first = {rank: int(one.numbers[places[0]]) for rank, one in zip(inquiry.ranks, answers, strict=True)}
+                found = replace(found, odd=split(at_first)[0], agreeing=split(at_first)[1])
+            part = self._history.part(inquiry.group, found.step, found.kind)
+            known = part is not None and part.tensors.order == answers[0].order
+            names = [part.tensors.names[inquiry.begin + place] for place in places[:NAMED]] if part and known else []
+            self._accuse(inquiry, found, tuple(names), is_all=first[0] == len(names))
+
+    def _accuse(self, inquiry: _Inquiry, found: Difference, names: tuple[str, ...], *, is_all: bool) -> None:
+        comparison = self._comparisons[inquiry.group]
+        comparison.accuse(found)
+        self._alerts_left -= 1
+        odd = found.odd[:MOST_RANKS]
+        of = {"copies": len(found.odd) + len(found.agreeing), "agreeing": len(found.agreeing)}
+        first = {"odd_ranks": odd, "hosts": [self._hosts.get(rank, "") for rank in odd], **of}
+        about = {"first": [first], "agreed_until": comparison.agreed_until, "checkpoint": comparison.good}
+        tensors = ", ".join(names) + ("" if is_all else " and others") if names else "tensors that are not known"
+        said = f"Copies of {found.kind} differ in step {found.step}: {tensors}: {who(first)}; {suspect(about)}."
+        self._alerts.say(f"copies of {found.kind} in step {found.step}", said)
+        self._alerts.alarm()
+        self._to_post.append(Verdict(number=0, group=inquiry.group, step=found.step, kind=found.kind, ranks=odd, names=names))
+
+    def _note(self, found: Difference, what: str) -> None:
+        said = f"Copies of {found.kind} {what}."
+        LOGGER.info("[rank %d] %s", self._job.rank, said)
+        self._alerts.note(f"copies of {found.kind}", said)

@@ -1,0 +1,59 @@
+"""What is done about bits that are wrong: a warning, a note in the manifest, an event, and the alarm."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+from monitor.anomalies.events import Signal
+from monitor.anomalies.listeners import EventFiles
+from monitor.anomalies.scanner import RuleFinding
+from monitor.config.model import CHECKSUM
+from monitor.failures import LOGGER
+from monitor.series import NO_MICRO_STEP
+from monitor.terminal import plain
+
+ODD_COPY: Final = "OddCopy"
+CHANGED_WEIGHT: Final = "ChangedBetweenSteps"
+"""What events name in the place of an alert rule."""
+
+ADVICE: Final = {
+    ODD_COPY: "Other ranks hold other bits: take the host out of the job and test it (docs/silent-corruption.md).",
+    CHANGED_WEIGHT: "Look at what writes to weights between steps; if nothing does, test the device's memory.",
+}
+
+
+class CorruptionAlerts:
+    """Tells people and files of what was found on this rank.
+
+    Args:
+        note: Adds a note to the manifest, from a key and a text. Any thread.
+        ring: The alarm, called for each alert. Any thread; must not wait.
+
+    Attributes:
+        events: The event files of the alert rules; None if there are none.
+    """
+
+    def __init__(
+        self, rank: int, note: Callable[[str, str], None], ring: weakref.WeakMethod[Callable[[], object]] | None = None
+    ) -> None:
+        self.events: EventFiles | None = None
+        self.rank, self.note = rank, note
+        self._ring = ring
+
+    def alarm(self) -> None:
+        """Ring the alarm. Any thread."""
+        if self._ring is not None and (ring := self._ring()) is not None:
+            ring()
+
+    def say(self, about: str, what: str, where: str = "") -> None:
+        """Warn, and note it under ``about``, with ``where`` before it. Any thread."""
+        LOGGER.warning("[rank %d] %s", self.rank, plain(what))
+        self.note(about, f"{where}{what}")
+
+    def event(self, rule: str, step: int, series: int, call_id: int) -> None:
+        """Add an event to the event files. On the writer thread."""
+        if self.events is not None:
+            signal = Signal(rule, CHECKSUM, float("nan"))
+            self.events.add(step, RuleFinding(call_id, series, NO_MICRO_STEP, signal, nonfinite=False))

@@ -1,0 +1,177 @@
+"""Which rank holds other bits than the others, from the digests that ranks publish while training runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from monitor.series import CHECKED_KINDS, Ranks
+from monitor.stats.partials import Words
+
+PATIENCE: Final = 10
+"""Looks for which a rank may be behind the others. Then these are compared without it, until it publishes again."""
+
+_EARLY: Final = 2
+"""Compared steps in which copies that differ by design do so at the latest."""
+
+_ENOUGH: Final = 3
+"""So few tensors may all differ because something went wrong."""
+
+MOST_RANKS: Final = 16
+"""Odd ranks that are listed."""
+
+DigestsOfRank = Mapping[int, Mapping[str, int]]
+"""What a rank has published of a group: digests by step and kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Copies of a kind that differ in a step.
+
+    Attributes:
+        odd: The ranks whose copies are not what most are. All ranks, if no more than half of the copies agree.
+        agreeing: Ranks whose copies agree; empty if no more than half do.
+    """
+
+    step: int
+    kind: str
+    odd: Ranks
+    agreeing: Ranks
+
+
+class GroupComparison:
+    """Compares what the ranks of a group have published, step by step, and within a step in the order of the kinds.
+
+    It stops at the first difference until one of ``accuse``, ``take_for_design`` and ``leave_out`` says what it is.
+
+    Attributes:
+        agreed_until: The last step in which all copies agreed, before any difference; None if there is none.
+        good: The last step whose weights are known good: the next step began with copies that agree. None if there is none.
+        by_design: Kinds whose copies differ by design.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.agreed_until: int | None = None
+        self.good: int | None = None
+        self.by_design: set[str] = set()
+        self._done = -1
+        self._early: list[int] = []
+        self._agreeing: set[str] = set()
+        self._left_out: set[str] = set()
+        self._odd: set[int] = set()
+        self._missed = False
+        self._newest: dict[int, int] = {}
+        self._behind: Counter[int] = Counter()
+
+    def next(self, published: Mapping[int, DigestsOfRank]) -> Difference | None:
+        """The next difference, from what each rank has published; None if there is none so far."""
+        there = self._complete_until(published)
+        for step in sorted({step for digests in published.values() for step in digests if self._done < step <= there}):
+            if (found := self._first_of(step, published)) is not None:
+                return found
+            self._finish(step)
+        return None
+
+    def _complete_until(self, published: Mapping[int, DigestsOfRank]) -> int:
+        """The last step of which no rank may still publish something, unless it has been behind for long."""
+        newest = {rank: max(published.get(rank, {}), default=-1) for rank in self.ranks}
+        furthest = max(newest.values())
+        if furthest < self._done:  # training has gone back
+            self._done = -1
+        for rank, step in newest.items():
+            is_behind = step < furthest and step == self._newest.get(rank, -1)
+            self._behind[rank] = self._behind[rank] + 1 if is_behind else 0
+        self._newest = newest
+        return min(step for rank, step in newest.items() if self._behind[rank] <= PATIENCE)
+
+    def _first_of(self, step: int, published: Mapping[int, DigestsOfRank]) -> Difference | None:
+        at_step = {rank: published.get(rank, {}).get(step, {}) for rank in self.ranks if rank not in self._odd}
+        for kind in CHECKED_KINDS:
+            values = {rank: digests[kind] for rank, digests in at_step.items() if kind in digests}
+            if len(values) < 2 or kind in self._agreeing | self._left_out | self.by_design:
+                continue
+            if step not in self._early and len(self._early) < _EARLY:
+                self._early.append(step)
+            odd, agreeing = split(values)
+            if odd:
+                return Difference(step, kind, odd, agreeing)
+            self._agreeing.add(kind)
+            self._missed |= len(values) < len(self.ranks)
+            if kind == CHECKED_KINDS[0] and step and not self._missed:
+                self.good = step - 1
+        return None
+
+    def _finish(self, step: int) -> None:
+        if self._agreeing and not self._missed:
+            self.agreed_until = step
+        self._missed = bool(self._odd)
+        self._done = step
+        self._agreeing.clear()
+
+    def is_by_design(self, found: Difference, differing: int, total: int) -> bool:
+        """Whether most tensors differ in one of the first steps, and no copy more than another.
+
+        Args:
+            differing: How many of ``total`` tensors, or equal parts of them, differ.
+        """
+        most = total >= _ENOUGH and 2 * differing > total and not found.agreeing
+        return most and (found.step in self._early or bool(self.by_design))
+
+    def take_for_design(self, found: Difference) -> None:
+        """Compare the kind no more."""
+        self.by_design.add(found.kind)
+
+    def accuse(self, found: Difference) -> None:
+        """Leave out the odd ranks from now on: what differs later follows from this."""
+        self._odd.update(found.odd)
+
+    def leave_out(self, found: Difference) -> None:
+        """Compare the kind no more: the ranks do not have the same tensors."""
+        self._left_out.add(found.kind)
+
+
+def split(values: Mapping[int, int]) -> tuple[Ranks, Ranks]:
+    """The ranks whose values are not what most have, and those that have it.
+
+    If no more than half have it, all are odd. If all have it, none is.
+    """
+    most, count = Counter(values.values()).most_common(1)[0]
+    agreeing = tuple(rank for rank, value in values.items() if value == most and 2 * count > len(values))
+    return tuple(rank for rank in values if rank not in agreeing), agreeing
+
+
+def differing_places(numbers: Sequence[Words]) -> list[int]:
+    """Where the numbers of several ranks are not all the same. A 0 was not measured."""
+    each = np.stack(numbers)
+    measured = each.astype(bool).all(axis=0)
+    places: list[int] = np.flatnonzero(measured & (each != each[0]).any(axis=0)).tolist()
+    return places
+
+
+# --- Sentences about copies that differ, while training runs and in a merge (``monitor.merge.bits``).
+
+
+def who(one: Mapping[str, Any]) -> str:
+    """Which ranks differ, of an entry of ``first`` in the ``bits`` of a report."""
+    named = [f"{rank} ({host})" if host else f"{rank}" for rank, host in zip(one["odd_ranks"], one["hosts"], strict=True)]
+    unnamed = one["copies"] - one["agreeing"] - len(named[:8])
+    more = f" and {unnamed} more" if unnamed else ""
+    ranks = f"rank{'' if len(named) == 1 else 's'} {', '.join(named[:8])}{more}"
+    if not one["agreeing"]:
+        return f"{ranks} differ from each other, and nothing says which of them is wrong"
+    return f"{ranks}: other bits than the {one['agreeing']} ranks that agree"
+
+
+def suspect(about: Mapping[str, Any]) -> str:
+    """What to do, of the ``bits`` of a report: which host, and which checkpoints."""
+    first, good, until = about["first"][0], about["checkpoint"], about["agreed_until"]
+    hosts = dict.fromkeys(host for host in first["hosts"] if host) if first["agreeing"] else {}
+    drain = f"drain {', '.join(list(hosts)[:8])}; " if hosts else ""
+    agreed = "no earlier step was compared" if until is None else f"all copies agreed up to step {until}"
+    known = "no checkpoint is" if good is None else f"the weights after step {good} are the last that are"
+    return f"{drain}{agreed}; {known} known to be good"
