@@ -45,7 +45,8 @@ class Job(NamedTuple):
     """What is simulated.
 
     Attributes:
-        begin: The time of step 0, in seconds of ``time.time``.
+        begin: The time of step 0, in seconds of ``time.time``. Known once all processes are ready.
+        seconds: How long the ranks take turns.
         fault: The rank and the step from which one checksum differs.
     """
 
@@ -53,9 +54,9 @@ class Job(NamedTuple):
     tensors: int
     requests: float
     step_s: float
-    begin: float
-    end: float
+    seconds: float
     fault: tuple[int, int]
+    begin: float = 0.0
 
     def newest(self) -> int:
         """The last step that has ended."""
@@ -82,7 +83,7 @@ class Rank:
     """A simulated rank: it has held all steps that have ended when it takes a turn."""
 
     def __init__(self, number: int, job: Job, told: list[float]) -> None:
-        self.number, self._job, self._told, self._series, self._held = number, job, told, SeriesTable(), -1
+        self.number, self.job, self._told, self._series, self._held = number, job, told, SeriesTable(), -1
         placement = Placement(replicas=tuple(range(job.ranks)))
         self._rows = {
             kind: np.array([self._placed(Series(kind, 0, f"layers.{one}.weight"), placement) for one in range(job.tensors)])
@@ -103,28 +104,30 @@ class Rank:
 
     def turn(self, store: Any) -> float:
         """Seconds until the next turn."""
-        for step in range(self._held + 1, self._job.newest() + 1):
+        for step in range(self._held + 1, self.job.newest() + 1):
             self._history.add(step, {kind: self._checked(step, kind) for kind in KINDS}, time.monotonic())
             self._held = step
         self._exchange.turn(store)
         return self._exchange.pause()
 
     def _checked(self, step: int, kind: str) -> CheckedRows:
-        sums = np.arange(1, self._job.tensors + 1, dtype=np.uint64) * np.uint64(2 * step + 1)
-        if (self.number, kind) == (self._job.fault[0], "grad_reduced") and step >= self._job.fault[1]:
-            sums[self._job.tensors // 2] ^= np.uint64(1 << 40)
-        return CheckedRows(self._rows[kind], sums, np.arange(self._job.tensors))
+        sums = np.arange(1, self.job.tensors + 1, dtype=np.uint64) * np.uint64(2 * step + 1)
+        if (self.number, kind) == (self.job.fault[0], "grad_reduced") and step >= self.job.fault[1]:
+            sums[self.job.tensors // 2] ^= np.uint64(1 << 40)
+        return CheckedRows(self._rows[kind], sums, np.arange(self.job.tensors))
 
 
 def take_turns(job: Job, numbers: range, connect: Callable[[], Any], result: Connection) -> None:
     """The ranks of one process."""
     store, told = Counted(connect()), list[float]()
     ranks = [Rank(number, job, told) for number in numbers]
-    drawn = random.Random(numbers.start)
-    due = [(job.begin + drawn.uniform(0.0, 0.1), place) for place in range(len(ranks))]
-    heapq.heapify(due)
+    result.send("ready")
+    job = job._replace(begin=result.recv())
+    for rank in ranks:
+        rank.job = job
+    due = [(job.begin, place) for place in range(len(ranks))]
     late = 0.0
-    while due[0][0] < job.end:
+    while due[0][0] < job.begin + job.seconds:
         at, place = due[0]
         time.sleep(max(0.0, at - time.time()))
         late = max(late, time.time() - at)
@@ -176,14 +179,11 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     server.start()
     port = ours.recv()
     pause_s = pause_of(options.ranks, options.requests)
-    begin = time.time() + 3.0 + options.ranks / 500
     fault_step = int((8 * pause_s + 2.0) / options.step_s)
-    end = begin + fault_step * options.step_s + 14 * pause_s + 6.0
-    job = Job(
-        options.ranks, options.tensors, options.requests, options.step_s, begin, end, (options.ranks // 3 + 1, fault_step)
-    )
+    seconds = fault_step * options.step_s + 14 * pause_s + 6.0
+    job = Job(options.ranks, options.tensors, options.requests, options.step_s, seconds, (options.ranks // 3 + 1, fault_step))
     shares = [range(1), *_shares(1, options.ranks, options.processes)]
-    pipes = [context.Pipe(duplex=False) for _ in shares]
+    pipes = [context.Pipe() for _ in shares]
     connect = (TcpClients if options.store == "tcp" else OwnClients)(port)
     workers = [
         context.Process(target=take_turns, args=(job, share, connect, send), daemon=True)
@@ -191,13 +191,18 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     ]
     for worker in workers:
         worker.start()
-    found = [receive.recv() for receive, _ in pipes]
+    for pipe, _ in pipes:
+        pipe.recv()
+    begin = time.time() + 0.5
+    for pipe, _ in pipes:
+        pipe.send(begin)
+    found = [pipe.recv() for pipe, _ in pipes]
     for worker in workers:
         worker.join()
     ours.send(None)
     server.join()
     each = sum((Counter(requests) for requests, _, _ in found), Counter[int]())
-    steady = [each[second] for second in range(int(begin + pause_s) + 2, int(end) - 1)]
+    steady = [each[second] for second in range(int(begin + pause_s) + 2, int(begin + seconds) - 1)]
     told = min((at for _, times, _ in found for at in times), default=None)
     fault_at = begin + (fault_step + 1) * options.step_s
     return {
@@ -209,6 +214,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "most": max(steady),
         "said_after": None if told is None else told - fault_at,
         "late": max(late for _, _, late in found),
+        "each_second": [each[second] for second in sorted(each)],
     }
 
 

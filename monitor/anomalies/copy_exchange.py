@@ -27,6 +27,9 @@ from monitor.failures import LOGGER, Failures
 from monitor.series import Ranks
 
 SHORTEST_PAUSE_S: Final = 1.0
+SPARE: Final = 1.25
+"""So much more than is asked in every turn may be asked: by answers, and by ranks that are not on time."""
+
 LOOKS_KEPT: Final = 16
 """For so many turns steps are kept: until they are published, read, asked for and answered."""
 
@@ -87,7 +90,7 @@ class CopyExchange(StoreThread):
         """About this rank, for the writer thread to make events of."""
         self._job, self._history, self._alerts, self._pause_s = job, history, alerts, pause_s
         self._published = self._answered = self._judged = 0
-        self._turns = 0
+        self._turns, self._begun = 0, 0.0
         self._comparisons: dict[str, GroupComparison] = {}
         self._inquiry: _Inquiry | None = None
         self._to_post: deque[Verdict] = deque()
@@ -109,16 +112,19 @@ class CopyExchange(StoreThread):
         if self._pause_s is not None:
             return self._pause_s
         requests = 2 + len(self._history.groups)  # publish, read the board, and be read by the lowest rank of each group
-        return max(SHORTEST_PAUSE_S, requests * self._job.world / self._job.asked_per_second)
+        return max(SHORTEST_PAUSE_S, SPARE * requests * self._job.world / self._job.asked_per_second)
 
     def pause(self) -> float:
-        """See ``StoreThread``. The first turns of the ranks are spread over one pause."""
+        """See ``StoreThread``. Turns begin ``turn_s`` after each other. The first ones of the ranks are spread over that time."""
         self._history.look_s = LOOKS_KEPT * self.turn_s
-        return self.turn_s * (self._job.rank / self._job.world if self._turns == 1 else 1.0)
+        if self._turns == 1:
+            return self.turn_s * self._job.rank / self._job.world
+        return max(0.0, self._begun + self.turn_s - monotonic())
 
     def turn(self, store: SharedStore) -> None:
         """See ``StoreThread``."""
         self._turns += 1
+        self._begun = monotonic()
         if self._turns == 1:
             return
         if self._published != (version := self._history.version):
@@ -202,6 +208,11 @@ class CopyExchange(StoreThread):
         elif self._to_post or (is_own and self._inquiry is None):
             self._post(store, None if is_own else asked)
 
+    @property
+    def _led(self) -> int:
+        """How many ranks this one reads in a turn."""
+        return sum(len(ranks) for ranks in self._history.groups.values() if ranks[0] == self._job.rank)
+
     def _compare(self, store: SharedStore, group: str, ranks: Ranks) -> None:
         comparison = self._comparisons.setdefault(group, GroupComparison(ranks))
         published: dict[int, Mapping[int, Mapping[str, int]]] = {}
@@ -211,7 +222,7 @@ class CopyExchange(StoreThread):
                 self._hosts[rank] = message.host
                 published[rank] = message.digests(group)
             if count % READ_AT_ONCE == 0:
-                self._stopped.wait(READ_AT_ONCE / self._job.asked_per_second)
+                self._stopped.wait(READ_AT_ONCE * self.turn_s / self._led)
                 self.busy_since = monotonic()  # the store answers
         if (found := comparison.next(published)) is not None:
             part = self._history.part(group, found.step, found.kind)
