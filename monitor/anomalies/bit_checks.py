@@ -13,7 +13,7 @@ from monitor.anomalies.between_steps import BetweenSteps
 from monitor.anomalies.checked_rows import ChecksumReader
 from monitor.anomalies.copies import CopyHistory
 from monitor.anomalies.copy_exchange import MERGE_COMPARES, CopyExchange
-from monitor.anomalies.corruption import ODD_COPY, CorruptionAlerts
+from monitor.anomalies.corruption import ODD_COPY, UNLIKE_COPIES, CorruptionAlerts
 from monitor.coordinator import job_store
 from monitor.dynamic import JobConnection
 from monitor.failures import Failures
@@ -97,8 +97,9 @@ class BitChecks:
         """Make events of the verdicts about this rank."""
         while self._exchange is not None and self._exchange.verdicts:
             verdict = self._exchange.verdicts.popleft()
+            rule = ODD_COPY if verdict.most_agree else UNLIKE_COPIES
             for series, call_id in self._history.find(verdict):
-                self._alerts.event(ODD_COPY, verdict.step, series, call_id)
+                self._alerts.event(rule, verdict.step, series, call_id)
 
 
 def _stopping(exchange: weakref.ref[CopyExchange]) -> Callable[[], None]:

@@ -137,6 +137,7 @@ class Verdict(Message):
     Attributes:
         number: Of the board that it was first on.
         ranks: Whose copies are odd.
+        most_agree: Whether most of the other copies are alike.
         names: Of the tensors, the first ones.
     """
 
@@ -145,6 +146,7 @@ class Verdict(Message):
     step: Natural
     kind: str
     ranks: tuple[Natural, ...]
+    most_agree: bool
     names: tuple[str, ...]
 
 

@@ -115,7 +115,7 @@ class CopyExchange(StoreThread):
         return max(SHORTEST_PAUSE_S, SPARE * requests * self._job.world / self._job.asked_per_second)
 
     def pause(self) -> float:
-        """See ``StoreThread``. Turns begin ``turn_s`` after each other. The first ones of the ranks are spread over that time."""
+        """See ``StoreThread``. Turns begin ``turn_s`` after each other; the first ones of the ranks are spread over as long."""
         self._history.look_s = LOOKS_KEPT * self.turn_s
         if self._turns == 1:
             return self.turn_s * self._job.rank / self._job.world
@@ -311,7 +311,16 @@ class CopyExchange(StoreThread):
         said = f"Copies of {found.kind} differ in step {found.step}: {tensors}: {who(first)}; {suspect(about)}."
         self._alerts.say(f"copies of {found.kind} in step {found.step}", said)
         self._alerts.alarm()
-        self._to_post.append(Verdict(number=0, group=inquiry.group, step=found.step, kind=found.kind, ranks=odd, names=names))
+        verdict = Verdict(
+            number=0,
+            group=inquiry.group,
+            step=found.step,
+            kind=found.kind,
+            ranks=odd,
+            most_agree=bool(found.agreeing),
+            names=names,
+        )
+        self._to_post.append(verdict)
 
     def _note(self, found: Difference, what: str) -> None:
         said = f"Copies of {found.kind} {what}."

@@ -304,7 +304,7 @@ class EventFiles:
     def add(self, step: int, finding: RuleFinding) -> None:
         """Keep an event that no rule found, of this step or an earlier one. It is written with the next ``save``."""
         self._found[finding.signal.rule] += 1
-        self._added.extend(step, list(self._formatter.entries(step, [finding])))
+        self._added.extend(step, [self._formatter.added_entry(step, finding)])
         self._changed = self._more_events = True
 
     def save(self) -> None:
@@ -410,6 +410,12 @@ class _EventFormatter:
             keys.add(key)
             content = f"{json.dumps(key)}: {event.model_dump_json()}"
             yield EventEntry((step, place), finding.signal.rule, content.encode())
+
+    def added_entry(self, step: int, finding: RuleFinding) -> EventEntry:
+        """The entry of an event that no rule found. Its key ends with what found it, as rules may have fired on the tensor."""
+        event = self._event(step, finding)
+        content = f"{json.dumps(f'{event.key}_{finding.signal.rule}')}: {event.model_dump_json()}"
+        return EventEntry((step, finding.call_id), finding.signal.rule, content.encode())
 
     def _event(self, step: int, finding: RuleFinding) -> Event:
         series = self.series[finding.series]

@@ -22,6 +22,7 @@ from monitor.series import Placement
 
 STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 1
 PARAMETERS = ("first.weight", "first.bias", "second.weight", "second.bias")
+OF_FAULTS = ("AnomalyNan", "Copies of", "not what the optimizer left")
 SHAPES = dict(zip(PARAMETERS, ([5, 4], [5], [2, 5], [2]), strict=True))
 OF_EVERY_RANK = {"actv", "actv_grad", "grad_unreduced", "other", "run"}
 OF_THE_FIRST = {"grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq"}
@@ -69,7 +70,7 @@ def rows_of(output: Output, kind: str, rank: int, step: int) -> dict[str, dict[s
 
 def test_ranks_end_well_and_say_nothing_that_is_none_of_the_fault(job: Ranks) -> None:
     assert (job.status, [rank.status for rank in job.ranks]) == (0, [0, 0])
-    assert [line for rank in job.ranks for line in rank.warnings if "AnomalyNan" not in line] == []
+    assert [line for rank in job.ranks for line in rank.warnings if not any(of in line for of in OF_FAULTS)] == []
 
 
 @pytest.mark.parametrize(("monitored", "plain"), [("everything", "plain"), ("fault", "plain fault")])
@@ -223,3 +224,18 @@ def test_nothing_is_left_that_is_not_finished(job: Ranks, base: Path) -> None:  
     directories = [found for part in ("everything", "fault", "log") for found in Output(base / part / "output").directories()]
     assert len(directories) == 6
     assert [path.name for directory in directories for path in directory.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_flipped_bit_is_said_while_the_ranks_train_and_is_an_event_of_both(job: Ranks, base: Path) -> None:  # noqa: ARG001
+    flipped = Output(base / "flipped" / "output")
+    (said,) = (
+        note
+        for directory in flipped.directories()
+        for about, note in read_manifest(directory / "manifest.json").notes.items()
+        if about.startswith("copies")
+    )
+    assert str(said).startswith(f"Copies of param_origin differ in step {FAULTY_STEP}: first.weight: ranks 0 (")
+    for rank in (0, 1):
+        events = json.loads((flipped.base / "anomaly_detected" / f"rank{rank}" / "anomaly-2.json").read_text())
+        rules = [one["message"].split()[1] for one in events.values()]
+        assert rules == ["ChangedBetweenSteps", "UnlikeCopies"][1 - rank :]

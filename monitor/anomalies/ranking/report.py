@@ -37,7 +37,7 @@ def _lines(one: Ranked) -> Iterator[str]:
     micro_step = "" if one.micro_step == NO_MICRO_STEP else f", micro-step {one.micro_step}"
     yield f"{_origin(one)}: rank {one.member.rank} ({one.member.host}), step {one.step}{micro_step}"
     yield f"  {tensor(one)}"
-    yield f"  {one.op} {one.value:.6g}{_mean(one)}, {one.rule}"
+    yield f"  {one.op} {_value(one)}, {one.rule}"
     if remark(one):
         yield f"  {remark(one)}"
 
@@ -62,7 +62,7 @@ def _table(ranking: Ranking) -> Table:
             *micro_step,
             tensor(one),
             one.op,
-            f"{one.value:.6g}{_mean(one)}",
+            _value(one),
         ]
         cells += [one.rule, _origin(one), remark(one)]
         found.add_row(*(Text(plain(cell)) for cell in cells))  # as text: names must not be parsed as markup
@@ -170,11 +170,13 @@ def described_value(one: Ranked) -> str:
         return "its bits are not what they should be"
     if one.op in _COUNTED:
         return f"{one.value:g} elements are {_COUNTED[one.op]}" if one.value > 1 else f"an element is {_COUNTED[one.op]}"
-    return f"{one.op} is {one.value:.6g}{_mean(one)}"
+    return f"{one.op} is {_value(one)}"
 
 
-def _mean(one: Ranked) -> str:
-    return "" if one.mean is None else f", running mean {one.mean:.6g}"
+def _value(one: Ranked) -> str:
+    """The value and what it was compared with; that of a check of bits is not told."""
+    mean = "" if one.mean is None else f", running mean {one.mean:.6g}"
+    return "other bits" if one.rule in ADVICE else f"{one.value:.6g}{mean}"
 
 
 # --- The last line: what was found first, and what to look at next.

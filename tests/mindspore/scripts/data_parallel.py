@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from mindspore import Tensor, communication, nn, ops
 from mindspore.mint import distributed
 from ranks import tell
 
+from monitor.anomalies import copy_exchange
 from monitor.mindspore import RunEnded, TrainerMon
 
 EVERYTHING: dict[str, Any] = {
@@ -42,6 +44,7 @@ FAULT: dict[str, Any] = {
     "ops": ["norm", "nans"],
     "alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True},
 }
+FLIPPED: dict[str, Any] = {"param_distribution": True, "alert": FAULT["alert"]}
 LOG_ONLY: dict[str, Any] = {"wg_distribution": True, "cc_distribution": {"enable": True, "cc_log_only": True}}
 STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 1
 
@@ -74,12 +77,15 @@ class Rank:
     def __init__(self, base: Path) -> None:
         self.number, self._base = communication.get_rank(), base
 
-    def train(self, part: str, config: dict[str, Any] | None, reduce: Reduce | None, *, faulty: bool = False) -> dict[str, Any]:
+    def train(
+        self, part: str, config: dict[str, Any] | None, reduce: Reduce | None, *, faulty: bool = False, flips: bool = False
+    ) -> dict[str, Any]:
         """What came of it.
 
         Args:
             reduce: None: the reducer that MindSpore has, which is compiled.
             faulty: Whether an element of a batch is NaN.
+            flips: Whether a bit of a weight is flipped.
         """
         net = Net()
         optimizer = nn.Adam(net.trainable_params(), 0.01)
@@ -91,6 +97,8 @@ class Rank:
         told: dict[str, Any] = {"losses": [], "seen": []}
         for step in range(STEPS):
             x = self._batch(step, faulty=faulty)
+            if flips and (step, self.number) == (FAULTY_STEP, FAULTY_RANK):
+                flip(net.first.weight)
             loss, gradients = losses_of(x)
             unreduced = {} if monitor else listed(names, gradients)
             reduced = reduce(gradients)
@@ -99,6 +107,8 @@ class Rank:
             if not monitor:
                 told["seen"].append({"input": x.tolist(), "unreduced": unreduced, "reduced": listed(names, reduced)})
         told["weights"] = [one.asnumpy().tobytes().hex() for one in net.get_parameters()]
+        if flips and monitor:
+            wait_for_note(monitor)
         if monitor:
             monitor.close()
         return told
@@ -121,10 +131,28 @@ class Rank:
         return monitor
 
 
+def flip(weight: ms.Parameter) -> None:
+    words = weight.asnumpy().copy().view(np.int32)
+    words[0, 0] ^= 1
+    weight.set_data(Tensor(words.view(np.float32)))
+
+
+def wait_for_note(monitor: TrainerMon) -> None:
+    """Until one of the ranks has noted that copies differ."""
+    for _ in range(1_000):
+        run = monitor._recordings[0].run
+        noted = Tensor([int(run is not None and any(about.startswith("copies") for about in run.manifest.notes))], ms.int32)
+        distributed.all_reduce(noted)
+        if noted.asnumpy()[0]:
+            return
+        time.sleep(0.03)
+
+
 def listed(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, Any]:
     return {name: tensor.asnumpy().tolist() for name, tensor in zip(names, tensors, strict=True)}
 
 
+copy_exchange.SHORTEST_PAUSE_S = 0.02
 ms.set_device("CPU")
 communication.init("mccl")
 rank = Rank(Path(sys.argv[1]))
@@ -134,6 +162,7 @@ tell(
         "everything": rank.train("everything", EVERYTHING, in_place),
         "plain fault": rank.train("", None, None, faulty=True),
         "fault": rank.train("fault", FAULT, None, faulty=True),
+        "flipped": rank.train("flipped", FLIPPED, in_place, flips=True),
     }
 )
 try:
