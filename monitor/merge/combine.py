@@ -48,7 +48,7 @@ def missing_ops(tensors: Statistics, several: Flags) -> Counter[tuple[str, str]]
     rounded = ~tensors.exact & ~(tensors.count == 0)
     for op, known in zip(tensors.ops, tensors.known, strict=True):
         if op == CHECKSUM:
-            continue  # of parts, whose places are not known
+            continue  # of parts that are not ranges of the whole
         if op in WHOLE_ONLY or rounded.any():
             found.update({(op, reason): int(which.sum()) for reason, which in _lacking(op, tensors, ~known, rounded, several)})
     return +found
@@ -284,7 +284,8 @@ def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome)
     starts = tables.starts_of_runs([column[chosen] for column in key])
     every = len(chosen) == len(rows) and bool((np.diff(order) == 1).all())
     firsts: Index | slice = slice(None) if every else order[chosen]
-    tensors = combined(statistics, firsts, starts)
+    begins = _begins(rows.catalogue, rows.series[firsts], statistics.count[firsts], starts) if piece.columns.checked else None
+    tensors = combined(statistics, firsts, starts, begins)
     rows = rows.only(firsts)
     terms, unlike = _terms(rows, starts), _any(differ[chosen], starts)
     complete = _complete(rows, tensors, starts) | terms | unlike
@@ -335,6 +336,19 @@ def _compare_copies(piece: Piece, rows: Rows, statistics: Statistics, order: Ind
         outcome.bits_compared, outcome.bits_differing, outcome.bit_differences = bits.compared, bits.differing, bits.first
     differ[held_against[[row for row in found if assumed[row]]]] = True
     return differ
+
+
+def _begins(catalogue: Catalogue, series: Index, count: Floats, starts: Index) -> Index:
+    """The word of the whole at which each part begins; ``UNKNOWN`` for parts that are not ranges side by side."""
+    begin, words = np.where(count == 0, 0, catalogue.of("begin", series)), catalogue.of("words", series)
+    sizes = np.diff(starts, append=len(series))
+    run = np.repeat(np.arange(len(starts)), sizes)
+    order = np.lexsort([begin, run])
+    ends = np.cumsum(np.nan_to_num(count[order]))
+    before = ends - np.nan_to_num(count[order])
+    side_by_side = begin[order] == before - np.repeat(before[starts], sizes)
+    known: Flags = np.logical_and.reduceat(side_by_side, starts)
+    return np.where(known[run], begin * words, UNKNOWN)
 
 
 def _terms(rows: Rows, starts: Index) -> Flags:

@@ -24,11 +24,12 @@ from monitor.coordinator.resume import Span
 from monitor.merge.combine import ROLES, RUNS, SCHEMA_VERSION, Outcome, Piece, worked
 from monitor.merge.discovery import Found, RankRun, SetAside, choose, discover, runs_of, unmerged_formats
 from monitor.merge.execution import MergeError, NothingRecordedError, draft_of, engine, run
+from monitor.merge.layer_names import LayerNames
 from monitor.merge.outputs import SUFFIXES, Format
 from monitor.merge.report import Report
 from monitor.merge.rows import Share, Source, files_of
 from monitor.merge.tables import Columns, Index, Shard, read_file, write_file
-from monitor.merge.tensors import SHARDS, Findings, Kind, LayerNames, Visit, catalogue, look
+from monitor.merge.tensors import SHARDS, Findings, Kind, Visit, catalogue, look
 from monitor.series import CALL_KIND, CHECKED_KINDS, DIRECTION_KIND, KINDS, REPLICA_KIND, Ranks
 from monitor.sinks.files import ALL_STEPS, StepSpan
 from monitor.stats.histograms import HISTOGRAM_OPS

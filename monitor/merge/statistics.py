@@ -100,21 +100,23 @@ class Statistics:
         return pa.array(np.ascontiguousarray(self.values[at]), mask=None if known.all() else ~known)
 
 
-def combined(rows: Statistics, order: Index | slice, starts: Index) -> Statistics:
+def combined(rows: Statistics, order: Index | slice, starts: Index, begins: Index | None = None) -> Statistics:
     """Of the unions of runs of rows.
 
     Args:
         order: Which rows, those of a run next to each other.
         starts: Where each run begins in ``order``, ascending from 0; no run is empty.
+        begins: The word of the whole at which each of these rows begins; negative if that is not known (``combine_groups``).
     """
     if len(starts) == len(rows.count[order]):
         return rows.ops_of(order)
     parts = rows.take(order)
     exact = np.logical_and.reduceat(parts.exact, starts)
     if exact.all():
-        return _of_partials(parts, starts)
+        return _of_partials(parts, starts, begins)
     in_exact = np.repeat(exact, np.diff(starts, append=len(parts)))
-    from_partials = _of_partials(parts.take(in_exact), _starts_among(starts, exact, len(parts)))
+    own = None if begins is None else begins[in_exact]
+    from_partials = _of_partials(parts.take(in_exact), _starts_among(starts, exact, len(parts)), own)
     from_ops = _of_ops(parts.take(~in_exact), _starts_among(starts, ~exact, len(parts)))
     return _interleaved(from_partials, from_ops, exact)
 
@@ -138,11 +140,11 @@ def _starts_among(starts: Index, chosen: Flags, length: int) -> Index:
     return first
 
 
-def _of_partials(parts: Statistics, starts: Index) -> Statistics:
+def _of_partials(parts: Statistics, starts: Index, begins: Index | None) -> Statistics:
     if not len(starts):
         return parts
     with np.errstate(invalid="ignore", over="ignore"):  # the sums of features may be of any sort
-        partials = combine_groups(parts.partials, starts)
+        partials = combine_groups(parts.partials, starts, begins)
     return Statistics.derived(parts.ops, partials.columns[COUNT], partials, np.ones(len(starts), dtype=np.bool_))
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +19,7 @@ from pyarrow.compute import index_in  # type: ignore[attr-defined]
 from monitor.coordinator.manifest_format import ManifestError
 from monitor.coordinator.series_file import MeasuredColumns, MeasuredSeries
 from monitor.merge.discovery import RankRun, SetAside
+from monitor.merge.layer_names import LayerNames
 from monitor.merge.tables import NONE, Shard, Texts, order_by, read_file, shards_in, starts_of_runs, write_file
 from monitor.series import CALL_KIND, DIRECTION_KIND, LOCAL, Placement, Ranks
 from monitor.sinks.arrow import TEXT
@@ -30,6 +30,9 @@ from monitor.sinks.arrow import TEXT
 # millions of series. They go to files: one for each kind, by rank, and in the order in which the rank first saw them.
 
 UNKNOWN: Final = -1
+
+WORDS: Final = {"float64": 2, "int64": 2, "uint64": 2, "complex64": 2, "complex128": 4}
+"""Of 32 bits in an element, by its type. All others have one."""
 
 SHARDS: Final = pa.schema(
     {
@@ -53,6 +56,8 @@ SERIES: Final = pa.schema(
         "stage": pa.int64(),  # place in the pipeline, UNKNOWN without one
         "elements": pa.int64(),  # that this rank holds, UNKNOWN where that changes
         "size": pa.int64(),  # of the whole tensor
+        "begin": pa.int64(),  # element of the whole at which its part begins, UNKNOWN where the part is not one range
+        "words": pa.int64(),  # of an element, for check sums
         "replicas": pa.int64(),  # sets of ranks by number, UNKNOWN where it is empty
         "unclaimed": pa.int64(),
         "cut": pa.int64(),
@@ -216,16 +221,30 @@ def _facts(run: RankRun, series: MeasuredColumns, groups: _Groups) -> dict[str, 
     elements = np.where(series.varies, UNKNOWN, layouts[series.layout])
     placed = [*series.placements, LOCAL]  # LOCAL_PLACEMENT is the last one
     whole = np.array([UNKNOWN if one.shard is None else math.prod(one.shard.global_shape) for one in placed])[series.placement]
+    begin = np.array([_begin(one) for one in placed])[series.placement]
+    words = np.array([*(WORDS.get(one.dtype.rpartition(".")[2], 1) for one in series.layouts), 1])[series.layout]
     numbers = np.array([[*map(groups.number, _groups_of(one))] for one in placed])[series.placement]
     return {
         "vpp_stage": series.vpp_stage,
         "stage": stages[np.minimum(series.vpp_stage, len(stages) - 1)],
         "elements": elements,
         "size": np.where(whole == UNKNOWN, elements, whole),
+        "begin": begin,
+        "words": words,
         **dict(zip(_GROUPS, numbers.T, strict=True)),
         "term": np.array([one.partial for one in placed])[series.placement],
         "assumed": np.array([one.assumed for one in placed])[series.placement],
     }
+
+
+def _begin(placement: Placement) -> int:
+    """The element of the whole tensor at which a part begins, in the order of memory. ``UNKNOWN`` if the part is not one range,
+    as far as its offset shows: a part that is cut in a later dimension, too, may have only zeros there.
+    """
+    shard = placement.shard
+    if shard is None or not shard.offset or any(shard.offset[1:]):
+        return UNKNOWN
+    return shard.offset[0] if shard.flat else shard.offset[0] * math.prod(shard.global_shape[1:])
 
 
 def _groups_of(placement: Placement) -> tuple[Ranks, Ranks, Ranks]:
@@ -242,77 +261,6 @@ def _table(rows: Sequence[tuple[object, ...]], schema: pa.Schema) -> pa.Table:
 
 def _column(values: Sequence[object] | NDArray[Any], kind: pa.DataType) -> pa.Array:
     return pa.array(values, type=pa.string()).dictionary_encode() if kind == TEXT else pa.array(values, type=kind)
-
-
-# --- Names that hold for the whole model, where every pipeline stage numbers its layers from 0.
-#
-#     stage 0   layers.0  layers.1        become   layers.0  layers.1
-#     stage 1   layers.0  layers.1                 layers.2  layers.3
-#
-# A stage's layers come after those of the stages before it. If one of those stages is unknown, or only some modules were
-# recorded, the number of a layer is unknown, and the stage is put in front of the name instead.
-
-_NUMBER: Final = re.compile(r"(?<![^.])\d+(?=\.)")
-"""A component of a name that is a number, and not the last one."""
-
-_MOST_DIGITS: Final = 6
-
-
-class _Numbered(NamedTuple):
-    """A name, taken apart at the first component that is a number."""
-
-    before: str
-    number: int
-    after: str
-
-    @classmethod
-    def of(cls, name: str) -> _Numbered | None:
-        match = _NUMBER.search(name)
-        if match is None or len(match[0]) > _MOST_DIGITS:
-            return None
-        return cls(name[: match.start()], int(match[0]), name[match.end() :])
-
-
-class LayerNames:
-    """The names of one pipeline.
-
-    Args:
-        names: Of all series, by stage; stages in the order in which data goes through them.
-        stages: How many there are.
-        whole: Whether every module was recorded.
-    """
-
-    def __init__(self, names: Mapping[int, Iterable[str]], stages: int, *, whole: bool = True) -> None:
-        self._numbers: dict[str, dict[int, set[int]]] = {}
-        for stage, own in names.items():
-            for one in filter(None, map(_Numbered.of, own)):
-                self._numbers.setdefault(one.before, {}).setdefault(stage, set()).add(one.number)
-        complete = whole and set(names) == set(range(stages))
-        self._begin = {before: self._begins(by_stage, stages, complete) for before, by_stage in self._numbers.items()}
-
-    def of(self, stage: int, name: str) -> str:
-        """The name in the whole model of what ``stage`` calls ``name``."""
-        one = _Numbered.of(name)
-        begin = {} if one is None else self._begin.get(one.before, {})
-        if one is None or begin == {}:
-            return name
-        if begin is None:
-            return f"stage{stage}:{name}"
-        return f"{one.before}{one.number + begin[stage]}{one.after}"
-
-    @staticmethod
-    def _begins(by_stage: Mapping[int, set[int]], stages: int, complete: bool) -> dict[int, int] | None:
-        """What to add in each stage; nothing where numbers are those of the model already, None where it is not known."""
-        every = [number for numbers in by_stage.values() for number in numbers]
-        if len(every) == len(set(every)):
-            return {}
-        if not complete or any(numbers != set(range(len(numbers))) for numbers in by_stage.values()):
-            return None
-        begin, begins = 0, {}
-        for stage in range(stages):
-            begins[stage] = begin
-            begin += len(by_stage.get(stage, ()))
-        return begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,6 +470,8 @@ SCHEMA: Final = pa.schema(
         "part": pa.int64(),  # number of the part, equal for all copies.
         "elements": pa.int64(),  # of this rank's part. UNKNOWN if the number changes.
         "whole": pa.int64(),  # elements of the whole tensor. UNKNOWN if the number changes.
+        "begin": pa.int64(),  # element of the whole at which this rank's part begins. UNKNOWN if the part is not one range.
+        "words": pa.int64(),  # of an element, for check sums.
         "parts": pa.int64(),  # number of parts. UNKNOWN if a rank that may hold one is missing.
         "term": pa.bool_(),  # a term of a sum over other ranks.
         "assumed": pa.bool_(),  # assumed to be a copy of its part, unless the numbers differ.

@@ -190,18 +190,17 @@ def union(rows: Floats, words: int = 1) -> Floats:
         One row, shape ``(len(COLUMNS),)``; ``writes`` is 1.
     """
     before = np.cumsum(rows[:, COUNT]) - rows[:, COUNT]
-    return combine_groups(
-        Partials.from_rows(rows), np.zeros(1, dtype=np.int64), before.astype(np.uint64) * np.uint64(words)
-    ).columns[:, 0]
+    return combine_groups(Partials.from_rows(rows), np.zeros(1, dtype=np.int64), before.astype(np.int64) * words).columns[:, 0]
 
 
-def combine_groups(parts: Partials, starts: NDArray[np.int64], begins: Words | None = None) -> Partials:
+def combine_groups(parts: Partials, starts: NDArray[np.int64], begins: NDArray[np.int64] | None = None) -> Partials:
     """Combine runs of adjacent rows.
 
     Args:
         parts: Rows, those of a run next to each other, in the order in which their sums are to be added.
         starts: First row of each run, ascending from 0. No run is empty.
-        begins: The word of the whole at which each row begins. Without them, a run of several rows has no check sums.
+        begins: The word of the whole at which each row begins, negative if that is not known. Then, and without them, a run of
+            several rows has no check sums.
 
     Returns:
         One row a run.
@@ -263,16 +262,17 @@ def check_columns(sums: Words) -> Floats:
     return columns
 
 
-def _check_sums_of_runs(c: Floats, starts: NDArray[np.int64], begins: Words | None) -> Floats:
+def _check_sums_of_runs(c: Floats, starts: NDArray[np.int64], begins: NDArray[np.int64] | None) -> Floats:
     """The columns of the check sums of each run; zeros where a row lacks them, or where its place is not known."""
     if not c[BITS_LOW:].any():  # nothing asks for them
         return np.zeros((4, len(starts)))
     bits, places = check_sums(c)
     known = np.logical_and.reduceat((bits > 0) | (c[COUNT] == 0), starts)
-    if begins is None:
-        known &= np.diff(starts, append=c.shape[1]) == 1
-    else:
-        places = places + begins * (bits - c[COUNT].astype(np.uint64))
+    sizes = np.diff(starts, append=c.shape[1])
+    begins = np.full(c.shape[1], -1) if begins is None else begins
+    known &= (sizes == 1) | (np.minimum.reduceat(begins, starts) >= 0)
+    moved = np.where(np.repeat(sizes > 1, sizes), begins, 0).astype(np.uint64)
+    places = places + moved * (bits - c[COUNT].astype(np.uint64))
     sums = np.array([np.add.reduceat(bits, starts), np.add.reduceat(places, starts)])
     return check_columns(np.where(known, sums, np.uint64(0)))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / folder) for folder in ("sinks", "processes", "pytorch", "pytorch/frameworks", "merge")]
+sys.path[:0] = [str(TESTS / folder) for folder in ("sinks", "stats", "processes", "pytorch", "pytorch/frameworks", "merge")]
 
 from jobs import OF_PARAMETERS  # noqa: E402
 from launching import Launcher, Nursery  # noqa: E402

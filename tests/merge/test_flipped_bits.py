@@ -11,9 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from evidence import PROVES, sampled
-from recorded_job import merged
+from recorded_job import merged, tensors
+from reference import check_sums
+from torch import nn
+
+from monitor.stats.ops import checksums
+from monitor.stats.partials import COLUMNS, Partials, check_columns
 
 TRIALS = 40 if PROVES else 4
 """Flipped bits for each layout, a healthy run besides."""
@@ -79,7 +86,10 @@ def test_a_weight_that_changes_between_two_steps_is_named_also_in_a_shard_that_n
         one["fault"]["of"] = "weight between steps"
     directory = launch("flipped.py", layout, 2, trials=trials, format="parquet", ops=["norm"], replica_check=True)
     for number, trial in enumerate(trials):
-        notes = {one["about"]: one["note"] for one in merged(directory / str(number)).told()["notes"]}
+        report = merged(directory / str(number))
+        if trial["fault"] is None:
+            assert first_checksums(directory / str(number)) == checksums_of_new_model()
+        notes = {one["about"]: one["note"] for one in report.told()["notes"]}
         found = {about: text for about, text in notes.items() if about.startswith("weights before step")}
         if (fault := trial["fault"]) is None:
             assert [text.endswith("Said once.") for text in found.values()] == [True], found
@@ -89,6 +99,22 @@ def test_a_weight_that_changes_between_two_steps_is_named_also_in_a_shard_that_n
         assert text.startswith(f"rank {fault['rank']} ("), trial
         assert f": 1 of 6 weights are in step {fault['step'] + 1} not what the optimizer left" in text, trial
         assert f": {'module.' * (layout == 'ddp')}{fault['name']}. The memory" in text, trial
+
+
+def first_checksums(base: Path) -> dict[str, str]:
+    """The merged checksums of the weights that the first step began with."""
+    rows = [row for row in tensors(base, "param_origin") if row["step"] == 0]
+    return {str(row["name"]).removeprefix("module."): str(row["checksum"]) for row in rows}
+
+
+def checksums_of_new_model() -> dict[str, str]:
+    """Those of whole weights, as one rank has them."""
+    torch.manual_seed(0)
+    layers = {"norm": nn.LayerNorm(8), "up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}
+    sums = {f"{layer}.{name}": check_sums(p) for layer, one in layers.items() for name, p in one.named_parameters()}
+    columns = check_columns(np.array([*sums.values()], np.uint64).T)
+    found = checksums(Partials(np.concatenate([np.zeros((len(COLUMNS) - len(columns), len(sums))), columns])))
+    return {name: f"{one:016x}" for name, one in zip(sums, found.tolist(), strict=True)}
 
 
 def sentences(fault: dict[str, Any] | None, layout: str, ranks: int) -> list[str]:

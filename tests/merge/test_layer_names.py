@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from monitor.merge.tensors import LayerNames
+from monitor.merge.layer_names import LayerNames
 
 
 def test_where_every_stage_counts_from_0_layers_are_numbered_through() -> None:

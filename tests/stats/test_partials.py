@@ -159,7 +159,7 @@ def test_check_sums_of_parts_add_up_to_those_of_the_whole(bits: list[int], cuts:
     assert checked(union(rows)) == checked(row_of(whole)) == check_sums(whole)
     order = np.random.default_rng(0).permutation(len(rows))  # shards may come in any order if each says where it begins
     shuffled = Partials.from_rows(rows[order])
-    together = combine_groups(shuffled, np.zeros(1, dtype=np.int64), np.array(begins, dtype=np.uint64)[order])
+    together = combine_groups(shuffled, np.zeros(1, dtype=np.int64), np.array(begins)[order])
     assert checked(together.columns[:, 0]) == checked(row_of(whole))
 
 
