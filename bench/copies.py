@@ -32,8 +32,8 @@ from monitor.anomalies.checked_rows import CheckedRows
 from monitor.anomalies.copies import CopyHistory
 from monitor.anomalies.copy_exchange import CopyExchange
 from monitor.anomalies.corruption import CorruptionAlerts
+from monitor.coordinator.job_store import StoreConnection
 from monitor.coordinator.store import Hello, LocalStore, Rendezvous, StoreClient, StoreLocator, StoreServer
-from monitor.dynamic import JobConnection
 from monitor.failures import Failures
 from monitor.series import Placement, Series, SeriesTable
 
@@ -91,7 +91,7 @@ class Rank:
         }
         self._history = CopyHistory(number, socket.gethostname(), self._series)
         alerts = CorruptionAlerts(number, self._note)
-        connection = JobConnection(number, job.ranks, None, "copies/", asked_per_second=job.requests)
+        connection = StoreConnection(number, job.ranks, None, "copies/", asked_per_second=job.requests)
         self._exchange = CopyExchange(connection, self._history, alerts, Failures(number))
 
     def _placed(self, one: Series, placement: Placement) -> int:
@@ -223,7 +223,7 @@ def pause_of(ranks: int, requests: float) -> float:
     history = CopyHistory(0, "", SeriesTable())
     history.groups["all"] = tuple(range(ranks))
     alerts = CorruptionAlerts(0, lambda _about, _what: None)
-    return CopyExchange(JobConnection(0, ranks, asked_per_second=requests), history, alerts, Failures()).turn_s
+    return CopyExchange(StoreConnection(0, ranks, asked_per_second=requests), history, alerts, Failures()).turn_s
 
 
 def _shares(first: int, end: int, count: int) -> list[range]:

@@ -15,7 +15,6 @@ from monitor.anomalies.copies import CopyHistory
 from monitor.anomalies.copy_exchange import MERGE_COMPARES, CopyExchange
 from monitor.anomalies.corruption import ODD_COPY, UNLIKE_COPIES, CorruptionAlerts
 from monitor.coordinator import job_store
-from monitor.dynamic import JobConnection
 from monitor.failures import Failures
 from monitor.series import SeriesTable
 from monitor.stats.table import StepRows
@@ -35,11 +34,11 @@ class BitChecks:
         self._reader = ChecksumReader(series)
         self._between = BetweenSteps(series, alerts)
         self._history = CopyHistory(rank, socket.gethostname(), series, monitored)
-        self._job: JobConnection | None = None
+        self._job: job_store.StoreConnection | None = None
         self._exchange: CopyExchange | None = None
         self._pid = os.getpid()
 
-    def compare_with(self, job: JobConnection) -> None:
+    def compare_with(self, job: job_store.StoreConnection) -> None:
         """Compare copies with other ranks from now on, if any holds one."""
         if job.world > 1 and (job.store is None or job_store.is_file(job.store)):
             why = "in a file, which would grow with each step" if job.store is not None else "not known"
@@ -78,7 +77,7 @@ class BitChecks:
         if self._exchange is not None and os.getpid() == self._pid:
             self._exchange.stop()
 
-    def _begin(self, job: JobConnection) -> None:
+    def _begin(self, job: job_store.StoreConnection) -> None:
         exchange = CopyExchange(job, self._history, self._alerts, self._failures)
         self._exchange = exchange
         exchange.begin()

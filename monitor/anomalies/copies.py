@@ -131,7 +131,7 @@ class Answer(Message):
         return np.frombuffer(self.digests, "<u8").astype(np.uint64)
 
 
-class Verdict(Message):
+class CopyVerdict(Message):
     """What the lowest rank of a group has found, for the ranks that it is about.
 
     Attributes:
@@ -162,7 +162,7 @@ class Board(Message):
 
     number: int = 0
     question: Question | None = None
-    verdicts: Annotated[tuple[Verdict, ...], Field(max_length=MOST_VERDICTS)] = ()
+    verdicts: Annotated[tuple[CopyVerdict, ...], Field(max_length=MOST_VERDICTS)] = ()
 
 
 # --- What this rank has of the latest steps.
@@ -256,7 +256,7 @@ class CopyHistory:
         with self._lock:
             return next((held.get((group, kind)) for number, _, held in self._steps if number == step), None)
 
-    def find(self, verdict: Verdict) -> list[tuple[int, int]]:
+    def find(self, verdict: CopyVerdict) -> list[tuple[int, int]]:
         """Number of the series and call of each tensor that the verdict names, as far as they are still known."""
         part = self.part(verdict.group, verdict.step, verdict.kind)
         if part is None:

@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Final, TypeVar
 
-from monitor.anomalies.copies import MOST_VERDICTS, Answer, Board, CopyHistory, Message, Published, Question, Verdict
+from monitor.anomalies.copies import MOST_VERDICTS, Answer, Board, CopyHistory, CopyVerdict, Message, Published, Question
 from monitor.anomalies.corruption import CorruptionAlerts
-from monitor.anomalies.odd_copies import MOST_RANKS, Difference, GroupComparison, differing_places, split, suspect, who
-from monitor.coordinator.job_store import SharedStore, StoreThread
-from monitor.dynamic import JobConnection
+from monitor.anomalies.odd_copies import MOST_RANKS, CopyDifference, GroupComparison, differing_places, split, suspect, who
+from monitor.coordinator.job_store import SharedStore, StoreConnection, StoreThread
 from monitor.failures import LOGGER, Failures
 from monitor.series import Ranks
 
@@ -59,7 +58,7 @@ class _Inquiry:
     """
 
     group: str
-    found: Difference
+    found: CopyDifference
     ranks: Ranks
     begin: int
     end: int
@@ -79,21 +78,21 @@ class CopyExchange(StoreThread):
 
     def __init__(
         self,
-        job: JobConnection,
+        job: StoreConnection,
         history: CopyHistory,
         alerts: CorruptionAlerts,
         failures: Failures,
         pause_s: float | None = None,
     ) -> None:
         super().__init__("monitor-copies", job.store, job.alive, failures)
-        self.verdicts: deque[Verdict] = deque(maxlen=MOST_VERDICTS)
+        self.verdicts: deque[CopyVerdict] = deque(maxlen=MOST_VERDICTS)
         """About this rank, for the writer thread to make events of."""
         self._job, self._history, self._alerts, self._pause_s = job, history, alerts, pause_s
         self._published = self._answered = self._judged = 0
         self._turns, self._begun = 0, 0.0
         self._comparisons: dict[str, GroupComparison] = {}
         self._inquiry: _Inquiry | None = None
-        self._to_post: deque[Verdict] = deque()
+        self._to_post: deque[CopyVerdict] = deque()
         self._there: set[str] = set()
         self._hosts: dict[int, str] = {}
         self._alerts_left = MOST_ALERTS
@@ -228,7 +227,7 @@ class CopyExchange(StoreThread):
             part = self._history.part(group, found.step, found.kind)
             self._inquiry = _Inquiry(group, found, self._participants(found), 0, 0 if part is None else len(part.checksums))
 
-    def _participants(self, found: Difference) -> Ranks:
+    def _participants(self, found: CopyDifference) -> Ranks:
         """The odd ranks, and one of those that agree."""
         agreeing = (self._job.rank,) if self._job.rank in found.agreeing else found.agreeing[:1]
         return (*found.odd[:MOST_RANKS], *agreeing)
@@ -299,7 +298,7 @@ class CopyExchange(StoreThread):
             names = [part.tensors.names[inquiry.begin + place] for place in places[:NAMED]] if part and known else []
             self._accuse(inquiry, found, tuple(names), is_all=first[0] == len(names))
 
-    def _accuse(self, inquiry: _Inquiry, found: Difference, names: tuple[str, ...], *, is_all: bool) -> None:
+    def _accuse(self, inquiry: _Inquiry, found: CopyDifference, names: tuple[str, ...], *, is_all: bool) -> None:
         comparison = self._comparisons[inquiry.group]
         comparison.accuse(found)
         self._alerts_left -= 1
@@ -311,7 +310,7 @@ class CopyExchange(StoreThread):
         said = f"Copies of {found.kind} differ in step {found.step}: {tensors}: {who(first)}; {suspect(about)}."
         self._alerts.say(f"copies of {found.kind} in step {found.step}", said)
         self._alerts.alarm()
-        verdict = Verdict(
+        verdict = CopyVerdict(
             number=0,
             group=inquiry.group,
             step=found.step,
@@ -322,7 +321,7 @@ class CopyExchange(StoreThread):
         )
         self._to_post.append(verdict)
 
-    def _note(self, found: Difference, what: str) -> None:
+    def _note(self, found: CopyDifference, what: str) -> None:
         said = f"Copies of {found.kind} {what}."
         LOGGER.info("[rank %d] %s", self._job.rank, said)
         self._alerts.note(f"copies of {found.kind}", said)

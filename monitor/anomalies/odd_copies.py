@@ -29,7 +29,7 @@ DigestsOfRank = Mapping[int, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class CopyDifference:
     """Copies of a kind that differ in a step.
 
     Attributes:
@@ -68,7 +68,7 @@ class GroupComparison:
         self._newest: dict[int, int] = {}
         self._behind: Counter[int] = Counter()
 
-    def next(self, published: Mapping[int, DigestsOfRank]) -> Difference | None:
+    def next(self, published: Mapping[int, DigestsOfRank]) -> CopyDifference | None:
         """The next difference, from what each rank has published; None if there is none so far."""
         there = self._complete_until(published)
         for step in sorted({step for digests in published.values() for step in digests if self._done < step <= there}):
@@ -89,7 +89,7 @@ class GroupComparison:
         self._newest = newest
         return min(step for rank, step in newest.items() if self._behind[rank] <= PATIENCE)
 
-    def _first_of(self, step: int, published: Mapping[int, DigestsOfRank]) -> Difference | None:
+    def _first_of(self, step: int, published: Mapping[int, DigestsOfRank]) -> CopyDifference | None:
         at_step = {rank: published.get(rank, {}).get(step, {}) for rank in self.ranks if rank not in self._odd}
         for kind in CHECKED_KINDS:
             values = {rank: digests[kind] for rank, digests in at_step.items() if kind in digests}
@@ -99,7 +99,7 @@ class GroupComparison:
                 self._early.append(step)
             odd, agreeing = split(values)
             if odd:
-                return Difference(step, kind, odd, agreeing)
+                return CopyDifference(step, kind, odd, agreeing)
             self._agreeing.add(kind)
             self._missed |= len(values) < len(self.ranks)
             if kind == CHECKED_KINDS[0] and step and not self._missed:
@@ -113,7 +113,7 @@ class GroupComparison:
         self._done = step
         self._agreeing.clear()
 
-    def is_by_design(self, found: Difference, differing: int, total: int) -> bool:
+    def is_by_design(self, found: CopyDifference, differing: int, total: int) -> bool:
         """Whether most tensors differ in one of the first steps, and no copy more than another.
 
         Args:
@@ -122,15 +122,15 @@ class GroupComparison:
         most = total >= _ENOUGH and 2 * differing > total and not found.agreeing
         return most and (found.step in self._early or bool(self.by_design))
 
-    def take_for_design(self, found: Difference) -> None:
+    def take_for_design(self, found: CopyDifference) -> None:
         """Compare the kind no more."""
         self.by_design.add(found.kind)
 
-    def accuse(self, found: Difference) -> None:
+    def accuse(self, found: CopyDifference) -> None:
         """Leave out the odd ranks from now on: what differs later follows from this."""
         self._odd.update(found.odd)
 
-    def leave_out(self, found: Difference) -> None:
+    def leave_out(self, found: CopyDifference) -> None:
         """Compare the kind no more: the ranks do not have the same tensors."""
         self._left_out.add(found.kind)
 

@@ -9,11 +9,17 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
 from typing import Any, Final, Protocol
 
 from monitor.failures import LOGGER, Failures
+
+ASKED_PER_SECOND: Final = 2_000
+"""Requests a second that one part of the monitor may send to a job's store, whatever the number of ranks. For a store in native
+code.
+"""
 
 
 class SharedStore(Protocol):
@@ -86,6 +92,25 @@ def has_server(store: Any) -> bool:
 def is_file(store: Any) -> bool:
     """Whether it is a ``FileStore``, whose file grows with each change."""
     return hasattr(_base(store), "path")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConnection:
+    """How a rank reaches the others.
+
+    Attributes:
+        store: The process group's store; None for a single process.
+        prefix: Prefix of the keys, from the run's job id. No other run or recording may use it.
+        alive: Whether the process group still exists. Once it does not, the store is not used any more and is released.
+        asked_per_second: How many requests a second all ranks together may send to the store.
+    """
+
+    rank: int = 0
+    world: int = 1
+    store: Any = None
+    prefix: str = ""
+    alive: Callable[[], bool] = lambda: True
+    asked_per_second: float = ASKED_PER_SECOND
 
 
 # --- ``StoreThread``: asks the store again and again, until it is stopped.

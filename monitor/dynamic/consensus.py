@@ -16,15 +16,15 @@ Proposals are numbered from 1. Each number is a slot with four keys:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from threading import Event, Lock
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from monitor.coordinator.job_store import SAY_AFTER_S, SharedStore, StoreThread
+from monitor.coordinator.job_store import SAY_AFTER_S, SharedStore, StoreConnection, StoreThread
 from monitor.coordinator.store import LocalStore
 from monitor.dynamic.proposals import FROM_START, C, ConfigTimeline, Proposal, ProposalQueue, Switch
-from monitor.dynamic.step_boundary import ASKED_PER_SECOND, PollingIntervals, StepBoundary
+from monitor.dynamic.step_boundary import PollingIntervals, StepBoundary
 from monitor.failures import Failures
 
 # --- Operations on the job's store, as values: so the caller of a routine controls what happens between any two of them.
@@ -299,23 +299,13 @@ class _Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class JobConnection:
-    """How a rank reaches the others.
+class JobConnection(StoreConnection):
+    """How a rank reaches the others, and how often it asks.
 
     Attributes:
-        store: The process group's store; None for a single process.
-        prefix: Prefix of the monitor's keys, the run's job id. No other run or recording may use it.
-        alive: Whether the process group still exists. Once it does not, the store is not used any more and is released.
-        asked_per_second: How many requests a second all ranks together may send to the store.
         intervals: For tests. None: they follow from the number of ranks.
     """
 
-    rank: int = 0
-    world: int = 1
-    store: Any = None
-    prefix: str = ""
-    alive: Callable[[], bool] = lambda: True
-    asked_per_second: float = ASKED_PER_SECOND
     intervals: PollingIntervals | None = None
 
     @property

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Final, Generic
 
+from monitor.coordinator.job_store import ASKED_PER_SECOND
 from monitor.dynamic.proposals import FROM_START, C, Switch
 
 # --- Polling intervals, the lookahead of promises, and timeouts.
-
-ASKED_PER_SECOND: Final = 2_000
-"""Requests a second that the monitor may send to a job's store, whatever the number of ranks. For a store in native code."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,8 @@ SERIES: Final = pa.schema(
         "stage": pa.int64(),  # place in the pipeline, UNKNOWN without one
         "elements": pa.int64(),  # that this rank holds, UNKNOWN where that changes
         "size": pa.int64(),  # of the whole tensor
-        "begin": pa.int64(),  # element of the whole at which its part begins, UNKNOWN where the part is not one range
-        "words": pa.int64(),  # of an element, for check sums
+        "begin": pa.int64(),  # element of the whole at which its part begins, UNKNOWN unless it is one range.
+        "words": pa.int64(),  # of an element.
         "replicas": pa.int64(),  # sets of ranks by number, UNKNOWN where it is empty
         "unclaimed": pa.int64(),
         "cut": pa.int64(),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from monitor.dynamic.step_boundary import ASKED_PER_SECOND
+from monitor.coordinator.job_store import ASKED_PER_SECOND
 from monitor.recording.run import ProcessTopology
 from monitor.series import Ranks
 

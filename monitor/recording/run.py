@@ -20,11 +20,11 @@ from monitor.anomalies.listeners import Alarm, Alerts, EndOnlyListener, EventFil
 from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import FindingListener, Scanner
 from monitor.config import AUTO, MonitorConfig
+from monitor.coordinator.job_store import StoreConnection
 from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import RecordedModel
 from monitor.coordinator.output import IdentityStore, JobIdentity, agree, prepare, rotate_stale_output
 from monitor.coordinator.resume import RestartedRun, resolve_rank_directory
-from monitor.dynamic import JobConnection
 from monitor.failures import Failures
 from monitor.pipeline.delivery import Watcher
 from monitor.pipeline.pipeline import Pipeline, PipelineLimits
@@ -165,7 +165,7 @@ class Run:
         """
         self._listener = weakref.WeakMethod(listener)  # queued steps hold the run, which must not keep a model alive
 
-    def compare_copies(self, job: JobConnection) -> None:
+    def compare_copies(self, job: StoreConnection) -> None:
         """Compare the bits of copies with other ranks while training runs, where replicas are checked."""
         self._bit_checks.compare_with(job)
 

@@ -12,8 +12,8 @@ from monitor.anomalies.checked_rows import CheckedRows
 from monitor.anomalies.copies import CopyHistory
 from monitor.anomalies.copy_exchange import CopyExchange
 from monitor.anomalies.corruption import CorruptionAlerts
+from monitor.coordinator.job_store import StoreConnection
 from monitor.coordinator.store import LocalStore
-from monitor.dynamic import JobConnection
 from monitor.failures import Failures
 from monitor.series import Placement, Series, SeriesTable
 
@@ -49,7 +49,7 @@ class SimulatedRank:
         alerts = CorruptionAlerts(number, lambda about, what: self.notes.append((about, what)))
         alerts.alarm = self._ring  # type: ignore[method-assign]
         self.history = CopyHistory(number, f"node-{number}", self.series)
-        job = JobConnection(number, world, store, "copies/", asked_per_second=1e6)
+        job = StoreConnection(number, world, store, "copies/", asked_per_second=1e6)
         self.exchange = CopyExchange(job, self.history, alerts, self.failures, pause_s)
         self.exchange.turn(store)  # the first one only finds its place among those of the others
 

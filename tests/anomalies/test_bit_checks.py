@@ -23,8 +23,8 @@ from monitor.anomalies.bit_checks import BitChecks
 from monitor.anomalies.corruption import CorruptionAlerts
 from monitor.anomalies.listeners import EventFiles
 from monitor.coordinator import job_store
+from monitor.coordinator.job_store import StoreConnection
 from monitor.coordinator.store import LocalStore, StoreClient
-from monitor.dynamic import JobConnection
 from monitor.failures import Failures
 from monitor.series import Placement, Series
 
@@ -57,7 +57,7 @@ class CheckedRank:
         for kind in ("grad_reduced", "param_origin"):
             for name in NAMES:
                 self.rank.series.place(Series(kind, 0, name), Placement(replicas=tuple(range(world))))
-        self.checks.compare_with(JobConnection(number, world, store, "job/copies"))
+        self.checks.compare_with(StoreConnection(number, world, store, "job/copies"))
 
     def _ring(self) -> None:
         self.rung += 1
