@@ -156,11 +156,20 @@ def _of_step(name: str, field: str, **more: Any) -> Kind:
     return Kind(name, field, "parameter", "step", replicated=True, **more)
 
 
+LEFT_BY_STEP: Final = "_updated"
+"""What the name of a kind has after that of the same tensors before the step."""
+
+
 def _moment(name: str, *, estimated: bool = True) -> Kind:
     """A moment of the optimizer, which a new optimizer does not have in its first step."""
     why = "An optimizer without momentum keeps no moments. "
     more = {"estimated": estimated, "warned": True, "after": 2, "why_none": why, "checked": True}
     return _of_step(name, "mv_distribution", group="moment", role="MOMENT", **more)
+
+
+def _moment_left(name: str) -> Kind:
+    """The same moment after the step; with ``"replica_check": "all"``."""
+    return _of_step(f"{name}{LEFT_BY_STEP}", "mv_distribution", role="MOMENT", fed_by=("grad_reduced", name), estimated=False, checked=True)
 
 
 def _feature(
@@ -192,6 +201,13 @@ CLIPPED_NORM: Final = "grad_norm_clipped"
 
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _GRADIENT_AND_MOMENTS: Final = ("grad_reduced", *_MOMENTS)
+
+_IN_A_STEP: Final = (
+    "param_origin",
+    *_GRADIENT_AND_MOMENTS,
+    *(f"{name}{LEFT_BY_STEP}" for name in _MOMENTS),
+    "param_updated",
+)
 
 KIND_TABLE: Final = (
     _activation("actv", "forward"),
@@ -227,6 +243,7 @@ KIND_TABLE: Final = (
     _moment("exp_avg"),
     _moment("exp_avg_sq"),
     _moment("max_exp_avg_sq", estimated=False),
+    *map(_moment_left, _MOMENTS),
     Kind(CALL_KIND),
     Kind(REPLICA_KIND, of_ranks=True),
     # Queries, and over them the sums of the entropy of the attention weights and of their greatest.
@@ -311,9 +328,7 @@ WATCHED_KINDS: Final = {kind.name: kind for kind in KIND_TABLE if kind.watcher}
 """Kinds of the modules that ``l2_targets`` names."""
 MICRO_STEP_KINDS: Final = frozenset(_names(lambda kind: kind.per_micro_step))
 """Kinds with a row for each micro-step, unless they are combined."""
-CHECKED_KINDS: Final = tuple(
-    sorted(_names(lambda kind: kind.checked), key=("param_origin", *_GRADIENT_AND_MOMENTS, "param_updated").index)
-)
+CHECKED_KINDS: Final = tuple(sorted(_names(lambda kind: kind.checked), key=_IN_A_STEP.index))
 """Kinds whose bits replicas have in common, as they are computed from each other in a step."""
 KINDS_OF_RANKS: Final = _names(lambda kind: kind.of_ranks)
 """Kinds without rows of whole tensors."""

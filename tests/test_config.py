@@ -560,8 +560,16 @@ class TestWhatGoesTogether:
         said = "on_alert: it changes what is monitored while training runs, which needs DYNAMIC_MONITOR=True"
         assert problems(ruled) == said
         monkeypatch.setenv("DYNAMIC_MONITOR", "True")
-        assert problems(asked) == "on_alert: no alert can fire, alert.rules is empty"
+        assert problems(asked) == "on_alert: no alert can fire, alert.rules is empty and replica_check is off"
         assert load(ruled).on_alert is not None
+        assert load({**asked, "replica_check": True}).on_alert is not None
+
+    def test_reading_moments_after_the_step_needs_moments(self, problems: Refused, load: Load) -> None:
+        said = problems({"replica_check": "all"})
+        why = '"all" reads the optimizer\'s moments and needs "mv_distribution": true'
+        assert said == f'line 1: replica_check: "all" is not allowed: {why}'
+        assert load({"replica_check": "all", "mv_distribution": True}).checks_moments_between_steps
+        assert '"some" is not allowed' in problems({"replica_check": "some"})
 
     def test_what_an_alert_would_lead_to_is_checked_before_there_is_one(
         self, problems: Refused, monkeypatch: pytest.MonkeyPatch

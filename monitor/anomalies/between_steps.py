@@ -1,4 +1,6 @@
-"""Whether weights are, when a step uses them, what the optimizer left. It also sees shards that no other rank holds."""
+"""Whether weights and moments are, when a step uses them, what the step before left. It also sees shards that no other rank
+holds.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +12,52 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.anomalies.checked_rows import NO_ROWS, CheckedRows
-from monitor.anomalies.corruption import CHANGED_WEIGHT, CorruptionAlerts
-from monitor.series import SeriesTable
+from monitor.anomalies.corruption import CHANGED_BETWEEN, CorruptionAlerts
+from monitor.series import LEFT_BY_STEP, MOMENT_KINDS, SeriesTable
 from monitor.stats.partials import Words
 
-BEGAN_WITH: Final = "param_origin"
-LEFT: Final = "param_updated"
-"""The kinds of weights before and after an optimizer's step."""
+WEIGHTS: Final = "weights"
+KINDS: Final = (
+    ("param_origin", "param_updated", WEIGHTS),
+    *((kind, f"{kind}{LEFT_BY_STEP}", kind) for kind in MOMENT_KINDS),
+)
+"""Kinds of the same tensors before and after the optimizer's step, and what these tensors are called."""
 
 MOST_SAID: Final = 10
-"""Warnings of a run. Loops may write to some weights in every step, so each weight is named once."""
+"""Warnings of a run about each of these. Loops may write to some weights in every step, so each tensor is named once."""
 
 NAMED: Final = 5
-"""Weights that a warning names."""
+"""Tensors that a warning names."""
 
 _FEW: Final = 3
-"""So few weights are never called most of them."""
+"""So few tensors are never called most of them."""
 
 _CAUSES: Final = "a checkpoint that was loaded, an average or a limit of weights, a second optimizer, a router's bias"
+_CAUSES_OF_MOMENTS: Final = "a checkpoint that was loaded, or a reset of the optimizer's state"
 
 
 class BetweenSteps:
-    """Compares the checksums of weights after a step and before the next one."""
+    """Compares the checksums of tensors after a step and before the next one, for each of ``KINDS``."""
 
     def __init__(self, series: SeriesTable, alerts: CorruptionAlerts) -> None:
+        self._each = [_Interval(began, left, what, series, alerts) for began, left, what in KINDS]
+
+    def look(self, step: int, rows: Mapping[str, CheckedRows]) -> None:
+        """Compare what the step began with, and keep what it left."""
+        for one in self._each:
+            one.look(step, rows)
+
+    def forget(self) -> None:
+        """Nothing is known of what the last step left."""
+        for one in self._each:
+            one.forget()
+
+
+class _Interval:
+    """The same for the kinds ``began`` and ``left``."""
+
+    def __init__(self, began: str, left: str, what: str, series: SeriesTable, alerts: CorruptionAlerts) -> None:
+        self._began_with, self._left_kind, self._what = began, left, what
         self._series, self._alerts = series, alerts
         self._step, self._left = -1, NO_ROWS
         self._began, self._places = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -42,8 +66,7 @@ class BetweenSteps:
         self._said_of_most = False
 
     def look(self, step: int, rows: Mapping[str, CheckedRows]) -> None:
-        """Compare the weights that the step began with, and keep those that it left."""
-        began, left = rows.get(BEGAN_WITH, NO_ROWS), rows.get(LEFT, NO_ROWS)
+        began, left = rows.get(self._began_with, NO_ROWS), rows.get(self._left_kind, NO_ROWS)
         if len(began.series) and step == self._step + 1:
             self._compare(step, began)
         if not np.array_equal(left.series, self._left.series):
@@ -51,7 +74,6 @@ class BetweenSteps:
         self._step, self._left = step, left
 
     def forget(self) -> None:
-        """Nothing is known of the weights that the last step left."""
         self._step = -1
 
     def _compare(self, step: int, began: CheckedRows) -> None:
@@ -62,7 +84,7 @@ class BetweenSteps:
             self._tell(step, began.series[changed], began.call_id[changed], int(known.sum()))
 
     def _places_of(self, began: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The place of the same weight among those that the last step left; one past the end if it is not there."""
+        """The place of the same tensor among those that the last step left; one past the end if it is not there."""
         if not len(self._began) or not np.array_equal(began, self._began):
             names = {self._name(one): place for place, one in enumerate(self._left.series.tolist())}
             places = [names.get(self._name(one), len(names)) for one in began.tolist()]
@@ -71,14 +93,15 @@ class BetweenSteps:
 
     def _name(self, series: int) -> tuple[int, str]:
         one = self._series[series]
-        return one.vpp_stage, one.name.removeprefix(f"{BEGAN_WITH}/").removeprefix(f"{LEFT}/")
+        return one.vpp_stage, one.name.removeprefix(f"{self._began_with}/").removeprefix(f"{self._left_kind}/")
 
     def _tell(self, step: int, changed: NDArray[np.int64], call_ids: NDArray[np.int64], of: int) -> None:
-        what = f"{len(changed):,} of {of:,} weights are in step {step} not what the optimizer left in step {step - 1}"
+        what = f"{len(changed):,} of {of:,} {self._what} are in step {step} not what the optimizer left in step {step - 1}"
+        causes = _CAUSES if self._what == WEIGHTS else _CAUSES_OF_MOMENTS
         if of >= _FEW and 2 * len(changed) > of:
             if not self._said_of_most:
                 self._said_of_most = True
-                self._say(step, f"{what}: so many at once that something wrote them, such as {_CAUSES}. Said once.")
+                self._say(step, f"{what}: so many at once that something wrote them, such as {causes}. Said once.")
             return
         fresh = {
             one: call_id for one, call_id in zip(changed.tolist(), call_ids.tolist(), strict=True) if one not in self._said
@@ -87,10 +110,10 @@ class BetweenSteps:
             self._warnings += 1
             self._said.update(fresh)
             names = ", ".join(self._name(one)[1] for one in list(fresh)[:NAMED]) + (", …" if len(fresh) > NAMED else "")
-            self._say(step, f"{what}: {names}. The memory of this device was corrupted, or something else wrote: {_CAUSES}.")
+            self._say(step, f"{what}: {names}. The memory of this device was corrupted, or something else wrote: {causes}.")
             for one, call_id in fresh.items():
-                self._alerts.event(CHANGED_WEIGHT, step, one, call_id)
+                self._alerts.event(CHANGED_BETWEEN, step, one, call_id)
             self._alerts.alarm()
 
     def _say(self, step: int, what: str) -> None:
-        self._alerts.say(f"weights before step {step}", what, f"rank {self._alerts.rank} ({socket.gethostname()}): ")
+        self._alerts.say(f"{self._what} before step {step}", what, f"rank {self._alerts.rank} ({socket.gethostname()}): ")

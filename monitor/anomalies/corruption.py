@@ -16,15 +16,15 @@ from monitor.terminal import plain
 
 ODD_COPY: Final = "OddCopy"
 UNLIKE_COPIES: Final = "UnlikeCopies"
-CHANGED_WEIGHT: Final = "ChangedBetweenSteps"
+CHANGED_BETWEEN: Final = "ChangedBetweenSteps"
 """What events name in the place of an alert rule."""
 
 _SEE: Final = "(docs/silent-corruption.md)"
 ADVICE: Final = {
     ODD_COPY: f"Most ranks hold other bits: take this host out of the job and test it {_SEE}.",
     UNLIKE_COPIES: f"Ranks hold different bits, and nothing says which are wrong: test their hosts, first that of a rank with "
-    f"an event {CHANGED_WEIGHT} {_SEE}.",
-    CHANGED_WEIGHT: f"Look at what writes to weights between steps. If nothing does, test this host's memory {_SEE}.",
+    f"an event {CHANGED_BETWEEN} {_SEE}.",
+    CHANGED_BETWEEN: f"Look at what writes to it between steps. If nothing does, test this host's memory {_SEE}.",
 }
 
 

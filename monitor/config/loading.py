@@ -262,8 +262,8 @@ def _unfit(config: MonitorConfig, *, dynamic: bool) -> list[str]:
     problems = []
     if config.on_alert is not None and not dynamic:
         problems.append(f"on_alert: it changes what is monitored while training runs, which needs {DYNAMIC_VARIABLE}=True")
-    if config.on_alert is not None and not config.alert.rules:
-        problems.append("on_alert: no alert can fire, alert.rules is empty")
+    if config.on_alert is not None and not config.checks_replicas and not config.alert.rules:
+        problems.append("on_alert: no alert can fire, alert.rules is empty and replica_check is off")
     if dynamic and config.print_struct:
         problems.append(f"print_struct: {_ENDS}")
     if dynamic and config.cc_distribution.enable and config.cc_distribution.cc_log_only:

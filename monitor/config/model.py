@@ -410,9 +410,10 @@ class Settings(_StrictModel):
     """The same for bytes."""
     warn_files_per_step: Annotated[Step, LIMITS] = 10_000
     """The same for files."""
-    replica_check: Annotated[bool | None, RANKS] = None
-    """Measure the replicas that another rank writes, too: alert rules judge them, and norms and checksums are kept, so that
-    replicas that differ are found afterwards. Null: only where there are alert rules."""
+    replica_check: Annotated[bool | Literal["all"] | None, RANKS] = None
+    """Measure the replicas that another rank writes, too: alert rules judge them, and norms and checksums are compared while
+    training runs and by a merge. `"all"`: also read the optimizer's moments after each step, to see what changes between steps.
+    Null: only where there are alert rules."""
 
     @field_serializer("append_output")
     def _auto_as_written(self, range_: tuple[str, ...]) -> str | list[str]:
@@ -421,7 +422,12 @@ class Settings(_StrictModel):
     @property
     def checks_replicas(self) -> bool:
         """Whether a rank measures a replica that another rank writes."""
-        return bool(self.alert.rules) if self.replica_check is None else self.replica_check
+        return bool(self.alert.rules) if self.replica_check is None else bool(self.replica_check)
+
+    @property
+    def checks_moments_between_steps(self) -> bool:
+        """Whether moments are read after each step, too."""
+        return self.replica_check == "all"
 
     @property
     def counts_magnitudes(self) -> bool:
@@ -485,10 +491,12 @@ class MonitorConfig(Settings):
 
     @field_validator("replica_check")
     @classmethod
-    def _has_what_to_compare(cls, wanted: bool | None, fields: ValidationInfo) -> bool | None:
+    def _has_what_to_compare(cls, wanted: bool | Literal["all"] | None, fields: ValidationInfo) -> bool | Literal["all"] | None:
         ops = fields.data.get("ops", ())
         if wanted and ops and "norm" not in ops:
             raise ValueError('replica_check compares norms and needs "norm" among the ops')
+        if wanted == "all" and not fields.data.get("mv_distribution"):
+            raise ValueError('"all" reads the optimizer\'s moments and needs "mv_distribution": true')
         return wanted
 
     @field_validator("format")

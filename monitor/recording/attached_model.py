@@ -14,7 +14,18 @@ from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.run import Run
 from monitor.recording.step_clock import Clock
 from monitor.selection import Ambiguous, ChunkNames, ModuleSelection, TargetSelection, Unmatched, clean_name, squashed
-from monitor.series import CHECKED_KINDS, GRADIENT_KINDS, LOCAL, NO_MICRO_STEP, REPLICA_KIND, Placement, Series, ranks_of
+from monitor.series import (
+    CHECKED_KINDS,
+    GRADIENT_KINDS,
+    LEFT_BY_STEP,
+    LOCAL,
+    NO_MICRO_STEP,
+    PARAMETER_KINDS,
+    REPLICA_KIND,
+    Placement,
+    Series,
+    ranks_of,
+)
 from monitor.stats.features import own_columns
 
 # --- The recorded parameters, and the series of one kind for each of them.
@@ -282,13 +293,14 @@ class Attached:
         """The placement, as far as it is known. A parameter of unknown placement is written by every rank."""
         find = self.failures.guarded("placing a parameter", self.watch.framework.placement, of=parameter.name)
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
-        known = (None if seen is None else self.backend.tensors.placement_of(seen)) or find(kind, parameter) or LOCAL
+        held = kind.removesuffix(LEFT_BY_STEP) if kind not in PARAMETER_KINDS else kind
+        known = (None if seen is None else self.backend.tensors.placement_of(seen)) or find(held, parameter) or LOCAL
         known = self._term(kind, parameter, known)
         placed = self.watch.ownership.placed(kind, known, tensor_parallel=split)
         if split:
             return placed
         complete = self.failures.guarded("placing a parameter", self.watch.framework.completed, of=parameter.name)
-        completed = complete(kind, parameter, placed) or placed
+        completed = complete(held, parameter, placed) or placed
         return self.watch.ownership.assumed(kind, completed) if known == LOCAL else completed
 
     def _term(self, kind: str, parameter: NamedParameter, known: Placement) -> Placement:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final, Literal, Protocol, final
 
-from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
+from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter, ParameterSeries
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.phases import Collector, OptimizerTurn
-from monitor.series import MOMENT_KINDS, Placement
+from monitor.series import LEFT_BY_STEP, MOMENT_KINDS, Placement
 from monitor.stats.partials import COUNT, SUM, SUMSQ
 
 # --- Records weight gradients before and after the data-parallel ranks reduce them: the part common to all frameworks.
@@ -282,18 +282,30 @@ class WeightCollector(Collector):
 
 @final
 class MomentCollector(Collector):
-    """``exp_avg``, ``exp_avg_sq`` and ``max_exp_avg_sq``, read before the step: a new optimizer has none in its first step."""
+    """``exp_avg``, ``exp_avg_sq`` and ``max_exp_avg_sq``, read before the step: a new optimizer has none in its first step.
+
+    To see what changes between steps, they are read after the step, too.
+    """
 
     def __init__(self, attached: Attached) -> None:
         self._series = {kind: attached.series(kind) for kind in MOMENT_KINDS}
+        left = MOMENT_KINDS if attached.config.checks_moments_between_steps else ()
+        self._left = {kind: attached.series(f"{kind}{LEFT_BY_STEP}") for kind in left}
         self._framework = attached.framework
         self._note = attached.note
         self._noted = 0
 
     def before_step(self, turn: OptimizerTurn) -> None:
         """Record the moments of the optimizer that is about to step."""
+        self._record(self._series, turn)
+        self._note_absences()
+
+    def after_step(self, turn: OptimizerTurn) -> None:
+        self._record(self._left, turn)
+
+    def _record(self, of_kinds: Mapping[str, ParameterSeries], turn: OptimizerTurn) -> None:
         stepped = self._framework.held(turn.optimizer)
-        for kind, series in self._series.items():
+        for kind, series in of_kinds.items():
 
             def moment(parameter: NamedParameter, kind: str = kind) -> Any:
                 if stepped is not None and id(parameter.tensor) not in stepped:
@@ -301,7 +313,6 @@ class MomentCollector(Collector):
                 return self._framework.moment(kind, parameter, turn.optimizer)
 
             series.record_all(moment, turn.held)
-        self._note_absences()
 
     def _note_absences(self) -> None:
         """Note in the manifest which optimizer state has no rows, because it is not a moment of one parameter."""

@@ -7,7 +7,8 @@ from monitor.series import KINDS, LOCAL, Placement, Shard
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 OF_WEIGHTS = {"linear_hook", "moe_router_weight_hook"}
 OF_AN_UPDATE = {"update_ratio", "mg_direction", "adam_update", "adam_ratio"}
-REPLICAS_AFTER_REDUCTION = {"grad_reduced", "param_origin", "param_updated", *MOMENTS, *OF_WEIGHTS, *OF_AN_UPDATE}
+LEFT = {f"{kind}_updated" for kind in MOMENTS}
+REPLICAS_AFTER_REDUCTION = {"grad_reduced", "param_origin", "param_updated", *MOMENTS, *LEFT, *OF_WEIGHTS, *OF_AN_UPDATE}
 OF_THE_RANK = {"actv", "actv_grad", "other", "replica", "run", "attention_hook", "moe_router_logit_hook"}
 
 

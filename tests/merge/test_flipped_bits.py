@@ -46,6 +46,7 @@ def faults(layout: str, ranks: int) -> Iterator[dict[str, Any]]:
                 "of": of,
                 "rank": drawn.randrange(ranks),
                 "step": drawn.choice(STEPS),
+                "kind": "exp_avg",
                 "name": "norm.weight" if layout == "tp" else drawn.choice(NAMES),
                 "place": drawn.randrange(96),
                 "bit": max(lowest, (5 * number + drawn.randrange(5)) % bits),
@@ -78,26 +79,31 @@ def test_tensor_step_and_rank_of_every_flipped_bit_are_named(launch: Callable[..
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", *(["ddp"] if PROVES else [])])
-def test_a_weight_that_changes_between_two_steps_is_named_also_in_a_shard_that_no_other_rank_holds(
+def test_a_tensor_that_changes_between_two_steps_is_named_also_in_a_shard_that_no_other_rank_holds(
     launch: Callable[..., Path], layout: str
 ) -> None:
-    trials = [one for one in faults(layout, 2) if one["fault"]["of"] != "moment"] + [{"dtype": "float32", "fault": None}]
-    for one in trials[:-1]:
-        one["fault"]["of"] = "weight between steps"
-    directory = launch("flipped.py", layout, 2, trials=trials, format="parquet", ops=["norm"], replica_check=True)
+    trials = [*faults(layout, 2), {"dtype": "float32", "fault": None}]
+    for number, one in enumerate(trials[:-1]):
+        one["fault"] |= {
+            "of": ("moment", "weight between steps")[number % 2],
+            "kind": ("exp_avg", "exp_avg_sq")[number // 2 % 2],
+        }
+    config: dict[str, Any] = {"format": "parquet", "ops": ["norm"], "replica_check": "all"}
+    directory = launch("flipped.py", layout, 2, trials=trials, **config)
     for number, trial in enumerate(trials):
-        report = merged(directory / str(number))
-        if trial["fault"] is None:
+        report, fault = merged(directory / str(number)), trial["fault"]
+        notes = {one["about"]: one["note"] for one in report.told()["notes"] if not one["about"].startswith("copies")}
+        found = {about: text for about, text in notes.items() if "before step" in about}
+        if fault is None:
             assert first_checksums(directory / str(number)) == checksums_of_new_model()
-        notes = {one["about"]: one["note"] for one in report.told()["notes"]}
-        found = {about: text for about, text in notes.items() if about.startswith("weights before step")}
-        if (fault := trial["fault"]) is None:
-            assert [text.endswith("Said once.") for text in found.values()] == [True], found
+            assert all(text.endswith("Said once.") for text in found.values()), found
+            assert "weights before step 2" in found  # a checkpoint was loaded
             continue
+        what = fault["kind"] if fault["of"] == "moment" else "weights"
         ((about, text),) = found.items()
-        assert about == f"weights before step {fault['step'] + 1}", trial
+        assert about == f"{what} before step {fault['step'] + 1}", trial
         assert text.startswith(f"rank {fault['rank']} ("), trial
-        assert f": 1 of 6 weights are in step {fault['step'] + 1} not what the optimizer left" in text, trial
+        assert f": 1 of 6 {what} are in step {fault['step'] + 1} not what the optimizer left" in text, trial
         assert f": {'module.' * (layout == 'ddp')}{fault['name']}. The memory" in text, trial
 
 

@@ -55,18 +55,23 @@ def test_checksums_are_those_of_the_bits_and_activations_have_none(
     assert not any("checksum" in row.values for row in output.rows("actv"))
 
 
-def test_a_weight_that_changes_between_two_steps_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("what", ["weights", "exp_avg", "exp_avg_sq"])
+def test_what_changes_between_two_steps_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     output = as_measured(tmp_path, monkeypatch, there=False)
     net = TwoLayers()
     optimizer = nn.AdamWeightDecay(net.trainable_params(), 0.01)
-    with attached(output, net, optimizer, **RECORDED, replica_check=True):
+    moments = {"exp_avg": optimizer.moments1, "exp_avg_sq": optimizer.moments2}
+    with attached(output, net, optimizer, **RECORDED, replica_check="all"):
         train(net, optimizer, range(2), lambda *_: None)
-        flipped = net.b.weight.asnumpy().copy()
+        target = net.b.weight if what == "weights" else moments[what][2]
+        flipped = target.asnumpy().copy()
         flipped.view(np.uint32)[1, 2] ^= 1
-        net.b.weight.set_data(Tensor(flipped))
+        target.set_data(Tensor(flipped))
         train(net, optimizer, range(2, 4), lambda *_: None)
     said = [line for line in warnings_in(caplog) if "not what the optimizer left" in line]
     assert len(said) == 1
-    assert "1 of 4 weights are in step 2 not what the optimizer left in step 1: b.weight. " in said[0]
+    assert f"1 of 4 {what} are in step 2 not what the optimizer left in step 1: b.weight. " in said[0]
+    left = {row.step for row in output.rows("exp_avg_updated")}
+    assert left == {1, 2, 3}  # a new optimizer's are not known yet

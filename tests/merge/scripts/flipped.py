@@ -114,7 +114,11 @@ def run(trial: dict[str, Any]) -> None:
             flip(parameter if fault["of"] == "weight" else parameter.grad, fault["place"], fault["bit"])
         optimizer.step()
         if now and fault["of"] in ("moment", "weight between steps"):
-            flip(optimizer.state[parameter]["exp_avg"] if fault["of"] == "moment" else parameter, fault["place"], fault["bit"])
+            flip(
+                optimizer.state[parameter][fault["kind"]] if fault["of"] == "moment" else parameter,
+                fault["place"],
+                fault["bit"],
+            )
         optimizer.zero_grad()
         if fault is None:
             saved = between(step, model, saved)
