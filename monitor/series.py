@@ -169,7 +169,8 @@ def _moment(name: str, *, estimated: bool = True) -> Kind:
 
 def _moment_left(name: str) -> Kind:
     """The same moment after the step; with ``"replica_check": "all"``."""
-    return _of_step(f"{name}{LEFT_BY_STEP}", "mv_distribution", role="MOMENT", fed_by=("grad_reduced", name), estimated=False, checked=True)
+    more = {"role": "MOMENT", "fed_by": ("grad_reduced", name), "estimated": False, "checked": True}
+    return _of_step(f"{name}{LEFT_BY_STEP}", "mv_distribution", **more)
 
 
 def _feature(

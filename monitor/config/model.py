@@ -143,6 +143,15 @@ def _formats(value: object) -> tuple[str, ...]:
     return tuple(names)
 
 
+_CHECKED_ALLOWED: Final = 'true, false, "all" or null'
+
+
+def _replica_check(value: object) -> object:
+    if value is not None and value != "all" and not isinstance(value, bool):
+        raise ValueError(f"expected {_CHECKED_ALLOWED}")
+    return value
+
+
 Step = Annotated[int, Field(ge=0, le=INT64_MAX)]
 Positive = Annotated[int, Field(ge=1, le=INT64_MAX)]
 Rank = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -162,6 +171,11 @@ Appended = Annotated[
     AfterValidator(_none_or_two),
     WrapValidator(_auto_or_range),
     WithJsonSchema({"type": "string or list", "allowed": _APPENDED, "items": {"type": "string"}}),
+]
+ReplicaCheck = Annotated[
+    bool | Literal["all"] | None,
+    BeforeValidator(_replica_check),
+    WithJsonSchema({"type": "boolean or string", "allowed": _CHECKED_ALLOWED}),
 ]
 Formats = Annotated[
     tuple[str, ...],
@@ -410,7 +424,7 @@ class Settings(_StrictModel):
     """The same for bytes."""
     warn_files_per_step: Annotated[Step, LIMITS] = 10_000
     """The same for files."""
-    replica_check: Annotated[bool | Literal["all"] | None, RANKS] = None
+    replica_check: Annotated[ReplicaCheck, RANKS] = None
     """Measure the replicas that another rank writes, too: alert rules judge them, and norms and checksums are compared while
     training runs and by a merge. `"all"`: also read the optimizer's moments after each step, to see what changes between steps.
     Null: only where there are alert rules."""
@@ -491,7 +505,7 @@ class MonitorConfig(Settings):
 
     @field_validator("replica_check")
     @classmethod
-    def _has_what_to_compare(cls, wanted: bool | Literal["all"] | None, fields: ValidationInfo) -> bool | Literal["all"] | None:
+    def _has_what_to_compare(cls, wanted: ReplicaCheck, fields: ValidationInfo) -> ReplicaCheck:
         ops = fields.data.get("ops", ())
         if wanted and ops and "norm" not in ops:
             raise ValueError('replica_check compares norms and needs "norm" among the ops')
