@@ -501,7 +501,8 @@ class MonitorConfig(Settings):
     """
 
     on_alert: Annotated[OnAlert | None, ALERTS] = None
-    """What to switch on, on all ranks, for some steps when an alert rule fires on any of them. Null: nothing."""
+    """What to switch on, on all ranks, for some steps when an alert rule fires on any of them, or `replica_check` finds wrong
+    bits. Null: nothing."""
 
     @field_validator("replica_check")
     @classmethod
