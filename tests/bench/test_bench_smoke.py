@@ -274,3 +274,18 @@ def test_query_prints_what_each_reader_takes_for_each_question(tmp_path: Path) -
     for question, rows in (("one tensor, all steps", 32), ("largest of a step", 20), ("spread of a step", 10)):
         assert {one["rows"] for one in found["answers"] if one["question"] == question} == {rows}
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+@pytest.mark.skipif(not PROVES, reason="it takes a minute: make prove runs it")
+@pytest.mark.parametrize(("ranks", "store"), [(1024, "tcp"), (32, "own")])
+def test_ranks_that_compare_copies_stay_within_what_they_may_ask_and_name_the_odd_one(
+    tmp_path: Path, ranks: int, store: str
+) -> None:
+    figures = tmp_path / "figures.json"
+    options = ["--ranks", str(ranks), "--store", store, "--requests", "2000" if store == "tcp" else "200"]
+    command = [sys.executable, str(BENCH / "copies.py"), *options, "--json", str(figures)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # a fork could not start processes anew
+    (found,) = json.loads(figures.read_text())
+    assert f"rank {ranks // 3 + 1} (" in done.stderr
+    assert found["said_after"] is not None
+    assert found["requests"] <= found["allowed"]

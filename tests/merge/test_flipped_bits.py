@@ -78,6 +78,22 @@ def test_tensor_step_and_rank_of_every_flipped_bit_are_named(launch: Callable[..
     assert wrong == {}, json.dumps(wrong, indent=1)
 
 
+@pytest.mark.parametrize(("layout", "ranks"), sampled([("ddp", 2), ("ddp", 4), ("zero1", 2)], 0))
+def test_copies_that_each_rank_rounds_in_its_own_way_are_called_design_and_no_rank_is_accused(
+    launch: Callable[..., Path], layout: str, ranks: int
+) -> None:
+    nowhere = {"of": "design", "rank": -1, "step": -1}
+    trials = [{"dtype": dtype, "fault": nowhere} for dtype in ("float32", "bfloat16")]
+    directory = launch("flipped.py", layout, ranks, trials=trials, format="parquet", ops=["norm"], replica_check=True)
+    for number in range(len(trials)):
+        told = merged(directory / str(number)).told()
+        assert told["bits"]["first"] == []
+        assert "param_updated" in told["bits"]["by_design"]
+        notes = [one["note"] for one in told["notes"] if one["about"].startswith("copies")]
+        assert notes
+        assert all("so by design" in note for note in notes), notes
+
+
 @pytest.mark.parametrize("layout", ["fsdp2", *(["ddp"] if PROVES else [])])
 def test_a_tensor_that_changes_between_two_steps_is_named_also_in_a_shard_that_no_other_rank_holds(
     launch: Callable[..., Path], layout: str

@@ -1,8 +1,8 @@
 """Trains a small model again and again, and flips a bit of one rank's memory in each run; ``flipped.py LAYOUT``.
 
-``TRIALS`` has the runs as JSON: the directory of each, its dtype, and what is flipped when. Without a fault a run loads a
-checkpoint, averages weights and makes a new optimizer in the middle. A run ends when the ranks that compare copies while it
-runs have seen a difference, or that there is none.
+``TRIALS`` has the runs as JSON: the directory of each, its dtype, and what is flipped when. With the fault ``design`` each rank
+rounds its weights in its own way, in every step. Without a fault a run loads a checkpoint, averages weights and makes a new
+optimizer in the middle. A run ends when ranks have seen that copies differ, or that they do not.
 """
 
 from __future__ import annotations
@@ -120,6 +120,9 @@ def run(trial: dict[str, Any]) -> None:
                 fault["bit"],
             )
         optimizer.zero_grad()
+        if fault is not None and fault["of"] == "design":
+            for weight in model.parameters():
+                weight.detach().mul_(1 + 0.02 * torch.rand(weight.shape))
         if fault is None:
             saved = between(step, model, saved)
             if step == 3:
