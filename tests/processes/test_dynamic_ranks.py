@@ -189,6 +189,20 @@ def test_an_alert_on_one_rank_brings_activations_to_both_for_some_steps_and_the_
     assert {event["step"] for event in events.values()} == {40}
 
 
+def test_a_flipped_bit_on_one_rank_brings_activations_to_both_without_any_rule(start: Start) -> None:
+    weights = {"dynamic_on": True, "param_distribution": True, "replica_check": True, "all_xy": True, "ops": ["norm"]}
+    job = start(2, 40, "flip", **weights, on_alert={"set": {"xy_distribution": True}, "steps": 5})
+    job.wait_until(lambda one: one.configurations[-1].origin == "return")
+    job.end()
+    for one, rank in zip(job.manifests(), (0, 1), strict=True):
+        assert {record.origin for record in one.configurations} == {"start", "alert", "return"}
+        begun, back = (record.from_step for record in one.configurations[1:3])
+        assert set(range(begun, back)) <= set(job.steps(rank, "actv"))
+    notes = [note for one in job.manifests() for about, note in one.notes.items() if about.startswith("copies of")]
+    assert len(notes) == 1
+    assert ": module.layers.0.weight: ranks 0 (" in str(notes[0])
+
+
 def test_communication_is_recorded_from_the_switch_on_until_the_next_and_nothing_stays_patched(
     start: Start,
 ) -> None:

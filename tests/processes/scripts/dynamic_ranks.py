@@ -1,8 +1,9 @@
-"""A data-parallel rank under dynamic monitoring, then without it; ``dynamic_ranks.py CONFIG RESULT [NAN_STEP [copy]]``.
+"""A data-parallel rank under dynamic monitoring, then without it; ``dynamic_ranks.py CONFIG RESULT [STEP [copy|flip]]``.
 
 It trains until ``RESULT/stop`` is there, each step after a random delay. Its losses, with and without the monitor, and what is
-left patched in torch.distributed go to ``RESULT/rank{rank}.json``. In the step ``NAN_STEP`` a parameter of rank 1 that takes no
-part in training has a gradient that is NaN. With ``copy`` rank 0 watches one more model, which it trains alone, and it first.
+left patched in torch.distributed go to ``RESULT/rank{rank}.json``. In the step ``STEP`` a parameter of rank 1 that takes no
+part in training has a gradient that is NaN; with ``flip``, a bit of a weight of rank 1 is flipped instead. With ``copy`` rank 0
+watches one more model, which it trains alone, and it first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor.recording.recording as recording
+from monitor.anomalies import copy_exchange
 from monitor.dynamic import JobConnection
 from monitor.dynamic.step_boundary import PollingIntervals
 from monitor.pytorch import TrainerMon
@@ -42,10 +44,10 @@ class Network(nn.Module):
 
 
 class Rank:
-    def __init__(self, result: Path, nan_step: int, watches_more: bool) -> None:
+    def __init__(self, result: Path, faulty_step: int, more: str) -> None:
         self.number = dist.get_rank()
-        self._watches_more = watches_more and self.number == 0
-        self._stop, self._nan_step = result / "stop", nan_step
+        self._watches_more, self._flips = more == "copy" and self.number == 0, more == "flip"
+        self._stop, self._faulty_step = result / "stop", faulty_step
 
     def train(self, config: str | None, steps: int | None) -> list[str]:
         """The losses: of as many steps as are asked for, or until it is asked to stop."""
@@ -64,8 +66,8 @@ class Rank:
         while not self._ends(len(losses), steps):
             loss = model(torch.randn(4, 4)).square().mean()
             loss.backward()
-            if self.number == 1 and len(losses) == self._nan_step:
-                (network.apart.weight * float("nan")).sum().backward()
+            if self.number == 1 and len(losses) == self._faulty_step:
+                self._break(network)
             if monitor is not None:
                 time.sleep(delays.choice([0.0, 0.0, 0.002, 0.006]))
             optimizer.step()
@@ -81,6 +83,12 @@ class Rank:
             monitor.close()
         return losses
 
+    def _break(self, network: Network) -> None:
+        if self._flips:
+            network.layers[0].weight.detach().view(-1).view(torch.int32)[3] ^= 1
+        else:
+            (network.apart.weight * float("nan")).sum().backward()
+
     def _one_more(self, network: Network, monitor: TrainerMon) -> tuple[nn.Module, torch.optim.Optimizer]:
         other = copy.deepcopy(network)
         own = torch.optim.SGD(other.parameters(), lr=0.001)
@@ -94,10 +102,11 @@ class Rank:
         return bool(told.item())
 
 
-def main(config: str, result: str, nan_step: str = "-1", more: str = "") -> None:
+def main(config: str, result: str, step: str = "-1", more: str = "") -> None:
+    copy_exchange.SHORTEST_PAUSE_S = 0.02
     recording.JobConnection = partial(JobConnection, intervals=PACE)  # type: ignore[misc]
     dist.init_process_group("gloo")
-    rank = Rank(Path(result), int(nan_step), more == "copy")
+    rank = Rank(Path(result), int(step), more)
     monitored = rank.train(config, None)
     patched = [name for name, what in vars(dist.ProcessGroup).items() if ORIGINAL.get(name) is not what]
     plain = rank.train(None, len(monitored))
