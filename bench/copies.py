@@ -33,6 +33,7 @@ from monitor.anomalies.copies import CopyHistory
 from monitor.anomalies.copy_exchange import CopyExchange
 from monitor.anomalies.corruption import CorruptionAlerts
 from monitor.coordinator.job_store import StoreConnection
+from monitor.coordinator.manifest_format import WrongBits
 from monitor.coordinator.store import Hello, LocalStore, Rendezvous, StoreClient, StoreLocator, StoreServer
 from monitor.failures import Failures
 from monitor.series import Placement, Series, SeriesTable
@@ -90,7 +91,7 @@ class Rank:
             for kind in KINDS
         }
         self._history = CopyHistory(number, socket.gethostname(), self._series)
-        alerts = CorruptionAlerts(number, self._note)
+        alerts = CorruptionAlerts(number, self)
         connection = StoreConnection(number, job.ranks, None, "copies/", asked_per_second=job.requests)
         self._exchange = CopyExchange(connection, self._history, alerts, Failures(number))
 
@@ -98,9 +99,15 @@ class Rank:
         self._series.place(one, placement)
         return self._series.index_of(one)
 
-    def _note(self, _about: str, what: str) -> None:
-        if "differ in step" in what:
-            self._told.append(time.time())
+    def found_wrong(self, _bits: WrongBits) -> None:
+        """See ``BitsJournal``."""
+        self._told.append(time.time())
+
+    def note(self, key: str, value: str) -> None:
+        """See ``BitsJournal``."""
+
+    def save(self) -> None:
+        """See ``BitsJournal``."""
 
     def turn(self, store: Any) -> float:
         """Seconds until the next turn."""
@@ -222,8 +229,7 @@ def pause_of(ranks: int, requests: float) -> float:
     """Seconds between two turns of one rank."""
     history = CopyHistory(0, "", SeriesTable())
     history.groups["all"] = tuple(range(ranks))
-    alerts = CorruptionAlerts(0, lambda _about, _what: None)
-    return CopyExchange(StoreConnection(0, ranks, asked_per_second=requests), history, alerts, Failures()).turn_s
+    return CopyExchange(StoreConnection(0, ranks, asked_per_second=requests), history, None, Failures()).turn_s  # type: ignore[arg-type]
 
 
 def _shares(first: int, end: int, count: int) -> list[range]:

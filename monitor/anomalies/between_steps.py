@@ -4,7 +4,7 @@ holds.
 
 from __future__ import annotations
 
-import socket
+import logging
 from collections.abc import Mapping
 from typing import Final
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from monitor.anomalies.checked_rows import NO_ROWS, CheckedRows
 from monitor.anomalies.corruption import CHANGED_BETWEEN, CorruptionAlerts
+from monitor.coordinator.manifest_format import WrongBits
 from monitor.series import LEFT_BY_STEP, MOMENT_KINDS, SeriesTable
 from monitor.stats.partials import Words
 
@@ -101,7 +102,8 @@ class _Interval:
         if of >= _FEW and 2 * len(changed) > of:
             if not self._said_of_most:
                 self._said_of_most = True
-                self._say(step, f"{what}: so many at once that something wrote them, such as {causes}. Said once.")
+                said = f"{what}: so many at once that something wrote them, such as {causes}. Said once."
+                self._alerts.note(f"{self._what} before step {step}", said, logging.WARNING)
             return
         fresh = {
             one: call_id for one, call_id in zip(changed.tolist(), call_ids.tolist(), strict=True) if one not in self._said
@@ -110,10 +112,12 @@ class _Interval:
             self._warnings += 1
             self._said.update(fresh)
             names = ", ".join(self._name(one)[1] for one in list(fresh)[:NAMED]) + (", …" if len(fresh) > NAMED else "")
-            self._say(step, f"{what}: {names}. The memory of this device was corrupted, or something else wrote: {causes}.")
+            said = f"{what}: {names}. The memory of this device was corrupted, or something else wrote: {causes}."
+            named = tuple(self._name(one)[1] for one in list(fresh)[:NAMED])
+            self._alerts.say(
+                WrongBits(
+                    check="between steps", step=step, kind=self._began_with, names=named, ranks=(self._alerts.rank,), said=said
+                )
+            )
             for one, call_id in fresh.items():
                 self._alerts.event(CHANGED_BETWEEN, step, one, call_id)
-            self._alerts.alarm()
-
-    def _say(self, step: int, what: str) -> None:
-        self._alerts.say(f"{self._what} before step {step}", what, f"rank {self._alerts.rank} ({socket.gethostname()}): ")

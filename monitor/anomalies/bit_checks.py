@@ -6,15 +6,16 @@ import atexit
 import os
 import socket
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from time import monotonic
 
 from monitor.anomalies.between_steps import BetweenSteps
-from monitor.anomalies.checked_rows import ChecksumReader
+from monitor.anomalies.checked_rows import CheckedRows, ChecksumReader
 from monitor.anomalies.copies import CopyHistory
 from monitor.anomalies.copy_exchange import MERGE_COMPARES, CopyExchange
 from monitor.anomalies.corruption import ODD_COPY, UNLIKE_COPIES, CorruptionAlerts
 from monitor.coordinator import job_store
+from monitor.coordinator.job_store import StoreConnection
 from monitor.failures import Failures
 from monitor.series import SeriesTable
 from monitor.stats.table import StepRows
@@ -34,11 +35,11 @@ class BitChecks:
         self._reader = ChecksumReader(series)
         self._between = BetweenSteps(series, alerts)
         self._history = CopyHistory(rank, socket.gethostname(), series, monitored)
-        self._job: job_store.StoreConnection | None = None
+        self._job: StoreConnection | None = None
         self._exchange: CopyExchange | None = None
         self._pid = os.getpid()
 
-    def compare_with(self, job: job_store.StoreConnection) -> None:
+    def compare_with(self, job: StoreConnection) -> None:
         """Compare copies with other ranks from now on, if any holds one."""
         if job.world > 1 and (job.store is None or job_store.is_file(job.store)):
             why = "in a file, which would grow with each step" if job.store is not None else "not known"
@@ -50,11 +51,14 @@ class BitChecks:
         """See ``Watcher``."""
         checked = self._reader.read(rows)
         self._between.look(rows.step, checked)
-        if self._job is None:
-            return
-        self._history.add(rows.step, checked, monotonic())
+        if self._job is not None:
+            self._compare(self._job, rows.step, checked)
+        self._alerts.save()
+
+    def _compare(self, job: StoreConnection, step: int, checked: Mapping[str, CheckedRows]) -> None:
+        self._history.add(step, checked, monotonic())
         if self._exchange is None and self._history.groups:
-            self._begin(self._job)
+            self._begin(job)
         self._report_silent_store()
         self._report_odd_copies()
 
@@ -77,7 +81,7 @@ class BitChecks:
         if self._exchange is not None and os.getpid() == self._pid:
             self._exchange.stop()
 
-    def _begin(self, job: job_store.StoreConnection) -> None:
+    def _begin(self, job: StoreConnection) -> None:
         exchange = CopyExchange(job, self._history, self._alerts, self._failures)
         self._exchange = exchange
         exchange.begin()

@@ -24,7 +24,7 @@ from monitor.coordinator.manifest_format import Natural, StrictRecord
 from monitor.series import REPLICA_KIND, Ranks, SeriesTable
 from monitor.stats.partials import Words
 
-KEPT_STEPS: Final = 64
+KEPT_STEPS: Final = 256
 """Steps whose digests a rank publishes. Ranks look at them at different moments, and all of them must still be there."""
 
 KEPT_BYTES: Final = 32 << 20

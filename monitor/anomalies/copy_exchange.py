@@ -22,7 +22,8 @@ from monitor.anomalies.copies import MOST_VERDICTS, Answer, Board, CopyHistory, 
 from monitor.anomalies.corruption import CorruptionAlerts
 from monitor.anomalies.odd_copies import MOST_RANKS, CopyDifference, GroupComparison, differing_places, split, suspect, who
 from monitor.coordinator.job_store import SharedStore, StoreConnection, StoreThread
-from monitor.failures import LOGGER, Failures
+from monitor.coordinator.manifest_format import WrongBits
+from monitor.failures import Failures
 from monitor.series import Ranks
 
 SHORTEST_PAUSE_S: Final = 1.0
@@ -308,8 +309,7 @@ class CopyExchange(StoreThread):
         about = {"first": [first], "agreed_until": comparison.agreed_until, "checkpoint": comparison.good}
         tensors = ", ".join(names) + ("" if is_all else " and others") if names else "tensors that are not known"
         said = f"Copies of {found.kind} differ in step {found.step}: {tensors}: {who(first)}; {suspect(about)}."
-        self._alerts.say(f"copies of {found.kind} in step {found.step}", said)
-        self._alerts.alarm()
+        self._alerts.say(WrongBits(check="copies", step=found.step, kind=found.kind, names=names, ranks=odd, said=said))
         verdict = CopyVerdict(
             number=0,
             group=inquiry.group,
@@ -322,6 +322,4 @@ class CopyExchange(StoreThread):
         self._to_post.append(verdict)
 
     def _note(self, found: CopyDifference, what: str) -> None:
-        said = f"Copies of {found.kind} {what}."
-        LOGGER.info("[rank %d] %s", self._job.rank, said)
-        self._alerts.note(f"copies of {found.kind}", said)
+        self._alerts.note(f"copies of {found.kind}", f"Copies of {found.kind} {what}.")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from monitor.anomalies.events import Signal
 from monitor.anomalies.listeners import EventFiles
 from monitor.anomalies.scanner import RuleFinding
 from monitor.config.model import CHECKSUM
+from monitor.coordinator.manifest_format import WrongBits
 from monitor.failures import LOGGER
 from monitor.series import NO_MICRO_STEP
 from monitor.terminal import plain
@@ -28,33 +30,56 @@ ADVICE: Final = {
 }
 
 
+class BitsJournal(Protocol):
+    """Keeps what was found: the rank's manifest."""
+
+    def note(self, key: str, value: str, /) -> None:
+        """Add a note. Any thread; never waits."""
+
+    def found_wrong(self, bits: WrongBits, /) -> None:
+        """Add wrong bits. Any thread; never waits."""
+
+    def save(self) -> None:
+        """Make all of it visible. On the writer thread."""
+
+
 class CorruptionAlerts:
     """Tells people and files of what was found on this rank.
 
     Args:
-        note: Adds a note to the manifest, from a key and a text. Any thread.
         ring: The alarm, called for each alert. Any thread; must not wait.
 
     Attributes:
         events: The event files of the alert rules; None if there are none.
     """
 
-    def __init__(
-        self, rank: int, note: Callable[[str, str], None], ring: weakref.WeakMethod[Callable[[], object]] | None = None
-    ) -> None:
+    def __init__(self, rank: int, journal: BitsJournal, ring: weakref.WeakMethod[Callable[[], object]] | None = None) -> None:
         self.events: EventFiles | None = None
-        self.rank, self.note = rank, note
-        self._ring = ring
+        self.rank = rank
+        self._journal, self._ring, self._unsaved = journal, ring, False
 
     def alarm(self) -> None:
         """Ring the alarm. Any thread."""
         if self._ring is not None and (ring := self._ring()) is not None:
             ring()
 
-    def say(self, about: str, what: str, where: str = "") -> None:
-        """Warn, and note it under ``about``, with ``where`` before it. Any thread."""
-        LOGGER.warning("[rank %d] %s", self.rank, plain(what))
-        self.note(about, f"{where}{what}")
+    def say(self, found: WrongBits) -> None:
+        """Warn, keep what was found, and ring the alarm. Any thread."""
+        LOGGER.warning("[rank %d] %s", self.rank, plain(found.said))
+        self._journal.found_wrong(found)
+        self._unsaved = True
+        self.alarm()
+
+    def note(self, about: str, what: str, level: int = logging.INFO) -> None:
+        """Log what is no alert, and note it. Any thread."""
+        LOGGER.log(level, "[rank %d] %s", self.rank, plain(what))
+        self._journal.note(about, what)
+
+    def save(self) -> None:
+        """Have the manifest show what was found since the last call: the job may be killed soon. On the writer thread."""
+        if self._unsaved:
+            self._unsaved = False
+            self._journal.save()
 
     def event(self, rule: str, step: int, series: int, call_id: int) -> None:
         """Add an event to the event files. On the writer thread."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from monitor.series import CHECKED_KINDS, Ranks
+from monitor.series import CHECKED_KINDS, MOMENT_KINDS, Ranks
 from monitor.stats.partials import Words
 
 PATIENCE: Final = 10
@@ -20,6 +20,10 @@ _EARLY: Final = 2
 
 _ENOUGH: Final = 3
 """So few tensors may all differ because something went wrong."""
+
+WEIGHTS: Final = CHECKED_KINDS[0]
+STATE_KINDS: Final = frozenset({WEIGHTS, *MOMENT_KINDS})
+"""What a step begins with, and a checkpoint holds."""
 
 MOST_RANKS: Final = 16
 """Odd ranks that are listed."""
@@ -50,7 +54,8 @@ class GroupComparison:
 
     Attributes:
         agreed_until: The last step in which all copies agreed, before any difference; None if there is none.
-        good: The last step whose weights are known good: the next step began with copies that agree. None if there is none.
+        good: The last step whose checkpoint is known good: the next step began with weights and moments that agree, as far as
+            they are compared. None if there is none.
         by_design: Kinds whose copies differ by design.
     """
 
@@ -91,6 +96,8 @@ class GroupComparison:
 
     def _first_of(self, step: int, published: Mapping[int, DigestsOfRank]) -> CopyDifference | None:
         at_step = {rank: published.get(rank, {}).get(step, {}) for rank in self.ranks if rank not in self._odd}
+        if self._began_well(step, at_step):
+            self.good = step - 1
         for kind in CHECKED_KINDS:
             values = {rank: digests[kind] for rank, digests in at_step.items() if kind in digests}
             if len(values) < 2 or kind in self._agreeing | self._left_out | self.by_design:
@@ -102,9 +109,14 @@ class GroupComparison:
                 return CopyDifference(step, kind, odd, agreeing)
             self._agreeing.add(kind)
             self._missed |= len(values) < len(self.ranks)
-            if kind == CHECKED_KINDS[0] and step and not self._missed:
-                self.good = step - 1
         return None
+
+    def _began_well(self, step: int, at_step: Mapping[int, Mapping[str, int]]) -> bool:
+        """Whether all copies of the state that the step began with agree, weights at least."""
+        kinds = {kind for digests in at_step.values() for kind in digests} & STATE_KINDS - self._left_out - self.by_design
+        values = ([digests.get(kind) for digests in at_step.values()] for kind in kinds)
+        alike = all(len(set(each)) == 1 and None not in each for each in values)
+        return step > 0 and WEIGHTS in kinds and len(at_step) == len(self.ranks) and alike
 
     def _finish(self, step: int) -> None:
         if self._agreeing and not self._missed:
@@ -162,16 +174,21 @@ def who(one: Mapping[str, Any]) -> str:
     unnamed = one["copies"] - one["agreeing"] - len(named[:8])
     more = f" and {unnamed} more" if unnamed else ""
     ranks = f"rank{'' if len(named) == 1 else 's'} {', '.join(named[:8])}{more}"
+    if changed := one.get("changed_on"):
+        found = f"rank{'' if len(changed) == 1 else 's'} {', '.join(map(str, changed))}"
+        own = f"; {found} found that its own copy is not what the step before had left"
+    else:
+        own = "" if one["agreeing"] else ", and the copies do not say which is wrong"
     if not one["agreeing"]:
-        return f"{ranks} differ from each other, and nothing says which of them is wrong"
-    return f"{ranks}: other bits than the {one['agreeing']} ranks that agree"
+        return f"{ranks} differ from each other{own}"
+    return f"{ranks}: other bits than the {one['agreeing']} ranks that agree{own}"
 
 
 def suspect(about: Mapping[str, Any]) -> str:
     """What to do, of the ``bits`` of a report: which host, and which checkpoints."""
     first, good, until = about["first"][0], about["checkpoint"], about["agreed_until"]
     hosts = dict.fromkeys(host for host in first["hosts"] if host) if first["agreeing"] else {}
-    drain = f"drain {', '.join(list(hosts)[:8])}; " if hosts else ""
-    agreed = "no earlier step was compared" if until is None else f"all copies agreed up to step {until}"
-    known = "no checkpoint is" if good is None else f"the weights after step {good} are the last that are"
+    drain = f"take {', '.join(list(hosts)[:8])} out of the job; " if hosts else ""
+    agreed = "no earlier step was compared" if until is None else f"the last step in which all compared copies agree is {until}"
+    known = "no checkpoint is" if good is None else f"the checkpoint of step {good} is the last that is"
     return f"{drain}{agreed}; {known} known to be good"

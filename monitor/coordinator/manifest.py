@@ -29,6 +29,7 @@ from monitor.series import SeriesTable
 from monitor.stats.table import Status, StepRows
 
 MOST_NOTES: Final = 256
+MOST_WRONG_BITS: Final = 100
 MOST_FAILURES: Final = 100
 MOST_CHARACTERS: Final = 1000
 MOST_CONFIGURATIONS: Final = 100
@@ -201,6 +202,7 @@ class Earlier:
     runs: tuple[schema.EarlierRun, ...] = ()
     failures: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    wrong_bits: tuple[schema.WrongBits, ...] = ()
 
     @classmethod
     def of(cls, record: schema.ManifestRecord | None) -> Earlier:
@@ -209,7 +211,8 @@ class Earlier:
             return cls(Timeline.found())
         shared = schema.EarlierRun.model_fields.keys() & schema.ManifestRecord.model_fields.keys()
         last = schema.EarlierRun(**{name: getattr(record, name) for name in shared})
-        earlier = cls(Timeline.restored(record), (*record.resumed, last)[-MOST_EARLIER_RUNS:], record.failures, record.notes)
+        runs = (*record.resumed, last)[-MOST_EARLIER_RUNS:]
+        earlier = cls(Timeline.restored(record), runs, record.failures, record.notes, record.wrong_bits)
         return earlier.ended()
 
     def ended(self) -> Earlier:
@@ -287,6 +290,7 @@ class Manifest:
         self._earlier = Earlier() if earlier is None else earlier
         self._directory_lock = lock
         self._notes: dict[str, Note] = dict(self._earlier.notes)
+        self._wrong_bits = list(self._earlier.wrong_bits)
         self._recorded = _RecordedSteps(series, self._earlier.timeline)
         self._configurations: deque[schema.ConfigurationRecord] = deque(maxlen=MOST_CONFIGURATIONS)
         self._undecided_since: int | None = None
@@ -334,6 +338,11 @@ class Manifest:
     def notes(self) -> Mapping[str, Note]:
         """A copy of all notes so far."""
         return self._notes.copy()
+
+    def found_wrong(self, bits: schema.WrongBits) -> None:
+        """Add what a check of bits has found. Any thread; never waits."""
+        if len(self._wrong_bits) < MOST_WRONG_BITS:
+            self._wrong_bits.append(bits)
 
     def also_in(self, formats: Sequence[str]) -> None:
         """Record in these formats as well from now on. Any thread; never waits."""
@@ -403,6 +412,7 @@ class Manifest:
             series=schema.SeriesReference(file=table.name, count=table.count) if table else None,
             failures=_most_frequent(Counter(self._earlier.failures) + self._counted()),
             notes=dict(self._notes),
+            wrong_bits=tuple(self._wrong_bits.copy()),
             resumed=self._earlier.runs,
             configurations=tuple(self._configurations.copy()),
             undecided_since=self._undecided_since,

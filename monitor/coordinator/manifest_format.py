@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -470,6 +470,25 @@ class EarlierRun(StrictRecord):
     series: SeriesReference | None
 
 
+class WrongBits(StrictRecord):
+    """Bits that were found to be wrong while training ran.
+
+    Attributes:
+        check: ``copies``: ranks hold different bits. ``between steps``: a tensor of this rank changed between two steps.
+        kind: Of the rows that show it.
+        names: Of the tensors, the first ones; none if they are not known.
+        ranks: Whose bits they are, the first ones. Of two copies, both.
+        said: The sentence for people.
+    """
+
+    check: Literal["copies", "between steps"]
+    step: Natural
+    kind: str
+    names: tuple[str, ...]
+    ranks: tuple[Natural, ...]
+    said: str
+
+
 class ManifestRecord(StrictRecord):
     """The manifest of one rank: what it wrote, and what a reader must know of it.
 
@@ -493,6 +512,7 @@ class ManifestRecord(StrictRecord):
         resumed: The runs that this run continues, oldest first; only the latest if there are many.
         configurations: Under dynamic monitoring, the configurations in force, in order; only the latest if there are many.
         undecided_since: The step from which on this rank does not know the decision of the others; None: it knows.
+        wrong_bits: What the checks of bits have found on this rank, or as the lowest of the ranks that hold a tensor.
     """
 
     schema_version: int
@@ -525,6 +545,7 @@ class ManifestRecord(StrictRecord):
     configurations: tuple[ConfigurationRecord, ...] = ()
     undecided_since: Natural | None = None
     notes: dict[str, str | int | float | bool]
+    wrong_bits: tuple[WrongBits, ...] = ()
 
     @field_validator("schema_version")
     @classmethod

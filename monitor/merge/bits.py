@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.anomalies.odd_copies import suspect, who
+from monitor.anomalies.odd_copies import STATE_KINDS, WEIGHTS, suspect, who
 from monitor.merge.rows import Rows
 from monitor.merge.statistics import Flags, Index
 from monitor.series import CHECKED_KINDS
@@ -130,8 +130,6 @@ _EARLY: Final = 2
 _ENOUGH: Final = 3
 """So few tensors may all differ because something went wrong."""
 
-_BEGAN_WITH: Final = CHECKED_KINDS[0]
-
 
 @dataclass
 class BitsOfKind:
@@ -188,7 +186,8 @@ def told(kinds: Mapping[str, BitsOfKind], host_at: HostAt) -> dict[str, Any]:
         ``compared``: How many tensors of each kind were compared, over all steps. ``by_design``: The kinds whose copies differ
         by design. ``first``: The differences of the first step with any, of the first kind in that step. ``later``: How many
         differences follow, and of how many of the tensors that are known by name. ``agreed_until``: The last step in which
-        copies were compared and agreed. ``checkpoint``: The last step whose weights are known good. None if there is none.
+        copies were compared and agreed. ``checkpoint``: The last step whose checkpoint is known good: copies of weights
+        and moments in the next step agree. None if there is none.
     """
     designed = _by_design(kinds)
     single = {kind: one for kind, one in kinds.items() if kind not in designed}
@@ -203,11 +202,12 @@ def told(kinds: Mapping[str, BitsOfKind], host_at: HostAt) -> dict[str, Any]:
     }
     if odd:
         step, _, first_kind = odd[0]
+        began_well = not any(single[kind].differing[step] for kind in STATE_KINDS if kind in single)
         at_first = [one for one in single[first_kind].first if one.step == step]
         names = {one.name for of_kind in single.values() for one in of_kind.first}
         compared = [one for of_kind in single.values() for one in of_kind.compared if one < step]
-        began = single[_BEGAN_WITH].compared if _BEGAN_WITH in single else ()
-        good = [one - 1 for one in began if one < step + (first_kind != _BEGAN_WITH)]
+        began = single[WEIGHTS].compared if WEIGHTS in single else ()
+        good = [one - 1 for one in began if one < step + began_well]
         differences = sum(one.differing.total() for one in single.values())
         answer["first"] = [_spelled(first_kind, one, host_at) for one in at_first]
         answer["later"]["differences"] = differences - single[first_kind].differing[step]
@@ -228,6 +228,10 @@ def _spelled(kind: str, one: BitDifference, host_at: HostAt) -> dict[str, Any]:
 
 def lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What to print: lines of what and how much."""
+    for one in about["while_running"][:5]:
+        yield "bits", f"rank {one['rank']} ({one['host']}): {one['said']}"
+    if len(about["while_running"]) > 5:
+        yield "", f"and {len(about['while_running']) - 5} more"
     first = about["first"]
     for one in first[:5]:
         yield "bits", f"{one['kind']} {one['name']} at step {one['step']}: {who(one)}"

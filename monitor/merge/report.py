@@ -89,9 +89,10 @@ class Report:
     @property
     def clean(self) -> bool:
         """Whether nothing is missing and everything agrees. Ops that were never recorded are not missed."""
+        told = self._told_of_bits()
         lost = (self.missing_ranks, self.set_aside, self.disagreements, self._gaps, self._incomplete, self._unplaced)
         return (
-            not any((*lost, self._without_global, self._told_of_bits()["first"]))
+            not any((*lost, self._without_global, told["first"], told["while_running"]))
             and not any(self._dropped())
             and not any(self._not_closed())
         )
@@ -140,7 +141,22 @@ class Report:
         }
 
     def _told_of_bits(self) -> dict[str, Any]:
-        return bits.told(self._bits, self._host_at)
+        found = bits.told(self._bits, self._host_at)
+        # What ranks found together is in the rows as well, unless these were lost.
+        alone = (one for one in self._while_running() if one["check"] != "copies" or not found["first"])
+        told = found | {"while_running": list(alone)[:MOST_LISTED]}
+        for first in told["first"]:
+            own = (one for one in told["while_running"] if one["step"] == first["step"] and first["name"] in one["names"])
+            first["changed_on"] = sorted({one["rank"] for one in own if one["rank"] in first["odd_ranks"]})
+        return told
+
+    def _while_running(self) -> list[dict[str, Any]]:
+        """What the ranks themselves have found, the earliest first."""
+        found = {(one.step, run.rank, run.manifest.host, one) for run in self.runs for one in run.manifest.wrong_bits}
+        return [
+            {"rank": rank, "host": host, **one.model_dump(mode="json")}
+            for _, rank, host, one in sorted(found, key=lambda each: (*each[:3], each[3].said))
+        ]
 
     def _host_at(self, rank: int, step: int) -> str:
         """The host that a rank was on in a step; empty if an earlier run of the directory recorded it."""

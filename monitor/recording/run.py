@@ -139,7 +139,7 @@ class Run:
             recorded,
         )
         self.manifest = Manifest(self.directory, facts, series, failures, mine.earlier, mine.lock)
-        self._corruption = CorruptionAlerts(place.rank, self.manifest.note, weakref.WeakMethod(self._alerted))
+        self._corruption = CorruptionAlerts(place.rank, self.manifest, weakref.WeakMethod(self._alerted))
         self._bit_checks = BitChecks(place.rank, series, self._corruption, failures, config.module_ranks)
         if config.append_output == AUTO:  # a restart finds the directory by its manifest, however early this run is killed
             failures.guarded("saving the first manifest", self.manifest.save)()

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
+from monitor.anomalies.corruption import ADVICE
 from monitor.anomalies.odd_copies import suspect, who
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
@@ -285,6 +286,14 @@ def _newest_saved(facts: Facts, rank: int) -> int:
 
 
 def _replicas(facts: Facts) -> CheckFinding:
+    bits = facts.told.get("bits", {"first": [], "compared": {}, "by_design": []})  # an earlier version compared none
+    if bits["first"]:
+        first = bits["first"][0]
+        says = (
+            f"{first['kind']} {first['name']} does not have the same bits on all ranks in step {first['step']}: {who(first)}."
+        )
+        name = facts.shown_name(first["kind"], first["name"])
+        return CheckFinding(BAD, says, Place(first["step"], first["odd_ranks"][0], first["kind"], name), f"{suspect(bits)}.")
     differing = facts.told["disagreements"]["listed"]
     if differing:
         first = differing[0]
@@ -295,21 +304,35 @@ def _replicas(facts: Facts) -> CheckFinding:
         then = f"Suspect rank {first['rank']}: its memory, its device, or what it loaded."
         name = facts.shown_name(first["kind"], first["name"])
         return CheckFinding(BAD, says, Place(first["step"], first["rank"], first["kind"], name), then)
-    bits = facts.told.get("bits", {"first": [], "compared": {}, "by_design": []})  # an earlier version compared none
-    if bits["first"]:
-        first = bits["first"][0]
-        says = (
-            f"{first['kind']} {first['name']} does not have the same bits on all ranks in step {first['step']}: {who(first)}."
-        )
-        name = facts.shown_name(first["kind"], first["name"])
-        return CheckFinding(BAD, says, Place(first["step"], first["odd_ranks"][0], first["kind"], name), f"{suspect(bits)}.")
     if len(facts.ranks) == 1:
         return CheckFinding(NOT_LOOKED_AT, "One rank recorded: there is no replica to compare with.")
-    if same := sum(count for kind, count in bits["compared"].items() if kind not in bits["by_design"]):
-        return CheckFinding(GOOD, f"{same:,} times a tensor had the same bits on all ranks that hold it.")
+    if same := {kind: count for kind, count in bits["compared"].items() if kind not in bits["by_design"]}:
+        of = ", ".join(same)
+        return CheckFinding(GOOD, f"{sum(same.values()):,} times a tensor of {of} had the same bits on all ranks that hold it.")
     if (compared := facts.told["rows"].get(REPLICA_KIND, 0)) > sum(one["rows"] for one in facts.told["not_compared"]["listed"]):
         return CheckFinding(GOOD, f"{compared:,} rows of replicas are those of their owners.")
     return CheckFinding(NOT_LOOKED_AT, "No rank recorded its replicas.")
+
+
+def _unchanged(facts: Facts) -> CheckFinding:
+    """What ranks have found while training ran. What they found together is known of the rows, unless these were lost."""
+    found = facts.told.get("bits", {}).get("while_running", [])  # an earlier version told none
+    if found:
+        first = found[0]
+        name = facts.shown_name(first["kind"], first["names"][0]) if first["names"] else ""
+        says = f"Rank {first['rank']} ({first['host']}): {first['said']}"
+        more = f"{len(found) - 1} more such warnings are in the log and in manifest.json." if len(found) > 1 else ""
+        return CheckFinding(BAD, says, Place(first["step"], first["ranks"][0], first["kind"], name), more)
+    asked = [one.config for one in facts.manifests.values() if one.config.get("replica_check") or _has_rules(one.config)]
+    if not asked or not facts.told["rows"].get("param_updated"):
+        return CheckFinding(NOT_LOOKED_AT, "Weights were not compared between steps.")
+    if any(one.get("step_interval", 1) != 1 for one in asked):
+        return CheckFinding(NOT_LOOKED_AT, "Weights are compared between steps only if every step is collected.")
+    return CheckFinding(GOOD, "Weights were what the step before had left, or most were written at once.")
+
+
+def _has_rules(config: Mapping[str, Any]) -> bool:
+    return config.get("replica_check") is None and bool((config.get("alert") or {}).get("rules"))
 
 
 def _whole(facts: Facts) -> CheckFinding:
@@ -483,6 +506,7 @@ CHECKS: Final = (
     ),
     CheckEntry("NaN and infinity", _finite, '"wg_distribution": true and "xy_distribution": true', True),
     CheckEntry("Replicas agree", _replicas, '"replica_check": true and "param_distribution": true; dp_group for gradients'),
+    CheckEntry("Unchanged between steps", _unchanged, '"replica_check": true and "param_distribution": true'),
     CheckEntry("Sudden changes", _sudden, f'"step_interval": 1, and more than {WARM_UP} steps', True),
     CheckEntry("All ranks recorded", _all_ranks, _MERGE, True, False),
     CheckEntry("Ranks ended cleanly", _to_the_end, _MERGE, True, False),
@@ -500,6 +524,9 @@ CHECKS: Final = (
 Those of training come before those of the recording."""
 
 
+OF_BITS: Final = ("Replicas agree", "Unchanged between steps")
+
+
 def checks_of(facts: Facts) -> list[CheckResult]:
     """All checks, done."""
     return [CheckResult(one.name, one.judge(facts), *one[2:]) for one in CHECKS]
@@ -508,11 +535,13 @@ def checks_of(facts: Facts) -> list[CheckResult]:
 def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     """The verdict that the checks give."""
     bad = [one for one in checks if one.state == BAD]
-    if facts.ranking is not None and facts.ranking.events:
+    first_event = None if facts.ranking is None else facts.ranking.first_origin
+    of_bits = [one for one in bad if one.name in OF_BITS]
+    if facts.ranking is not None and facts.ranking.events and not (of_bits and first_event and first_event.rule in ADVICE):
         says, then = found_first(facts.ranking)
         return Verdict(BAD, says, then, bad[0].finding.place)
     if bad:
-        first = min(bad, key=_earliest)
+        first = min(of_bits or bad, key=_earliest)
         more = [one.name for one in bad if one is not first]
         next_steps = [first.finding.then, f"Also bad: {', '.join(more)}." if more else ""]
         return Verdict(BAD, first.finding.says, " ".join(filter(None, next_steps)), first.finding.place)

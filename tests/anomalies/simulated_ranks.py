@@ -13,6 +13,7 @@ from monitor.anomalies.copies import CopyHistory
 from monitor.anomalies.copy_exchange import CopyExchange
 from monitor.anomalies.corruption import CorruptionAlerts
 from monitor.coordinator.job_store import StoreConnection
+from monitor.coordinator.manifest_format import WrongBits
 from monitor.coordinator.store import LocalStore
 from monitor.failures import Failures
 from monitor.series import Placement, Series, SeriesTable
@@ -46,7 +47,7 @@ class SimulatedRank:
                     one = Series(kind, 0, f"{name}{'' if at == 0 else at}")
                     self.series.index_of(one)
                     self.series.place(one, Placement(replicas=tuple(group)))
-        alerts = CorruptionAlerts(number, lambda about, what: self.notes.append((about, what)))
+        alerts = CorruptionAlerts(number, self)
         alerts.alarm = self._ring  # type: ignore[method-assign]
         self.history = CopyHistory(number, f"node-{number}", self.series)
         job = StoreConnection(number, world, store, "copies/", asked_per_second=1e6)
@@ -55,6 +56,14 @@ class SimulatedRank:
 
     def _ring(self) -> None:
         self.alarms += 1
+
+    def note(self, key: str, value: str) -> None:
+        self.notes.append((key, value))
+
+    def found_wrong(self, bits: WrongBits) -> None:
+        self.notes.append((f"{bits.check} of {bits.kind} in step {bits.step}", bits.said))
+
+    def save(self) -> None: ...
 
     def hold(
         self, step: int, changed: Mapping[tuple[str, str], int] | None = None, now: float = 0.0, without: str = ""

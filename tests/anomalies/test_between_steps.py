@@ -11,6 +11,7 @@ from rule_parts import Measured, Rank
 from monitor.anomalies.between_steps import MOST_SAID
 from monitor.anomalies.bit_checks import BitChecks
 from monitor.anomalies.corruption import CorruptionAlerts
+from monitor.coordinator.manifest_format import WrongBits
 from monitor.failures import Failures
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -24,9 +25,19 @@ class Checked:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.rank, self.notes = Rank(directory), dict[str, str]()
-        alerts = CorruptionAlerts(3, self.notes.__setitem__)
+        self.rank, self.notes, self.saved = Rank(directory), dict[str, str](), 0
+        alerts = CorruptionAlerts(3, self)
         self._watcher = BitChecks(3, self.rank.series, alerts, Failures(3))
+
+    def note(self, key: str, value: str) -> None:
+        self.notes[key] = value
+
+    def found_wrong(self, bits: WrongBits) -> None:
+        self.notes[f"{bits.kind} before step {bits.step}"] = bits.said
+        assert bits.ranks == (3,)
+
+    def save(self) -> None:
+        self.saved += 1
 
     def step(self, number: int, began: dict[str, float], left: dict[str, float]) -> None:
         kinds = {"param_origin": _measured(began), "param_updated": _measured(left)}
@@ -62,11 +73,11 @@ def test_a_weight_that_has_changed_is_named_with_rank_step_and_what_it_may_be(
     with caplog.at_level(logging.WARNING, logger="monitor"):
         checked.step(5, weights(5, c=5.0000005), weights(6))
     ((about, text),) = checked.notes.items()
-    assert about == "weights before step 5"
-    assert text.startswith("rank 3 (")
-    assert "): 1 of 5 weights are in step 5 not what the optimizer left in step 4: c. The memory of this device was" in text
+    assert about == "param_origin before step 5"
+    assert "1 of 5 weights are in step 5 not what the optimizer left in step 4: c. The memory of this device was" in text
     assert "loaded" in text
-    assert [record.getMessage() for record in caplog.records] == [f"[rank 3] {text.partition(': ')[2]}"]
+    assert [record.getMessage() for record in caplog.records] == [f"[rank 3] {text}"]
+    assert checked.saved == 1  # the job may be killed soon
 
 
 def test_most_weights_at_once_were_written_which_is_said_once(checked: Checked) -> None:
@@ -79,9 +90,9 @@ def test_most_weights_at_once_were_written_which_is_said_once(checked: Checked) 
 def test_a_weight_that_changes_in_every_step_is_named_once_and_does_not_hide_another(checked: Checked) -> None:
     for step in range(5):
         checked.step(step, weights(step, b=-step, **({"d": 0.5} if step == 3 else {})), weights(step + 1))
-    assert {about: text.split(": ")[2].split(".")[0] for about, text in checked.notes.items()} == {
-        "weights before step 1": "b",
-        "weights before step 3": "d",
+    assert {about: text.split(": ")[1].split(".")[0] for about, text in checked.notes.items()} == {
+        "param_origin before step 1": "b",
+        "param_origin before step 3": "d",
     }
 
 
@@ -120,4 +131,4 @@ def test_a_replica_that_another_rank_writes_is_compared_too(checked: Checked) ->
         ]
         checked._watcher.look(checked.rank.step(step, {"replica": replicas}))
     ((about, text),) = checked.notes.items()
-    assert (about, text.split(": ")[2].split(".")[0]) == ("weights before step 2", "c")
+    assert (about, text.split(": ")[1].split(".")[0]) == ("param_origin before step 2", "c")

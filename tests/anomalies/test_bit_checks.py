@@ -24,6 +24,7 @@ from monitor.anomalies.corruption import CorruptionAlerts
 from monitor.anomalies.listeners import EventFiles
 from monitor.coordinator import job_store
 from monitor.coordinator.job_store import StoreConnection
+from monitor.coordinator.manifest_format import WrongBits
 from monitor.coordinator.store import LocalStore, StoreClient
 from monitor.failures import Failures
 from monitor.series import Placement, Series
@@ -50,7 +51,7 @@ class CheckedRank:
     def __init__(self, number: int, store: Any, directory: Path, world: int = WORLD) -> None:
         self.number, self.rank, self.notes, self.rung = number, Rank(directory), dict[str, str](), 0
         self.failures = Failures(number)
-        self._alerts = CorruptionAlerts(number, self.notes.__setitem__)
+        self._alerts = CorruptionAlerts(number, self)
         self._alerts.alarm = self._ring  # type: ignore[method-assign]
         self.checks = BitChecks(number, self.rank.series, self._alerts, self.failures)
         self._alerts.events = self.files = EventFiles(directory, "dir", facts(number), self.rank.series)
@@ -61,6 +62,14 @@ class CheckedRank:
 
     def _ring(self) -> None:
         self.rung += 1
+
+    def note(self, key: str, value: str) -> None:
+        self.notes[key] = value
+
+    def found_wrong(self, bits: WrongBits) -> None:
+        self.notes[f"{bits.check} of {bits.kind}"] = bits.said
+
+    def save(self) -> None: ...
 
     def step(self, step: int, **others: float) -> None:
         rows = [Measured(name, [others.get(name, float(step)), 1.0], checked=True) for name in NAMES]

@@ -34,8 +34,9 @@ def test_the_odd_rank_of_three_is_named_with_step_tensor_host_and_the_last_good_
     job.turns(4)
     (said,) = job.notes
     assert said == (
-        "Copies of grad_reduced differ in step 5: b: rank 2 (node-2): other bits than the 3 ranks that agree; drain node-2; "
-        "all copies agreed up to step 4; the weights after step 4 are the last that are known to be good."
+        "Copies of grad_reduced differ in step 5: b: rank 2 (node-2): other bits than the 3 ranks that agree; take "
+        "node-2 out of the job; the last step in which all compared copies agree is 4; the checkpoint of step 4 is the last "
+        "that is known to be good."
     )
     assert [rank.alarms for rank in job.ranks] == [1, 0, 0, 0]
     assert [rank.events() for rank in job.ranks] == [[], [], [(5, "grad_reduced/b")], []]
@@ -49,7 +50,7 @@ def test_of_two_copies_both_ranks_are_named() -> None:
     job.turns(4)
     (said,) = job.notes
     assert (
-        "step 3: a: ranks 0 (node-0), 1 (node-1) differ from each other, and nothing says which of them is wrong; all" in said
+        "step 3: a: ranks 0 (node-0), 1 (node-1) differ from each other, and the copies do not say which is wrong; the" in said
     )
     assert [rank.events() for rank in job.ranks] == [[(3, "exp_avg/a")]] * 2
 
@@ -68,7 +69,7 @@ def test_what_follows_from_a_difference_is_no_other_and_another_rank_is_named_to
         "Copies of param_origin differ in step 3: a, b, c: rank 1 (node-1): other bits than the 4 ranks that agree",
         "Copies of param_origin differ in step 7: c: rank 4 (node-4): other bits than the 3 ranks that agree",
     ]
-    assert "after step 1 are the last" in job.notes[0]
+    assert "checkpoint of step 1 is the last" in job.notes[0]
 
 
 def test_copies_that_differ_by_design_are_said_once_and_no_rank_is_accused() -> None:

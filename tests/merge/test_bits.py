@@ -71,8 +71,10 @@ def test_the_odd_rank_is_named_with_the_first_step_and_the_tensor(tmp_path: Path
     text, then, later = said(report)
     assert text.startswith("grad_reduced c at step 3: rank 2 (")
     assert text.endswith("): other bits than the 3 ranks that agree")
-    assert then.startswith("drain ")
-    assert then.endswith("; all copies agreed up to step 2; no checkpoint is known to be good")  # weights were not compared
+    assert then.startswith("take ")
+    assert then.endswith(
+        " out of the job; the last step in which all compared copies agree is 2; no checkpoint is known to be good"
+    )  # weights were not compared
     assert later == "2 later differences may follow from it"
 
 
@@ -87,7 +89,7 @@ def test_of_two_copies_nothing_says_which_is_wrong(tmp_path: Path) -> None:
     report = job(tmp_path, lambda rank, step, _, name: rank == 1 and step >= 2 and name == "c", ranks=2)
     (first,) = bits(report)["first"]
     assert (first["step"], first["odd_ranks"], first["agreeing"]) == (2, [0, 1], 0)
-    assert "differ from each other, and nothing says which of them is wrong" in said(report)[0]
+    assert "differ from each other, and the copies do not say which is wrong" in said(report)[0]
 
 
 def test_the_kind_that_is_measured_first_in_a_step_comes_first(tmp_path: Path) -> None:

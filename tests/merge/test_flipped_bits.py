@@ -19,6 +19,7 @@ from recorded_job import merged, tensors
 from reference import check_sums
 from torch import nn
 
+from monitor.coordinator.manifest_format import WrongBits, read_manifest
 from monitor.stats.ops import checksums
 from monitor.stats.partials import COLUMNS, Partials, check_columns
 
@@ -71,7 +72,7 @@ def test_tensor_step_and_rank_of_every_flipped_bit_are_named(launch: Callable[..
         if first != expected(trial["fault"], layout, ranks) or found["by_design"]:
             wrong[number] = (trial, found)
         assert found["compared"]["param_origin"] > 0
-        notes = [one["note"] for one in report.told()["notes"] if one["about"].startswith("copies")]
+        notes = [one.said for one in wrong_bits(directory / str(number)) if one.check == "copies"]
         said = [re.sub(r" \([^)]*\)|(?<=: )module\.| differ from each other.*|: other bits.*", "", note) for note in notes]
         if said != sentences(trial["fault"], layout, ranks):
             wrong[number] = (trial, said)
@@ -108,19 +109,25 @@ def test_a_tensor_that_changes_between_two_steps_is_named_also_in_a_shard_that_n
     directory = launch("flipped.py", layout, 2, trials=trials, **config)
     for number, trial in enumerate(trials):
         report, fault = merged(directory / str(number)), trial["fault"]
-        notes = {one["about"]: one["note"] for one in report.told()["notes"] if not one["about"].startswith("copies")}
-        found = {about: text for about, text in notes.items() if "before step" in about}
         if fault is None:
             assert first_checksums(directory / str(number)) == checksums_of_new_model()
-            assert all(text.endswith("Said once.") for text in found.values()), found
-            assert "weights before step 2" in found  # a checkpoint was loaded
+            assert "weights before step 2" in {one["about"] for one in report.told()["notes"]}  # a checkpoint was loaded
+            assert wrong_bits(directory / str(number)) == []
+            assert report.clean
             continue
         what = fault["kind"] if fault["of"] == "moment" else "weights"
-        ((about, text),) = found.items()
-        assert about == f"{what} before step {fault['step'] + 1}", trial
-        assert text.startswith(f"rank {fault['rank']} ("), trial
-        assert f": 1 of 6 {what} are in step {fault['step'] + 1} not what the optimizer left" in text, trial
+        (told,) = [one for one in wrong_bits(directory / str(number)) if one.check == "between steps"]
+        assert (told.step, told.ranks) == (fault["step"] + 1, (fault["rank"],)), trial
+        assert [one["said"] for one in report.told()["bits"]["while_running"] if one["check"] == told.check] == [told.said]
+        assert not report.clean
+        text = told.said
+        assert f"1 of 6 {what} are in step {fault['step'] + 1} not what the optimizer left" in text, trial
         assert f": {'module.' * (layout == 'ddp')}{fault['name']}. The memory" in text, trial
+
+
+def wrong_bits(base: Path) -> list[WrongBits]:
+    """What all ranks have found while they trained."""
+    return [found for path in sorted(base.glob("*/manifest.json")) for found in read_manifest(path).wrong_bits]
 
 
 def first_checksums(base: Path) -> dict[str, str]:

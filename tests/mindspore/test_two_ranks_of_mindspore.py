@@ -229,12 +229,12 @@ def test_nothing_is_left_that_is_not_finished(job: Ranks, base: Path) -> None:  
 def test_a_flipped_bit_is_said_while_the_ranks_train_and_is_an_event_of_both(job: Ranks, base: Path) -> None:  # noqa: ARG001
     flipped = Output(base / "flipped" / "output")
     (said,) = (
-        note
+        one.said
         for directory in flipped.directories()
-        for about, note in read_manifest(directory / "manifest.json").notes.items()
-        if about.startswith("copies")
+        for one in read_manifest(directory / "manifest.json").wrong_bits
+        if one.check == "copies"
     )
-    assert str(said).startswith(f"Copies of param_origin differ in step {FAULTY_STEP}: first.weight: ranks 0 (")
+    assert said.startswith(f"Copies of param_origin differ in step {FAULTY_STEP}: first.weight: ranks 0 (")
     for rank in (0, 1):
         events = json.loads((flipped.base / "anomaly_detected" / f"rank{rank}" / "anomaly-2.json").read_text())
         rules = [one["message"].split()[1] for one in events.values()]

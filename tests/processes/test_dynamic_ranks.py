@@ -198,9 +198,8 @@ def test_a_flipped_bit_on_one_rank_brings_activations_to_both_without_any_rule(s
         assert {record.origin for record in one.configurations} == {"start", "alert", "return"}
         begun, back = (record.from_step for record in one.configurations[1:3])
         assert set(range(begun, back)) <= set(job.steps(rank, "actv"))
-    notes = [note for one in job.manifests() for about, note in one.notes.items() if about.startswith("copies of")]
-    assert len(notes) == 1
-    assert ": module.layers.0.weight: ranks 0 (" in str(notes[0])
+    (found,) = (bits for one in job.manifests() for bits in one.wrong_bits if bits.check == "copies")
+    assert (found.names, found.ranks) == (("module.layers.0.weight",), (0, 1))
 
 
 def test_communication_is_recorded_from_the_switch_on_until_the_next_and_nothing_stays_patched(

@@ -10,6 +10,7 @@ from recorded_job import RecordedRank
 from reported_job import LAYERS, NAMES, WHEN, Fault, cells, modelled, record, reported
 from sink_rows import Measured
 
+from monitor.coordinator.manifest_format import WrongBits, read_manifest
 from monitor.report import history
 from monitor.report.checks import BAD, CHECKS, GOOD, NOT_LOOKED_AT
 from monitor.report.model import model_of, verdict_for_programs
@@ -107,7 +108,21 @@ def test_the_same_bits_on_all_ranks_are_good(tmp_path: Path) -> None:
     _, checks, verdict = modelled(record(tmp_path, checked=True))
     (one,) = [one for one in checks if one.name == "Replicas agree"]
     assert (verdict.state, one.state) == (GOOD, GOOD)
-    assert one.finding.says == f"{2 * LAYERS * 30} times a tensor had the same bits on all ranks that hold it."
+    says = f"{2 * LAYERS * 30} times a tensor of grad_reduced, param_origin had the same bits on all ranks that hold it."
+    assert one.finding.says == says
+
+
+def test_what_a_rank_has_found_while_it_trained_is_bad_although_no_row_shows_it(tmp_path: Path) -> None:
+    said = "1 of 9 exp_avg_sq are in step 12 not what the optimizer left in step 11: layers.2.weight."
+    found = WrongBits(check="between steps", step=12, kind="exp_avg_sq", names=("layers.2.weight",), ranks=(1,), said=said)
+    base = record(tmp_path, checked=True)
+    (directory,) = (path for path in base.glob("*-rank1-*") if path.is_dir())
+    manifest = directory / "manifest.json"
+    manifest.write_bytes(read_manifest(manifest).model_copy(update={"wrong_bits": (found,)}).to_json())
+    _, checks, verdict = modelled(base)
+    assert (verdict.state, verdict.place.rank, verdict.place.step) == (BAD, 1, 12)
+    assert verdict.says.endswith(said)
+    assert {one.name for one in checks if one.state == BAD} == {"Unchanged between steps"}
 
 
 def test_a_rank_that_stopped_is_named_with_its_last_step(tmp_path: Path) -> None:
@@ -159,7 +174,7 @@ def test_a_healthy_run_has_nothing_bad_and_says_what_was_not_looked_at(seed: int
     assert verdict.says.startswith("Healthy: ")
     assert [one.name for one in checks if one.state == BAD] == []
     unseen = [one.name for one in checks if one.state == NOT_LOOKED_AT]
-    assert unseen == ["Alert rules", "Loss", "Low precision", "Attention", "Experts"]
+    assert unseen == ["Alert rules", "Unchanged between steps", "Loss", "Low precision", "Attention", "Experts"]
     assert all(name in verdict.then for name in unseen)
     for kind in NAMES:
         assert cells(model, kind).max() < history.INFINITE

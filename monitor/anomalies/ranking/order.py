@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from monitor.anomalies.corruption import UNLIKE_COPIES
 from monitor.anomalies.ranking.graph import Role
 from monitor.anomalies.ranking.job import Columns, EventTable, Member
 from monitor.anomalies.ranking.loading import MOST_CHUNKS
@@ -61,7 +62,8 @@ def order_of(table: EventTable) -> Order:
             keys.by_micro_step(recording)
             if keys.matter(recording):
                 unknown[recording] = str(error)
-    last = (np.arange(len(table)), table.recording, table.rank, table.call_id)
+    undecided = np.array([rule == UNLIKE_COPIES for rule in table.rules], dtype=np.bool_)[table.rule]
+    last = (np.arange(len(table)), table.recording, table.rank, table.call_id, undecided)
     events = np.lexsort((*last, *keys.columns[::-1], phase, table.step))
     position = np.empty_like(events)
     position[events] = np.arange(len(events))

@@ -154,7 +154,7 @@ def _not_looked_at(ranking: Ranking) -> Iterator[str]:
     if job.not_monitored:
         yield f"Not monitored, as module_ranks says: {listed(job.not_monitored)}."
     if any(one.manifest is not None and one.manifest.config.get("replica_check") is False for one in job.members):
-        yield "replica_check is false: tensors that several ranks hold were judged on one rank only."
+        yield "replica_check is false: a tensor that one rank writes for several was judged on that rank only."
 
 
 def _steps_text(gap: UnjudgedSteps) -> str:

@@ -101,7 +101,7 @@ def test_a_rank_of_the_job_that_left_no_file_is_missing_whatever_groups_are_know
 def test_replicas_that_the_configuration_leaves_out_are_said(tmp_path):
     found = ranked(tmp_path, *replicas(config={"replica_check": False}))
     [note] = notes(found)
-    assert note.startswith("replica_check is false: tensors that several ranks hold were judged on one rank only.")
+    assert note.startswith("replica_check is false: a tensor that one rank writes for several was judged on that rank only.")
 
 
 def test_events_are_not_well_even_where_all_was_looked_at(tmp_path):

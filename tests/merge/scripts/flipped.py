@@ -140,7 +140,8 @@ def wait_for_verdict(monitor: TrainerMon) -> None:
         exchange = run._bit_checks._exchange
         agreed = [one.agreed_until for one in exchange._comparisons.values()] if exchange else []
         led = [ranks for ranks in exchange._history.groups.values() if ranks[0] == dist.get_rank()] if exchange else []
-        noted = any(about.startswith("copies") for about in run.manifest.notes)
+        found = [one.check for one in run.manifest._wrong_bits]
+        noted = "copies" in found or any(about.startswith("copies") for about in run.manifest.notes)
         waits = len(agreed) < len(led) or any(step != STEPS - 1 for step in agreed)
         state = torch.tensor([int(noted), int(waits)])
         dist.all_reduce(state)
