@@ -125,6 +125,24 @@ def gaps_of(config: MonitorConfig, series: SeriesTable, monitored: Collection[in
             "rules do not check the replicas of the other ranks: a NaN in one of them is reported late, and for another "
             "tensor. Remove replica_check from the configuration to check all replicas."
         )
+    if config.replica_check and not records_nothing(config):
+        yield from _unchecked(config)
+
+
+def _unchecked(config: MonitorConfig) -> Iterator[str]:
+    """What an explicit ``replica_check`` does not check."""
+    if not (config.param_distribution or config.wg_distribution or config.mv_distribution):
+        yield (
+            "replica_check has nothing to compare: it compares weights, reduced gradients and moments, and none of them is "
+            'recorded. Set "param_distribution", "wg_distribution" or "mv_distribution": true.'
+        )
+    elif not config.param_distribution:
+        yield 'replica_check does not see a wrong weight, because no weights are recorded. Set "param_distribution": true.'
+    if config.step_interval > 1 and (config.param_distribution or config.checks_moments_between_steps):
+        yield (
+            f"replica_check does not see what changes between two steps, because step_interval is {config.step_interval}. "
+            "Set it to 1, or leave it out."
+        )
 
 
 def nothing_matches(config: MonitorConfig) -> str:

@@ -80,3 +80,17 @@ def test_where_replicas_are_judged_or_no_rule_is_on_nothing_is_said_of_them(fiel
 
 def test_replicas_of_ranks_that_are_not_monitored_are_not_counted() -> None:
     assert gaps(shared(), monitored=(0,), param_distribution=True, replica_check=False, **RULES) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"xy_distribution": True}, "replica_check has nothing to compare"),
+        ({"wg_distribution": True}, "replica_check does not see a wrong weight"),
+        ({"param_distribution": True, "step_interval": 10}, "replica_check does not see what changes between two steps"),
+        ({"param_distribution": True, "wg_distribution": True}, ""),
+    ],
+)
+def test_what_an_explicit_check_of_replicas_does_not_see_is_said(fields: Any, said: str) -> None:
+    assert [one.startswith(said) for one in gaps(**fields, replica_check=True)] == [True] * bool(said)
+    assert gaps(**fields) == gaps(**fields, **RULES) == []
