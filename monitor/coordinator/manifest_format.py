@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from os import PathLike
@@ -564,6 +564,12 @@ class ManifestRecord(StrictRecord):
         return (
             "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()) + "\n}\n"
         ).encode()
+
+
+def checks_replicas(config: Mapping[str, Any]) -> bool:
+    """What ``MonitorConfig.checks_replicas`` says, of a configuration as a manifest has it."""
+    asked, alert = config.get("replica_check"), config.get("alert")
+    return bool(isinstance(alert, Mapping) and alert.get("rules")) if asked is None else bool(asked)
 
 
 def collected_every(record: ManifestRecord) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from monitor.coordinator.manifest_format import StepsRecord
+from monitor.coordinator.manifest_format import StepsRecord, checks_replicas
 from monitor.coordinator.resume import Span
 from monitor.merge.combine import ROLES, RUNS, SCHEMA_VERSION, Outcome, Piece, worked
 from monitor.merge.discovery import Found, RankRun, SetAside, choose, discover, runs_of, unmerged_formats
@@ -221,12 +221,6 @@ def planned(
 
 def _no_rows(job: str) -> str:
     return f'Job {job} recorded no rows, so there is nothing to merge. Switch a kind on, such as "wg_distribution": true.'
-
-
-def _checks_replicas(config: Mapping[str, Any]) -> bool:
-    """What ``MonitorConfig.checks_replicas`` says, of a configuration as a manifest has it."""
-    asked, alert = config.get("replica_check"), config.get("alert")
-    return bool(isinstance(alert, Mapping) and alert.get("rules")) if asked is None else bool(asked)
 
 
 def _why_nothing(job: str, report: Report) -> str:
@@ -572,7 +566,7 @@ class Plan:
         if self._asked([CHECKSUM]):
             return [kind for kind in KINDS if has_op(CHECKSUM, kind)]
         later = self._asked(["replica_check", "alert"])  # no ops, so only a change can name them
-        checked = later or any(_checks_replicas(one.manifest.config) for one in self.runs)
+        checked = later or any(checks_replicas(one.manifest.config) for one in self.runs)
         return (*CHECKED_KINDS, REPLICA_KIND) if checked else ()
 
     def _asked(self, words: Iterable[str]) -> bool:

@@ -6,50 +6,24 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from monitor.anomalies.corruption import ADVICE
-from monitor.anomalies.odd_copies import suspect, who
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.query.sources import RowChoice
 from monitor.report.facts import GLOBAL_NAME, NOT_PICTURED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place, State
 from monitor.report.history import WARM_UP, Sudden
+from monitor.report.replicas import replicas_agree, unchanged_between_steps
 from monitor.series import CLIPPED_NORM, GRAD_NORM, REPLICA_KIND, RUN_KIND
-
-State = Literal["good", "bad", "not looked at"]
-GOOD: Final = "good"
-BAD: Final = "bad"
-NOT_LOOKED_AT: Final = "not looked at"
 
 STILL_RUNS_S: Final = 120.0
 """A rank saves its manifest every 30 seconds."""
 MOST_SAID: Final = 3
 """Entries of a list in a sentence; more are counted."""
-
-
-class Place(NamedTuple):
-    """What a sentence is about, as far as it names it."""
-
-    step: int | None = None
-    rank: int | None = None
-    kind: str = ""
-    name: str = ""
-
-
-class CheckFinding(NamedTuple):
-    """What a check found.
-
-    Attributes:
-        then: What to do next, if it is bad.
-    """
-
-    state: State
-    says: str
-    place: Place = Place()
-    then: str = ""
 
 
 @dataclass(frozen=True)
@@ -285,56 +259,6 @@ def _newest_saved(facts: Facts, rank: int) -> int:
     return facts.manifests[rank].steps.written.newest if rank in facts.manifests else -1
 
 
-def _replicas(facts: Facts) -> CheckFinding:
-    bits = facts.told.get("bits", {"first": [], "compared": {}, "by_design": []})  # an earlier version compared none
-    if bits["first"]:
-        first = bits["first"][0]
-        says = (
-            f"{first['kind']} {first['name']} does not have the same bits on all ranks in step {first['step']}: {who(first)}."
-        )
-        name = facts.shown_name(first["kind"], first["name"])
-        return CheckFinding(BAD, says, Place(first["step"], first["odd_ranks"][0], first["kind"], name), f"{suspect(bits)}.")
-    differing = facts.told["disagreements"]["listed"]
-    if differing:
-        first = differing[0]
-        says = (
-            f"{first['kind']} {first['name']} differs between replicas in step {first['step']}: its {first['op']} is "
-            f"{first['value']} on rank {first['rank']}, {first['others_value']} on rank {first['other_rank']}."
-        )
-        then = f"Suspect rank {first['rank']}: its memory, its device, or what it loaded."
-        name = facts.shown_name(first["kind"], first["name"])
-        return CheckFinding(BAD, says, Place(first["step"], first["rank"], first["kind"], name), then)
-    if len(facts.ranks) == 1:
-        return CheckFinding(NOT_LOOKED_AT, "One rank recorded: there is no replica to compare with.")
-    if same := {kind: count for kind, count in bits["compared"].items() if kind not in bits["by_design"]}:
-        of = ", ".join(same)
-        return CheckFinding(GOOD, f"{sum(same.values()):,} times a tensor of {of} had the same bits on all ranks that hold it.")
-    if (compared := facts.told["rows"].get(REPLICA_KIND, 0)) > sum(one["rows"] for one in facts.told["not_compared"]["listed"]):
-        return CheckFinding(GOOD, f"{compared:,} rows of replicas are those of their owners.")
-    return CheckFinding(NOT_LOOKED_AT, "No rank recorded its replicas.")
-
-
-def _unchanged(facts: Facts) -> CheckFinding:
-    """What ranks have found while training ran. What they found together is known of the rows, unless these were lost."""
-    found = facts.told.get("bits", {}).get("while_running", [])  # an earlier version told none
-    if found:
-        first = found[0]
-        name = facts.shown_name(first["kind"], first["names"][0]) if first["names"] else ""
-        says = f"Rank {first['rank']} ({first['host']}): {first['said']}"
-        more = f"{len(found) - 1} more such warnings are in the log and in manifest.json." if len(found) > 1 else ""
-        return CheckFinding(BAD, says, Place(first["step"], first["ranks"][0], first["kind"], name), more)
-    asked = [one.config for one in facts.manifests.values() if one.config.get("replica_check") or _has_rules(one.config)]
-    if not asked or not facts.told["rows"].get("param_updated"):
-        return CheckFinding(NOT_LOOKED_AT, "Weights were not compared between steps.")
-    if any(one.get("step_interval", 1) != 1 for one in asked):
-        return CheckFinding(NOT_LOOKED_AT, "Weights are compared between steps only if every step is collected.")
-    return CheckFinding(GOOD, "Weights were what the step before had left, or most were written at once.")
-
-
-def _has_rules(config: Mapping[str, Any]) -> bool:
-    return config.get("replica_check") is None and bool((config.get("alert") or {}).get("rules"))
-
-
 def _whole(facts: Facts) -> CheckFinding:
     lists = ("incomplete", "without_global", "unplaced")
     lacking = [one for what in lists for one in facts.told[what]["listed"]]
@@ -500,13 +424,17 @@ class CheckEntry(NamedTuple):
 
 _MERGE: Final = "trainermon merge DIR"
 
+_CHECKED: Final = '"replica_check": true and "param_distribution": true'
+
 CHECKS: Final = (
     CheckEntry(
         "Alert rules", _alerts, '"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": true}; trainermon rank-anomalies DIR'
     ),
     CheckEntry("NaN and infinity", _finite, '"wg_distribution": true and "xy_distribution": true', True),
-    CheckEntry("Replicas agree", _replicas, '"replica_check": true and "param_distribution": true; dp_group for gradients'),
-    CheckEntry("Unchanged between steps", _unchanged, '"replica_check": true and "param_distribution": true'),
+    CheckEntry(
+        "Replicas agree", replicas_agree, '"replica_check": true and "param_distribution": true; dp_group for gradients'
+    ),
+    CheckEntry("Unchanged between steps", unchanged_between_steps, '"replica_check": true and "param_distribution": true'),
     CheckEntry("Sudden changes", _sudden, f'"step_interval": 1, and more than {WARM_UP} steps', True),
     CheckEntry("All ranks recorded", _all_ranks, _MERGE, True, False),
     CheckEntry("Ranks ended cleanly", _to_the_end, _MERGE, True, False),

@@ -15,7 +15,7 @@ from reported_job import STEPS, WHEN, modelled, record
 
 from monitor.merge.outputs import PER_RANK
 from monitor.pytorch import TrainerMon
-from monitor.report.checks import BAD, GOOD
+from monitor.report.findings import BAD, GOOD
 
 
 def numbers_of_the_run(folder: Path, loss: float) -> None:

@@ -12,7 +12,8 @@ from sink_rows import Measured
 
 from monitor.coordinator.manifest_format import WrongBits, read_manifest
 from monitor.report import history
-from monitor.report.checks import BAD, CHECKS, GOOD, NOT_LOOKED_AT
+from monitor.report.checks import CHECKS
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
 from monitor.report.model import model_of, verdict_for_programs
 from monitor.stats.partials import COUNT, SUM, SUMSQ
 

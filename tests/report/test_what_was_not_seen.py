@@ -16,7 +16,8 @@ from reported_job import NAMES, STEPS, WHEN, cells, modelled, record, reported
 from sink_rows import Measured
 
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ConfigurationRecord
-from monitor.report.checks import BAD, GOOD, NOT_LOOKED_AT, CheckResult
+from monitor.report.checks import CheckResult
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
 from monitor.report.history import DIFFERS, NAN, Axis, KindHistory
 from monitor.sinks.files import StepSpan
 from monitor.stats.partials import COUNT, SUM

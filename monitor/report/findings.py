@@ -1,0 +1,32 @@
+"""What a check of a report finds, and the place that it is about."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+State = Literal["good", "bad", "not looked at"]
+GOOD: Final = "good"
+BAD: Final = "bad"
+NOT_LOOKED_AT: Final = "not looked at"
+
+
+class Place(NamedTuple):
+    """What a sentence is about, as far as it names it."""
+
+    step: int | None = None
+    rank: int | None = None
+    kind: str = ""
+    name: str = ""
+
+
+class CheckFinding(NamedTuple):
+    """What a check found.
+
+    Attributes:
+        then: What to do next, if it is bad.
+    """
+
+    state: State
+    says: str
+    place: Place = Place()
+    then: str = ""

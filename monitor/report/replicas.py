@@ -1,0 +1,56 @@
+"""The checks of a report that tensors hold the bits that they should."""
+
+from __future__ import annotations
+
+from monitor.anomalies.odd_copies import suspect, who
+from monitor.coordinator.manifest_format import checks_replicas
+from monitor.report.facts import Facts
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
+from monitor.series import REPLICA_KIND
+
+
+def replicas_agree(facts: Facts) -> CheckFinding:
+    """Whether copies have the same bits; if these are not known, the same values."""
+    bits = facts.told.get("bits", {"first": [], "compared": {}, "by_design": []})  # an earlier version compared none
+    if bits["first"]:
+        first = bits["first"][0]
+        says = (
+            f"{first['kind']} {first['name']} does not have the same bits on all ranks in step {first['step']}: {who(first)}."
+        )
+        name = facts.shown_name(first["kind"], first["name"])
+        return CheckFinding(BAD, says, Place(first["step"], first["odd_ranks"][0], first["kind"], name), f"{suspect(bits)}.")
+    differing = facts.told["disagreements"]["listed"]
+    if differing:
+        first = differing[0]
+        says = (
+            f"{first['kind']} {first['name']} differs between replicas in step {first['step']}: its {first['op']} is "
+            f"{first['value']} on rank {first['rank']}, {first['others_value']} on rank {first['other_rank']}."
+        )
+        then = f"Suspect rank {first['rank']}: its memory, its device, or what it loaded."
+        name = facts.shown_name(first["kind"], first["name"])
+        return CheckFinding(BAD, says, Place(first["step"], first["rank"], first["kind"], name), then)
+    if len(facts.ranks) == 1:
+        return CheckFinding(NOT_LOOKED_AT, "One rank recorded: there is no replica to compare with.")
+    if same := {kind: count for kind, count in bits["compared"].items() if kind not in bits["by_design"]}:
+        of = ", ".join(same)
+        return CheckFinding(GOOD, f"{sum(same.values()):,} times a tensor of {of} had the same bits on all ranks that hold it.")
+    if (compared := facts.told["rows"].get(REPLICA_KIND, 0)) > sum(one["rows"] for one in facts.told["not_compared"]["listed"]):
+        return CheckFinding(GOOD, f"{compared:,} rows of replicas are those of their owners.")
+    return CheckFinding(NOT_LOOKED_AT, "No rank recorded its replicas.")
+
+
+def unchanged_between_steps(facts: Facts) -> CheckFinding:
+    """What ranks have found while training ran. What they found together is known of the rows, unless these were lost."""
+    found = facts.told.get("bits", {}).get("while_running", [])  # an earlier version told none
+    if found:
+        first = found[0]
+        name = facts.shown_name(first["kind"], first["names"][0]) if first["names"] else ""
+        says = f"Rank {first['rank']} ({first['host']}): {first['said']}"
+        more = f"{len(found) - 1} more such warnings are in the log and in manifest.json." if len(found) > 1 else ""
+        return CheckFinding(BAD, says, Place(first["step"], first["ranks"][0], first["kind"], name), more)
+    asked = [one.config for one in facts.manifests.values() if checks_replicas(one.config)]
+    if not asked or not facts.told["rows"].get("param_updated"):
+        return CheckFinding(NOT_LOOKED_AT, "Weights were not compared between steps.")
+    if any(one.get("step_interval", 1) != 1 for one in asked):
+        return CheckFinding(NOT_LOOKED_AT, "Weights are compared between steps only if every step is collected.")
+    return CheckFinding(GOOD, "Weights were what the step before had left, or most were written at once.")
