@@ -85,7 +85,7 @@ class BitChecks:
         exchange = CopyExchange(job, self._history, self._alerts, self._failures)
         self._exchange = exchange
         exchange.begin()
-        at_exit = _stopping(weakref.ref(exchange))
+        at_exit = _stopping(weakref.ref(exchange), self._pid)
         atexit.register(at_exit)  # a thread inside a store call when the interpreter exits would abort the process
         weakref.finalize(self, exchange.retire).atexit = False
 
@@ -105,9 +105,9 @@ class BitChecks:
                 self._alerts.event(rule, verdict.step, series, call_id)
 
 
-def _stopping(exchange: weakref.ref[CopyExchange]) -> Callable[[], None]:
+def _stopping(exchange: weakref.ref[CopyExchange], pid: int) -> Callable[[], None]:
     def stop() -> None:
-        if (found := exchange()) is not None:
+        if (found := exchange()) is not None and os.getpid() == pid:
             found.stop()
 
     return stop

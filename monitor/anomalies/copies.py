@@ -63,9 +63,11 @@ class Published(Message):
     """What a rank publishes.
 
     Attributes:
+        generation: How often training has gone back to an earlier step. Only ranks of the same one are compared.
         groups: By group and kind a digest of 32 bits for each of the steps; 0 where there is none.
     """
 
+    generation: Natural = 0
     host: Annotated[str, Field(max_length=100)]
     steps: Annotated[tuple[Natural, ...], Field(max_length=KEPT_STEPS)]
     groups: dict[str, dict[str, Digests]]
@@ -91,10 +93,12 @@ class Question(Message):
 
     Attributes:
         ranks: Those that are asked.
+        generation: See ``Published``.
         begin, end: The range of the tensors.
     """
 
     leader: Natural
+    generation: Natural = 0
     ranks: tuple[Natural, ...]
     group: str
     step: Natural
@@ -138,7 +142,7 @@ class CopyVerdict(Message):
         number: Of the board that it was first on.
         ranks: Whose copies are odd.
         most_agree: Whether most of the other copies are alike.
-        names: Of the tensors, the first ones.
+        names: Of the tensors, the first ones, as ``SharedTensors.names``.
     """
 
     number: int
@@ -176,7 +180,7 @@ class SharedTensors:
         ranks: All that hold them, and are monitored.
         places: Of the rows in the step.
         series: Their numbers in the rank's ``SeriesTable``.
-        names: Their names, without the kind.
+        names: Model chunk and name of each, without the kind: ``0:layers.3.weight``.
         order: A digest of the names. Ranks with the same have the same tensors in the same places.
     """
 
@@ -209,13 +213,14 @@ class CopyHistory:
     Attributes:
         groups: The groups of ranks that hold tensors of this rank, by id.
         version: Grows with each step that is kept.
+        generation: See ``Published``.
     """
 
     def __init__(self, rank: int, host: str, series: SeriesTable, monitored: Collection[int] = (), look_s: float = 0.0) -> None:
         self.rank, self._host, self._series, self._monitored = rank, host, series, frozenset(monitored)
         self.look_s = look_s
-        self.version = 0
-        self._every = 1
+        self.version = self.generation = 0
+        self._every, self._latest = 1, -1
         self._steps: deque[tuple[int, float, dict[tuple[str, str], HeldPart]]] = deque()
         self._tensors: dict[str, tuple[Numbers, dict[str, SharedTensors]]] = {}
         self.groups: dict[str, Ranks] = {}
@@ -228,8 +233,10 @@ class CopyHistory:
             for group, tensors in self._tensors_of(kind, one.series).items():
                 held[group, kind] = HeldPart(tensors, one.checksums[tensors.places], one.call_id[tensors.places])
         with self._lock:
-            if self._steps and step <= self._steps[-1][0]:  # training has gone back
+            if step <= self._latest:
                 self._steps.clear()
+                self.generation += 1
+            self._latest = step
             if not held or step % self._every:
                 return
             self._steps.append((step, now, held))
@@ -243,13 +250,14 @@ class CopyHistory:
     def published(self) -> Published:
         """What this rank publishes."""
         with self._lock:
-            steps = list(self._steps)
+            steps, generation = list(self._steps), self.generation
         places = sorted({place for _, _, held in steps for place in held})
         groups: dict[str, dict[str, bytes]] = {group: {} for group, _ in places}
         for group, kind in places:
             digests = [_digest(held[group, kind].checksums) if (group, kind) in held else 0 for _, _, held in steps]
             groups[group][kind] = _encoded(np.array(digests, "<u4"))
-        return Published(host=self._host, steps=tuple(step for step, _, _ in steps), groups=groups)
+        numbers = tuple(step for step, _, _ in steps)
+        return Published(generation=generation, host=self._host, steps=numbers, groups=groups)
 
     def part(self, group: str, step: int, kind: str) -> HeldPart | None:
         """What this rank holds of a group; None if it is gone."""
@@ -268,7 +276,7 @@ class CopyHistory:
     def answer(self, number: int, asked: Question) -> Answer:
         """The digests that question ``number`` asks for."""
         part = self.part(asked.group, asked.step, asked.kind)
-        if part is None:
+        if part is None or asked.generation != self.generation:
             return Answer(number=number)
         total = len(part.checksums)
         begin, end = min(asked.begin, total), min(asked.end, total)
@@ -307,8 +315,7 @@ class CopyHistory:
             names, places, numbers = zip(*some, strict=True)
             order = blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
             group = blake2b(str(ranks).encode(), digest_size=4).hexdigest()
-            shown = tuple(name.partition(":")[2] for name in names)
-            found[group] = SharedTensors(ranks, np.array(places), np.array(numbers), shown, order)
+            found[group] = SharedTensors(ranks, np.array(places), np.array(numbers), names, order)
         return found
 
     def _among(self, ranks: Ranks) -> Ranks:

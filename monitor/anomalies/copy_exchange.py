@@ -12,6 +12,7 @@ unless there is one of another group.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -51,6 +52,7 @@ class _Inquiry:
     """A difference of a group that a leader looks into.
 
     Attributes:
+        generation: See ``Published``.
         ranks: Those whose copies are looked at.
         begin, end: The range of tensors in which it is.
         asked: The question, with its ``number``; None while it could not be asked.
@@ -59,6 +61,7 @@ class _Inquiry:
     """
 
     group: str
+    generation: int
     found: CopyDifference
     ranks: Ranks
     begin: int
@@ -97,6 +100,8 @@ class CopyExchange(StoreThread):
         self._there: set[str] = set()
         self._hosts: dict[int, str] = {}
         self._alerts_left = MOST_ALERTS
+        self._generation = 0
+        self._first_wrong = sys.maxsize  # step of the earliest verdict of the job
         self._board, self._board_text, self._board_turns = Board(), "", 0
 
     # --- ``StoreThread``
@@ -171,7 +176,12 @@ class CopyExchange(StoreThread):
             if store.check([key]):
                 self._there.add(key)
             return
-        text = store.get(key).decode(errors="replace")
+        try:
+            text = store.get(key).decode()
+        except UnicodeDecodeError as error:  # no text is like it, so it could not be compared and set
+            self._failures.report("reading the board of copies", error, MERGE_COMPARES)
+            text = Board(number=self._board.number + 1).model_dump_json()
+            store.set(key, text)
         self._board_turns = self._board_turns + 1 if text == self._board_text else 0
         self._board_text = text
         try:
@@ -190,6 +200,7 @@ class CopyExchange(StoreThread):
     def _take_verdicts(self) -> None:
         fresh = [one for one in self._board.verdicts if one.number > self._judged]
         self._judged = max((one.number for one in fresh), default=self._judged)
+        self._first_wrong = min((self._first_wrong, *(one.step for one in fresh)))
         self.verdicts.extend(one for one in fresh if self._job.rank in one.ranks)
 
     # --- The lowest rank of a group.
@@ -215,10 +226,14 @@ class CopyExchange(StoreThread):
 
     def _compare(self, store: SharedStore, group: str, ranks: Ranks) -> None:
         comparison = self._comparisons.setdefault(group, GroupComparison(ranks))
+        generation = self._history.generation
+        if self._generation != generation:  # training has gone back
+            self._generation = generation
+            self._comparisons = {group: (comparison := GroupComparison(ranks))}
         published: dict[int, Mapping[int, Mapping[str, int]]] = {}
         for count, rank in enumerate(ranks, start=1):
             message = self._history.published() if rank == self._job.rank else self._read(store, f"rank/{rank}", Published)
-            if message is not None:
+            if message is not None and message.generation == generation:
                 self._hosts[rank] = message.host
                 published[rank] = message.digests(group)
             if count % READ_AT_ONCE == 0:
@@ -226,7 +241,8 @@ class CopyExchange(StoreThread):
                 self.busy_since = monotonic()  # the store answers
         if (found := comparison.next(published)) is not None:
             part = self._history.part(group, found.step, found.kind)
-            self._inquiry = _Inquiry(group, found, self._participants(found), 0, 0 if part is None else len(part.checksums))
+            end = 0 if part is None else len(part.checksums)
+            self._inquiry = _Inquiry(group, generation, found, self._participants(found), 0, end)
 
     def _participants(self, found: CopyDifference) -> Ranks:
         """The odd ranks, and one of those that agree."""
@@ -236,6 +252,7 @@ class CopyExchange(StoreThread):
     def _ask(self, store: SharedStore, inquiry: _Inquiry) -> None:
         question = Question(
             leader=self._job.rank,
+            generation=inquiry.generation,
             ranks=inquiry.ranks,
             group=inquiry.group,
             step=inquiry.found.step,
@@ -263,25 +280,29 @@ class CopyExchange(StoreThread):
     def _follow_up(self, store: SharedStore, inquiry: _Inquiry, asked: Question) -> None:
         """Read the answers, and weigh them once all are there or enough time has passed."""
         inquiry.turns += 1
-        answers: list[Answer] = []
+        answers: dict[int, Answer] = {}
         for rank in inquiry.ranks:
             own = rank == self._job.rank
             answer = self._history.answer(inquiry.number, asked) if own else self._read(store, f"answer/{rank}", Answer)
-            answers += [answer] if answer is not None and answer.number == inquiry.number else []
+            if answer is not None and answer.number == inquiry.number:
+                answers[rank] = answer
         if len(answers) == len(inquiry.ranks) or inquiry.turns > MOST_WAITING:
             self._inquiry = None
-            self._weigh(inquiry, [one for one in answers if one.total])
+            self._weigh(inquiry, {rank: one for rank, one in answers.items() if one.total})
 
-    def _weigh(self, inquiry: _Inquiry, answers: list[Answer]) -> None:
-        found, comparison = inquiry.found, self._comparisons[inquiry.group]
-        if len(answers) < 2:
-            self._accuse(inquiry, found, (), is_all=False)
-            return
+    def _weigh(self, inquiry: _Inquiry, found_by: Mapping[int, Answer]) -> None:
+        found, comparison = inquiry.found, self._comparisons.get(inquiry.group)
+        if comparison is None or inquiry.generation != self._generation:
+            return  # of steps that training has gone back over
+        answers = list(found_by.values())
         alike = len({(one.total, one.order, one.chunk, len(one.numbers)) for one in answers}) == 1
+        if len(answers) < 2 or (len(answers) < len(inquiry.ranks) and inquiry.ranks[-1] not in found_by):
+            comparison.miss(found)
+            return
         places = differing_places([one.numbers for one in answers]) if alike else []
         if not places:
-            comparison.leave_out(found)
-            self._note(found, "are not compared: ranks do not measure the same tensors")
+            if comparison.find_unlike(found):
+                self._note(found, "are not compared any more: ranks do not measure the same tensors")
             return
         first, chunk = inquiry.first or (len(places), len(answers[0].numbers)), answers[0].chunk
         if chunk > 1:
@@ -289,27 +310,39 @@ class CopyExchange(StoreThread):
             self._inquiry = replace(inquiry, begin=begin, end=begin + chunk, asked=None, turns=0, first=first)
         elif comparison.is_by_design(found, *first):
             comparison.take_for_design(found)
-            self._note(found, "differ in most tensors from the first steps on, so by design. A merge compares them by value")
+            self._note(found, "differ in most tensors at once, so by design. A merge compares them by value")
         else:
             if not found.agreeing and len(answers) == len(found.odd):
-                at_first = {rank: int(one.numbers[places[0]]) for rank, one in zip(inquiry.ranks, answers, strict=True)}
-                found = replace(found, odd=split(at_first)[0], agreeing=split(at_first)[1])
+                at_first = split({rank: int(one.numbers[places[0]]) for rank, one in found_by.items()})
+                found = replace(found, odd=at_first[0], agreeing=at_first[1])
+            elif found.agreeing:  # of those that were asked, only ranks that answered are accused
+                silent = set(inquiry.ranks) - set(found_by)
+                found = replace(found, odd=tuple(rank for rank in found.odd if rank not in silent))
             part = self._history.part(inquiry.group, found.step, found.kind)
             known = part is not None and part.tensors.order == answers[0].order
             names = [part.tensors.names[inquiry.begin + place] for place in places[:NAMED]] if part and known else []
-            self._accuse(inquiry, found, tuple(names), is_all=first[0] == len(names))
+            comparison.accuse(found)
+            self._accuse(inquiry, comparison, found, tuple(names), is_all=first[0] == len(names))
+            if comparison.is_over:
+                among = ", ".join(map(str, comparison.ranks[:MOST_RANKS]))
+                self._note(found, f"and what follows from them are not compared any more between ranks {among}")
 
-    def _accuse(self, inquiry: _Inquiry, found: CopyDifference, names: tuple[str, ...], *, is_all: bool) -> None:
-        comparison = self._comparisons[inquiry.group]
-        comparison.accuse(found)
+    def _accuse(
+        self, inquiry: _Inquiry, comparison: GroupComparison, found: CopyDifference, names: tuple[str, ...], *, is_all: bool
+    ) -> None:
         self._alerts_left -= 1
         odd = found.odd[:MOST_RANKS]
         of = {"copies": len(found.odd) + len(found.agreeing), "agreeing": len(found.agreeing)}
         first = {"odd_ranks": odd, "hosts": [self._hosts.get(rank, "") for rank in odd], **of}
-        about = {"first": [first], "agreed_until": comparison.agreed_until, "checkpoint": comparison.good}
-        tensors = ", ".join(names) + ("" if is_all else " and others") if names else "tensors that are not known"
+        about = {
+            "first": [first],
+            "agreed_until": _before(comparison.agreed_until, self._first_wrong),
+            "checkpoint": _before(comparison.good, self._first_wrong),
+        }
+        shown = tuple(name.removeprefix("0:") for name in names)
+        tensors = ", ".join(shown) + ("" if is_all else " and others") if names else "tensors that are not known"
         said = f"Copies of {found.kind} differ in step {found.step}: {tensors}: {who(first)}; {suspect(about)}."
-        self._alerts.say(WrongBits(check="copies", step=found.step, kind=found.kind, names=names, ranks=odd, said=said))
+        self._alerts.say(WrongBits(check="copies", step=found.step, kind=found.kind, names=shown, ranks=odd, said=said))
         verdict = CopyVerdict(
             number=0,
             group=inquiry.group,
@@ -323,3 +356,9 @@ class CopyExchange(StoreThread):
 
     def _note(self, found: CopyDifference, what: str) -> None:
         self._alerts.note(f"copies of {found.kind}", f"Copies of {found.kind} {what}.")
+
+
+def _before(step: int | None, wrong: int) -> int | None:
+    """A step in which all was well; None if none is known. Something was wrong in step ``wrong``, perhaps in other tensors."""
+    found = None if step is None else min(step, wrong - 1)
+    return None if found is None or found < 0 else found

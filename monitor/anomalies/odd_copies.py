@@ -32,6 +32,10 @@ DigestsOfRank = Mapping[int, Mapping[str, int]]
 """What a rank has published of a group: digests by step and kind."""
 
 
+MOST_UNLIKE: Final = 3
+"""Steps in a row in which ranks do not have the same tensors. Then their kind is compared no more."""
+
+
 @dataclass(frozen=True, slots=True)
 class CopyDifference:
     """Copies of a kind that differ in a step.
@@ -39,18 +43,20 @@ class CopyDifference:
     Attributes:
         odd: The ranks whose copies are not what most are. All ranks, if no more than half of the copies agree.
         agreeing: Ranks whose copies agree; empty if no more than half do.
+        all_unlike: Whether there are three or more copies, and no two agree.
     """
 
     step: int
     kind: str
     odd: Ranks
     agreeing: Ranks
+    all_unlike: bool = False
 
 
 class GroupComparison:
     """Compares what the ranks of a group have published, step by step, and within a step in the order of the kinds.
 
-    It stops at the first difference until one of ``accuse``, ``take_for_design`` and ``leave_out`` says what it is.
+    It stops at the first difference until one of ``accuse``, ``take_for_design``, ``miss`` and ``find_unlike`` says what it is.
 
     Attributes:
         agreed_until: The last step in which all copies agreed, before any difference; None if there is none.
@@ -66,8 +72,8 @@ class GroupComparison:
         self.by_design: set[str] = set()
         self._done = -1
         self._early: list[int] = []
-        self._agreeing: set[str] = set()
-        self._left_out: set[str] = set()
+        self._settled: set[str] = set()  # kinds of the step after ``_done``
+        self._unlike: Counter[str] = Counter()
         self._odd: set[int] = set()
         self._missed = False
         self._newest: dict[int, int] = {}
@@ -86,8 +92,6 @@ class GroupComparison:
         """The last step of which no rank may still publish something, unless it has been behind for long."""
         newest = {rank: max(published.get(rank, {}), default=-1) for rank in self.ranks}
         furthest = max(newest.values())
-        if furthest < self._done:  # training has gone back
-            self._done = -1
         for rank, step in newest.items():
             is_behind = step < furthest and step == self._newest.get(rank, -1)
             self._behind[rank] = self._behind[rank] + 1 if is_behind else 0
@@ -96,55 +100,89 @@ class GroupComparison:
 
     def _first_of(self, step: int, published: Mapping[int, DigestsOfRank]) -> CopyDifference | None:
         at_step = {rank: published.get(rank, {}).get(step, {}) for rank in self.ranks if rank not in self._odd}
+        there = {kind for digests in at_step.values() for kind in digests}
         if self._began_well(step, at_step):
             self.good = step - 1
         for kind in CHECKED_KINDS:
-            values = {rank: digests[kind] for rank, digests in at_step.items() if kind in digests}
-            if len(values) < 2 or kind in self._agreeing | self._left_out | self.by_design:
+            if kind not in there - self._settled - self.by_design:
                 continue
-            if step not in self._early and len(self._early) < _EARLY:
-                self._early.append(step)
-            odd, agreeing = split(values)
-            if odd:
-                return CopyDifference(step, kind, odd, agreeing)
-            self._agreeing.add(kind)
+            if self._unlike[kind] >= MOST_UNLIKE:
+                self._missed = True
+                continue
+            values = {rank: digests[kind] for rank, digests in at_step.items() if kind in digests}
             self._missed |= len(values) < len(self.ranks)
+            odd, agreeing = split(values)
+            if not odd or len(values) < 2:
+                self._settle(step, kind)
+            elif agreeing or not self._wait_for_more(values):
+                all_unlike = len(values) >= _ENOUGH and len(set(values.values())) == len(values)
+                return CopyDifference(step, kind, odd, agreeing, all_unlike)
+            else:
+                self._settled.add(kind)  # a later step, which more ranks have, says which copy is odd
         return None
+
+    def _wait_for_more(self, values: Mapping[int, int]) -> bool:
+        """Whether more ranks, which are alive, may say which copy is odd."""
+        absent = (rank for rank in self.ranks if rank not in values and rank not in self._odd)
+        return any(self._behind[rank] <= PATIENCE for rank in absent)
 
     def _began_well(self, step: int, at_step: Mapping[int, Mapping[str, int]]) -> bool:
         """Whether all copies of the state that the step began with agree, weights at least."""
-        kinds = {kind for digests in at_step.values() for kind in digests} & STATE_KINDS - self._left_out - self.by_design
+        kinds = {kind for digests in at_step.values() for kind in digests} & STATE_KINDS - self.by_design
         values = ([digests.get(kind) for digests in at_step.values()] for kind in kinds)
         alike = all(len(set(each)) == 1 and None not in each for each in values)
         return step > 0 and WEIGHTS in kinds and len(at_step) == len(self.ranks) and alike
 
+    def _settle(self, step: int, kind: str) -> None:
+        """The kind was compared in the step."""
+        self._settled.add(kind)
+        self._unlike[kind] = 0
+        if step not in self._early and len(self._early) < _EARLY:
+            self._early.append(step)
+
     def _finish(self, step: int) -> None:
-        if self._agreeing and not self._missed:
+        if self._settled and not self._missed:
             self.agreed_until = step
-        self._missed = bool(self._odd)
         self._done = step
-        self._agreeing.clear()
+        self._missed = bool(self._odd)
+        self._settled.clear()
 
     def is_by_design(self, found: CopyDifference, differing: int, total: int) -> bool:
-        """Whether most tensors differ in one of the first steps, and no copy more than another.
+        """Whether most tensors differ, in one of the first compared steps or with no two copies alike, and no copy is odd.
 
         Args:
             differing: How many of ``total`` tensors, or equal parts of them, differ.
         """
         most = total >= _ENOUGH and 2 * differing > total and not found.agreeing
-        return most and (found.step in self._early or bool(self.by_design))
+        early = found.step in self._early or len(self._early) < _EARLY
+        return most and (early or found.all_unlike or bool(self.by_design))
 
     def take_for_design(self, found: CopyDifference) -> None:
         """Compare the kind no more."""
+        self._settle(found.step, found.kind)
         self.by_design.add(found.kind)
 
     def accuse(self, found: CopyDifference) -> None:
         """Leave out the odd ranks from now on: what differs later follows from this."""
+        self._settle(found.step, found.kind)
         self._odd.update(found.odd)
+        self._missed = True
 
-    def leave_out(self, found: CopyDifference) -> None:
-        """Compare the kind no more: the ranks do not have the same tensors."""
-        self._left_out.add(found.kind)
+    def miss(self, found: CopyDifference) -> None:
+        """Too few ranks still know the step. A later one shows it again, if it is a fault."""
+        self._settled.add(found.kind)
+        self._missed = True
+
+    def find_unlike(self, found: CopyDifference) -> bool:
+        """The ranks do not have the same tensors in the step. Returns whether the kind is compared no more."""
+        self.miss(found)
+        self._unlike[found.kind] += 1
+        return self._unlike[found.kind] == MOST_UNLIKE
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no two ranks are left to compare."""
+        return len(self.ranks) - len(self._odd) < 2
 
 
 def split(values: Mapping[int, int]) -> tuple[Ranks, Ranks]:
@@ -152,6 +190,8 @@ def split(values: Mapping[int, int]) -> tuple[Ranks, Ranks]:
 
     If no more than half have it, all are odd. If all have it, none is.
     """
+    if not values:
+        return (), ()
     most, count = Counter(values.values()).most_common(1)[0]
     agreeing = tuple(rank for rank, value in values.items() if value == most and 2 * count > len(values))
     return tuple(rank for rank in values if rank not in agreeing), agreeing

@@ -187,9 +187,10 @@ class StoreThread(ABC):
 
     def stop(self) -> None:
         """End within about a second; a store call that hangs is abandoned."""
+        waits = self._thread.ident is not None and not self._stopped.is_set()
         self._stopped.set()
         self._wake.set()
-        if self._thread.ident is not None:
+        if waits:
             self._thread.join(JOIN_S)
 
     def retire(self) -> None:

@@ -343,7 +343,7 @@ def _begins(catalogue: Catalogue, series: Index, count: Floats, starts: Index) -
     begin, words = np.where(count == 0, 0, catalogue.of("begin", series)), catalogue.of("words", series)
     sizes = np.diff(starts, append=len(series))
     run = np.repeat(np.arange(len(starts)), sizes)
-    order = np.lexsort([begin, run])
+    order = np.lexsort([count > 0, begin, run])  # empty parts first
     ends = np.cumsum(np.nan_to_num(count[order]))
     before = ends - np.nan_to_num(count[order])
     side_by_side = begin[order] == before - np.repeat(before[starts], sizes)

@@ -37,16 +37,15 @@ class SimulatedRank:
         groups: Sequence[Sequence[int]],
         names: Sequence[str] = ("a", "b", "c"),
         pause_s: float | None = 0.0,
+        chunks: int = 1,
     ) -> None:
         self.number, self.store, self.notes, self.alarms = number, store, list[tuple[str, str]](), 0
         self.series, self.failures = SeriesTable(), Failures(number)
-        self._names = [f"{name}{'' if at == 0 else at}" for at, _ in enumerate(groups) for name in names]
+        self._groups = {f"{name}{'' if at == 0 else at}": tuple(group) for at, group in enumerate(groups) for name in names}
+        self._names = [f"{chunk}:{name}" if chunk else name for chunk in range(chunks) for name in self._groups]
         for kind in KINDS:
-            for at, group in enumerate(groups):
-                for name in names:
-                    one = Series(kind, 0, f"{name}{'' if at == 0 else at}")
-                    self.series.index_of(one)
-                    self.series.place(one, Placement(replicas=tuple(group)))
+            for name in self._names:
+                self.series.place(self._series_of(kind, name), Placement(replicas=self._groups[name.rpartition(":")[2]]))
         alerts = CorruptionAlerts(number, self)
         alerts.alarm = self._ring  # type: ignore[method-assign]
         self.history = CopyHistory(number, f"node-{number}", self.series)
@@ -65,14 +64,24 @@ class SimulatedRank:
 
     def save(self) -> None: ...
 
+    @staticmethod
+    def _series_of(kind: str, name: str) -> Series:
+        chunk, _, own = name.rpartition(":")
+        return Series(kind, int(chunk or 0), own)
+
     def hold(
-        self, step: int, changed: Mapping[tuple[str, str], int] | None = None, now: float = 0.0, without: str = ""
+        self,
+        step: int,
+        changed: Mapping[tuple[str, str], int] | None = None,
+        now: float = 0.0,
+        without: str = "",
+        kinds: Sequence[str] = KINDS,
     ) -> None:
         """Hold what all ranks hold in a step, but for what is ``changed``, by kind and name."""
         rows = {}
-        for at, kind in enumerate(KINDS):
+        for at, kind in enumerate(kinds):
             names = [name for name in self._names if name != without]
-            numbers = np.array([self.series.index_of(Series(kind, 0, name)) for name in names])
+            numbers = np.array([self.series.index_of(self._series_of(kind, name)) for name in names])
             sums = np.array([value_of(step, kind, name) for name in names], np.uint64)
             for (of, name), value in (changed or {}).items():
                 if of == kind and name in names:

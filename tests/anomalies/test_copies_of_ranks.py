@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from typing import Any
 
@@ -48,7 +49,8 @@ def test_of_two_copies_both_ranks_are_named() -> None:
         job.step(step, {1: flipped(("exp_avg", "a"))} if step == 3 else {})
         job.turns()
     job.turns(4)
-    (said,) = job.notes
+    said, over = job.notes
+    assert over.startswith("Copies of exp_avg and what follows from them are not compared any more between ranks 0, 1")
     assert (
         "step 3: a: ranks 0 (node-0), 1 (node-1) differ from each other, and the copies do not say which is wrong; the" in said
     )
@@ -79,7 +81,7 @@ def test_copies_that_differ_by_design_are_said_once_and_no_rank_is_accused() -> 
         job.step(step, {rank: flipped(*drift, bits=10 * step + rank + 1) for rank in range(3)})
         job.turns(4)
     assert sorted(job.notes) == sorted(
-        f"Copies of {kind} differ in most tensors from the first steps on, so by design. A merge compares them by value."
+        f"Copies of {kind} differ in most tensors at once, so by design. A merge compares them by value."
         for kind in KINDS
     )
     assert sum(rank.alarms for rank in job.ranks) == 0
@@ -144,24 +146,114 @@ def test_ranks_that_do_not_have_the_same_tensors_are_not_compared_which_is_said(
     for step in range(6):
         for rank in job.ranks:
             rank.hold(step, without="b" if rank.number == 2 else "")
-        job.turns(4)
+        job.turns(10)
     assert sorted(set(job.notes)) == sorted(
-        f"Copies of {kind} are not compared: ranks do not measure the same tensors." for kind in KINDS
+        f"Copies of {kind} are not compared any more: ranks do not measure the same tensors." for kind in KINDS
     )
 
 
-def test_where_the_step_is_gone_when_it_is_asked_for_the_rank_is_named_without_the_tensor() -> None:
+def test_where_the_step_is_gone_when_it_is_asked_for_a_later_one_tells_which_tensor_it_is() -> None:
     job = SimulatedJob(3)
     job.step(0)
-    job.step(1, {2: flipped(("exp_avg", "c"))})
+    wrong = {2: flipped(("exp_avg", "c"))}
+    job.step(1, wrong)
     job.turns(1)
     for _ in range(2):
         job.ranks[0].turn()  # it finds the keys, and asks
     for step in range(2, 2 + KEPT_STEPS):
-        job.step(step)
-    job.turns(MOST_WAITING + 4)
+        job.step(step, wrong)
+    job.turns(2 * MOST_WAITING)
     (said,) = job.notes
-    assert "exp_avg differ in step 1: tensors that are not known: rank 2 (node-2): other bits than the 2 ranks" in said
+    assert re.match(r"Copies of exp_avg differ in step [2-9]: c: rank 2 \(node-2\): other bits than the 2 ranks", said)
+    assert "agree is 0;" in said
+
+
+def test_ranks_that_cannot_answer_any_more_are_not_accused() -> None:
+    job = SimulatedJob(3)
+    for step in range(5):
+        for rank in job.ranks:
+            rank.hold(step, without="b" if (rank.number, step) == (2, 4) else "")
+        job.turns(2)
+    for _ in range(3 * MOST_WAITING):  # one has ended
+        for rank in job.ranks[:2]:
+            rank.turn()
+    assert job.notes == []
+
+
+def test_a_step_in_which_a_rank_lacks_a_tensor_hides_no_later_fault_and_is_not_called_agreed() -> None:
+    job = SimulatedJob(3)
+    for step in range(12):
+        for rank in job.ranks:
+            changed = flipped(("grad_reduced", "a")) if rank.number == 2 and step == 8 else None
+            rank.hold(step, changed, without="b" if (rank.number, step) == (1, 3) else "")
+        job.turns(10 if step == 3 else 3)
+    job.turns(6)
+    (said,) = job.notes
+    assert said.startswith("Copies of grad_reduced differ in step 8: a: rank 2 (node-2)")
+    assert "agree is 7;" in said
+
+
+def test_a_kind_that_only_some_ranks_have_in_a_step_is_not_called_agreed() -> None:
+    job = SimulatedJob(3)
+    for step in range(7):
+        for rank in job.ranks:
+            wrong = flipped(("param_origin", "a")) if rank.number == 0 and step == 6 else None
+            rank.hold(step, wrong, kinds=KINDS[:3] if rank.number and step == 5 else KINDS)
+        job.turns(3)
+    job.turns(6)
+    assert "agree is 4;" in job.notes[0]
+
+
+def test_what_one_group_calls_good_is_not_later_than_what_another_group_calls_wrong() -> None:
+    job = SimulatedJob(4, groups=[range(4), (0, 2), (1, 3)])
+    for step in range(8):
+        wrong: dict[int, dict[tuple[str, str], int]] = {}
+        if step >= 2:
+            wrong[3] = flipped(("param_origin", "a1"), bits=step)
+        if step >= 6:
+            wrong[2] = flipped(("param_origin", "b"), bits=step)
+        job.step(step, wrong)
+        job.turns(6)
+    job.turns(6)
+    (last,) = (said for said in job.notes if "differ in step 6: b: rank 2" in said)
+    assert "agree is 1; the checkpoint of step 1 is the last" in last
+
+
+def test_where_two_of_four_copies_differ_the_others_say_which_is_odd_in_a_later_step() -> None:
+    job = SimulatedJob(4)
+    for step in range(1, 9):
+        wrong = flipped(("grad_reduced", "a"), bits=step) if step >= 3 else None
+        for rank in job.ranks:
+            if rank.number < 2 or step % 2 == 0:
+                rank.hold(step, wrong if rank.number == 1 else None)
+        job.turns(4)
+    job.turns(4)
+    assert job.notes[0].startswith("Copies of grad_reduced differ in step 4: a: rank 1 (node-1): other bits than the 3 ranks")
+
+
+def test_copies_that_part_later_all_at_once_are_called_design_if_no_two_are_alike() -> None:
+    job = SimulatedJob(3)
+    for step in range(12):
+        drift = [(kind, name) for kind in KINDS for name in "abc"] if step >= 6 else []
+        job.step(step, {rank: flipped(*drift, bits=10 * step + rank + 1) for rank in range(3)})
+        job.turns(4)
+    job.turns(8)
+    assert all("so by design" in said for said in job.notes)
+    assert job.notes
+
+
+@pytest.mark.parametrize("back_to", [3, 7])
+def test_training_that_goes_back_again_and_again_compares_no_step_with_one_of_another_time(back_to: int) -> None:
+    job, drawn = SimulatedJob(3), random.Random(back_to)
+    for pass_ in range(6):
+        for step in range(back_to if pass_ else 0, 10):
+            for rank in drawn.sample(job.ranks, 3):
+                rank.hold(step, flipped(*((kind, name) for kind in KINDS for name in "abc"), bits=pass_ + 1))
+                if drawn.random() < 0.5:
+                    drawn.choice(job.ranks).turn()
+        job.turns(1)
+    job.turns(6)
+    assert job.notes == []
 
 
 def test_training_that_goes_back_is_compared_again() -> None:
@@ -172,6 +264,17 @@ def test_training_that_goes_back_is_compared_again() -> None:
     job.step(6, {0: flipped(("param_origin", "a"))})
     job.turns(6)
     assert "param_origin differ in step 6: a: rank 0 (node-0)" in job.notes[0]
+
+
+def test_the_event_of_a_wrong_copy_is_of_its_model_chunk() -> None:
+    job = SimulatedJob(3, chunks=2)
+    for step in range(4):
+        job.step(step, {2: flipped(("grad_reduced", "1:b"))} if step == 2 else {})
+        job.turns(3)
+    job.turns(4)
+    assert "differ in step 2: 1:b: rank 2" in job.notes[0]
+    ((series, _),) = job.ranks[2].history.find(job.ranks[2].exchange.verdicts[0])
+    assert (job.ranks[2].series[series].vpp_stage, job.ranks[2].series[series].name) == (1, "b")
 
 
 def test_a_run_has_a_bounded_number_of_alerts() -> None:
@@ -253,6 +356,15 @@ def test_wrong_values_in_the_store_are_said_once_and_the_other_ranks_are_compare
         assert "rank 2 (node-2)" in job.notes[0]
         if value in ("{", "null") and key != "answer/1":
             assert max(rank.failures.counts.total() for rank in job.ranks) > 0
+
+
+def test_a_board_that_is_no_text_is_replaced() -> None:
+    job = SimulatedJob(4)
+    job.store._held["copies//board"] = b"\xff\xfe"
+    for step in range(8):
+        job.step(step, {2: flipped(("grad_reduced", "a"))} if step == 3 else {})
+        job.turns(3)
+    assert [said.partition(": ")[0] for said in job.notes] == ["Copies of grad_reduced differ in step 3"]
 
 
 # --- What it costs the store.
