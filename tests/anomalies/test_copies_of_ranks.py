@@ -81,8 +81,7 @@ def test_copies_that_differ_by_design_are_said_once_and_no_rank_is_accused() -> 
         job.step(step, {rank: flipped(*drift, bits=10 * step + rank + 1) for rank in range(3)})
         job.turns(4)
     assert sorted(job.notes) == sorted(
-        f"Copies of {kind} differ in most tensors at once, so by design. A merge compares them by value."
-        for kind in KINDS
+        f"Copies of {kind} differ in most tensors at once, so by design. A merge compares them by value." for kind in KINDS
     )
     assert sum(rank.alarms for rank in job.ranks) == 0
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from recorded_job import FORMATS, RecordedRank, merged, table
+from recorded_job import FORMATS, RecordedRank, merged, table, tensors
 from sink_rows import SIX_OPS, Measured
 
 from monitor.merge.report import Report, summary
-from monitor.series import Placement
+from monitor.series import Placement, Shard
 
 NAMES = tuple("abcdef")
 RANKS = 4
@@ -259,3 +260,36 @@ def test_after_a_restart_on_other_hosts_the_host_of_that_step_is_named(tmp_path:
             one.close()
     (first,) = bits(merged(tmp_path))["first"]
     assert (first["step"], first["odd_ranks"], first["hosts"]) == (3, [2], ["node-2"])
+
+
+WHOLE = (0.5, -1.25, 3.0, 0.0, 7.5, -0.0, 1e-9)
+
+
+def merged_checksums(base: Path, *cuts: int, flat: bool = True, columns: int = 1) -> list[object]:
+    """The checksums of a whole tensor in two steps, of which the ranks hold what lies between the cuts."""
+    ends = [*cuts, len(WHOLE)]
+    for rank, (begin, end) in enumerate(pairwise([0, *ends])):
+        one = RecordedRank(base, rank, len(ends), ops=CHECKED, replica_check=True)
+        offset = (begin,) if flat else (0, begin)
+        shard = Shard(
+            tuple(range(len(ends))), (len(WHOLE) // columns, columns) if not flat else (len(WHOLE),), offset, flat=flat
+        )
+        one.place("param_origin", "w", Placement(shard=shard))
+        for step in range(2):
+            one.write(step, {"param_origin": [Measured("w", [x + step for x in WHOLE[begin:end]], checked=True)]})
+        one.close()
+    merged(base)
+    return [row["checksum"] for row in tensors(base, "param_origin")]
+
+
+@pytest.mark.parametrize("cuts", [(3,), (1, 2, 5), (0, 4), (4, 4, 4), (0, 0, 7)])
+def test_a_whole_tensor_has_the_same_checksum_however_it_is_cut_also_with_empty_parts(
+    tmp_path: Path, cuts: tuple[int, ...]
+) -> None:
+    whole = merged_checksums(tmp_path / "whole")
+    assert merged_checksums(tmp_path / "cut", *cuts) == whole
+    assert len(set(whole)) == 2
+
+
+def test_a_tensor_in_parts_that_are_no_ranges_of_it_has_no_checksum(tmp_path: Path) -> None:
+    assert merged_checksums(tmp_path, 3, flat=False, columns=7) == [None, None]
