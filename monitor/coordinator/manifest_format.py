@@ -544,8 +544,8 @@ class ManifestRecord(StrictRecord):
     failures: dict[str, Natural]
     configurations: tuple[ConfigurationRecord, ...] = ()
     undecided_since: Natural | None = None
-    notes: dict[str, str | int | float | bool]
     wrong_bits: tuple[WrongBits, ...] = ()
+    notes: dict[str, str | int | float | bool]
 
     @field_validator("schema_version")
     @classmethod
