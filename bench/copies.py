@@ -106,9 +106,6 @@ class Rank:
     def note(self, key: str, value: str) -> None:
         """See ``BitsJournal``."""
 
-    def save(self) -> None:
-        """See ``BitsJournal``."""
-
     def turn(self, store: Any) -> float:
         """Seconds until the next turn."""
         for step in range(self._held + 1, self.job.newest() + 1):

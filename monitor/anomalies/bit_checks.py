@@ -41,11 +41,11 @@ class BitChecks:
 
     def compare_with(self, job: StoreConnection) -> None:
         """Compare copies with other ranks from now on, if any holds one."""
-        if job.world > 1 and (job.store is None or job_store.is_file(job.store)):
-            why = "in a file, which would grow with each step" if job.store is not None else "not known"
-            self._alerts.note("copies", f"The job's store is {why}: copies are compared by a merge alone.")
-        elif job.world > 1:
-            self._job = job
+        self._job = job if job.world > 1 else None
+
+    def use(self, monitored: Collection[int]) -> None:
+        """Use other monitored ranks from the next step on. Any thread."""
+        self._history.use(monitored)
 
     def look(self, rows: StepRows) -> None:
         """See ``Watcher``."""
@@ -53,11 +53,15 @@ class BitChecks:
         self._between.look(rows.step, checked)
         if self._job is not None:
             self._compare(self._job, rows.step, checked)
-        self._alerts.save()
 
     def _compare(self, job: StoreConnection, step: int, checked: Mapping[str, CheckedRows]) -> None:
         self._history.add(step, checked, monotonic())
         if self._exchange is None and self._history.groups:
+            if job.store is None or job_store.is_file(job.store):
+                why = "not known" if job.store is None else "in a file, which would grow with each step"
+                self._alerts.note("copies", f"The job's store is {why}: copies are compared by a merge alone.")
+                self._job = None
+                return
             self._begin(job)
         self._report_silent_store()
         self._report_odd_copies()

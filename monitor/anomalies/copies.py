@@ -92,11 +92,13 @@ class Question(Message):
     """The lowest rank of a group asks others of it for digests of some of the tensors that they hold.
 
     Attributes:
+        number: Of the board that it was first on.
         ranks: Those that are asked.
         generation: See ``Published``.
         begin, end: The range of the tensors.
     """
 
+    number: int
     leader: Natural
     generation: Natural = 0
     ranks: tuple[Natural, ...]
@@ -136,13 +138,14 @@ class Answer(Message):
 
 
 class CopyVerdict(Message):
-    """What the lowest rank of a group has found, for the ranks that it is about.
+    """What the lowest rank of a group has found, for the ranks that it is about, and for the lowest ranks of other groups.
 
     Attributes:
         number: Of the board that it was first on.
         ranks: Whose copies are odd.
         most_agree: Whether most of the other copies are alike.
         names: Of the tensors, the first ones, as ``SharedTensors.names``.
+        agreed_until, good: See ``odd_copies.GroupComparison``.
     """
 
     number: int
@@ -151,6 +154,9 @@ class CopyVerdict(Message):
     kind: str
     ranks: tuple[Natural, ...]
     most_agree: bool
+    generation: Natural = 0
+    agreed_until: Natural | None = None
+    good: Natural | None = None
     names: tuple[str, ...]
 
 
@@ -193,17 +199,18 @@ class SharedTensors:
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """The checksums of ``tensors`` in a step."""
+    """The checksums of ``tensors`` in a step, and a digest of them."""
 
     tensors: SharedTensors
     checksums: Words
     call_id: Numbers
+    digest: int
 
 
 class CopyHistory:
     """The digests and checksums of the latest steps on this rank. The writer thread adds, another thread reads.
 
-    Only every k-th step is kept, k a power of two, if the steps would otherwise be gone before all ranks have looked. So ranks
+    Only one of k steps is kept, k a power of two, if the steps would otherwise be gone before all ranks have looked. So ranks
     that step at different speeds still have steps in common.
 
     Args:
@@ -231,21 +238,27 @@ class CopyHistory:
         held: dict[tuple[str, str], HeldPart] = {}
         for kind, one in rows.items():
             for group, tensors in self._tensors_of(kind, one.series).items():
-                held[group, kind] = HeldPart(tensors, one.checksums[tensors.places], one.call_id[tensors.places])
+                sums = one.checksums[tensors.places]
+                held[group, kind] = HeldPart(tensors, sums, one.call_id[tensors.places], _digest(sums))
         with self._lock:
             if step <= self._latest:
                 self._steps.clear()
                 self.generation += 1
             self._latest = step
-            if not held or step % self._every:
+            if not held or _drawn(step) % self._every:
                 return
             self._steps.append((step, now, held))
             if len(self._steps) > KEPT_STEPS and now - self._steps[0][1] < self.look_s:
                 self._every *= 2
-                self._steps = deque(one for one in self._steps if one[0] % self._every == 0)
+                self._steps = deque(one for one in self._steps if _drawn(one[0]) % self._every == 0)
             while len(self._steps) > KEPT_STEPS or (len(self._steps) > 2 and self._bytes() > KEPT_BYTES):
                 self._steps.popleft()
             self.version += 1
+
+    def use(self, monitored: Collection[int]) -> None:
+        """Use other monitored ranks from the next step on."""
+        if self._monitored != frozenset(monitored):
+            self._monitored, self._tensors, self.groups = frozenset(monitored), {}, {}
 
     def published(self) -> Published:
         """What this rank publishes."""
@@ -254,7 +267,7 @@ class CopyHistory:
         places = sorted({place for _, _, held in steps for place in held})
         groups: dict[str, dict[str, bytes]] = {group: {} for group, _ in places}
         for group, kind in places:
-            digests = [_digest(held[group, kind].checksums) if (group, kind) in held else 0 for _, _, held in steps]
+            digests = [held[group, kind].digest if (group, kind) in held else 0 for _, _, held in steps]
             groups[group][kind] = _encoded(np.array(digests, "<u4"))
         numbers = tuple(step for step, _, _ in steps)
         return Published(generation=generation, host=self._host, steps=numbers, groups=groups)
@@ -273,8 +286,9 @@ class CopyHistory:
         places = [part.tensors.names.index(name) for name in verdict.names if name in part.tensors.names]
         return [(series[place], calls[place]) for place in places]
 
-    def answer(self, number: int, asked: Question) -> Answer:
-        """The digests that question ``number`` asks for."""
+    def answer(self, asked: Question) -> Answer:
+        """The digests that are asked for."""
+        number = asked.number
         part = self.part(asked.group, asked.step, asked.kind)
         if part is None or asked.generation != self.generation:
             return Answer(number=number)
@@ -307,8 +321,11 @@ class CopyHistory:
             if not placement.partial:
                 name = one.name.removeprefix(f"{kind}/") if one.kind == REPLICA_KIND else one.name
                 members[id(ranks)][1].append((f"{one.vpp_stage}:{name}", place, number))
-        found: dict[str, SharedTensors] = {}
+        together: dict[Ranks, list[tuple[str, int, int]]] = {}
         for ranks, some in members.values():
+            together.setdefault(ranks, []).extend(some)
+        found: dict[str, SharedTensors] = {}
+        for ranks, some in together.items():
             if self.rank not in ranks or len(ranks) < 2:
                 continue
             some.sort()
@@ -321,6 +338,11 @@ class CopyHistory:
     def _among(self, ranks: Ranks) -> Ranks:
         """The monitored ones."""
         return tuple(rank for rank in ranks if not self._monitored or rank in self._monitored)
+
+
+def _drawn(step: int) -> int:
+    """A number that looks random, the same on all ranks: the steps that are collected may all be odd."""
+    return (step * 0x9E3779B97F4A7C15 % 2**64) >> 40
 
 
 def _digest(checksums: Words) -> int:

@@ -12,9 +12,8 @@ unless there is one of another group.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Final, TypeVar
@@ -26,6 +25,7 @@ from monitor.coordinator.job_store import SharedStore, StoreConnection, StoreThr
 from monitor.coordinator.manifest_format import WrongBits
 from monitor.failures import Failures
 from monitor.series import Ranks
+from monitor.stats.partials import Words
 
 SHORTEST_PAUSE_S: Final = 1.0
 SPARE: Final = 1.25
@@ -42,6 +42,7 @@ NAMED: Final = 5
 """Tensors that an alert names."""
 
 READ_AT_ONCE: Final = 100
+ALL_TENSORS: Final = 2**31
 MERGE_COMPARES: Final = "Copies are compared by trainermon merge afterwards."
 
 M = TypeVar("M", bound=Message)
@@ -55,7 +56,7 @@ class _Inquiry:
         generation: See ``Published``.
         ranks: Those whose copies are looked at.
         begin, end: The range of tensors in which it is.
-        asked: The question, with its ``number``; None while it could not be asked.
+        asked: The question; None while it could not be asked.
         turns: How long it has waited.
         first: How many parts differ, and of how many, over all tensors.
     """
@@ -67,7 +68,6 @@ class _Inquiry:
     begin: int
     end: int
     asked: Question | None = None
-    number: int = 0
     turns: int = 0
     first: tuple[int, int] | None = None
 
@@ -101,7 +101,7 @@ class CopyExchange(StoreThread):
         self._hosts: dict[int, str] = {}
         self._alerts_left = MOST_ALERTS
         self._generation = 0
-        self._first_wrong = sys.maxsize  # step of the earliest verdict of the job
+        self._verdicts_of_all: list[CopyVerdict] = []
         self._board, self._board_text, self._board_turns = Board(), "", 0
 
     # --- ``StoreThread``
@@ -191,16 +191,15 @@ class CopyExchange(StoreThread):
             self._board = Board(number=self._board.number)
 
     def _answer(self, store: SharedStore) -> None:
-        asked, number = self._board.question, self._board.number
-        if asked is not None and self._job.rank in asked.ranks and number != self._answered:
-            answer = self._history.answer(number, asked)
-            store.set(self._key(f"answer/{self._job.rank}"), answer.model_dump_json())
-            self._answered = number
+        asked = self._board.question
+        if asked is not None and self._job.rank in asked.ranks and asked.number != self._answered:
+            store.set(self._key(f"answer/{self._job.rank}"), self._history.answer(asked).model_dump_json())
+            self._answered = asked.number
 
     def _take_verdicts(self) -> None:
         fresh = [one for one in self._board.verdicts if one.number > self._judged]
         self._judged = max((one.number for one in fresh), default=self._judged)
-        self._first_wrong = min((self._first_wrong, *(one.step for one in fresh)))
+        self._verdicts_of_all = [*self._verdicts_of_all, *fresh][-MOST_ALERTS * MOST_VERDICTS :]
         self.verdicts.extend(one for one in fresh if self._job.rank in one.ranks)
 
     # --- The lowest rank of a group.
@@ -208,9 +207,11 @@ class CopyExchange(StoreThread):
     def _lead(self, store: SharedStore) -> None:
         if self._inquiry is not None and self._inquiry.asked is not None:
             self._follow_up(store, self._inquiry, self._inquiry.asked)
-        for group, ranks in self._history.groups.items():
-            if self._inquiry is None and ranks[0] == self._job.rank and self._alerts_left:
-                self._compare(store, group, ranks)
+        led = [(group, ranks) for group, ranks in self._history.groups.items() if ranks[0] == self._job.rank]
+        for place in range(len(led)):
+            if self._inquiry is None and self._alerts_left and not self._stopped.is_set():
+                group, ranks = led[(self._turns + place) % len(led)]  # so that none waits for ever
+                self._compare(store, group, ranks, sum(len(ranks) for _, ranks in led))
         asked = self._board.question
         is_own = asked is not None and asked.leader == self._job.rank
         if self._inquiry is not None and self._inquiry.asked is None:
@@ -219,12 +220,12 @@ class CopyExchange(StoreThread):
         elif self._to_post or (is_own and self._inquiry is None):
             self._post(store, None if is_own else asked)
 
-    @property
-    def _led(self) -> int:
-        """How many ranks this one reads in a turn."""
-        return sum(len(ranks) for ranks in self._history.groups.values() if ranks[0] == self._job.rank)
+    def _compare(self, store: SharedStore, group: str, ranks: Ranks, led: int) -> None:
+        """Read what the ranks of a group publish, over the whole turn if they are many, and find a difference.
 
-    def _compare(self, store: SharedStore, group: str, ranks: Ranks) -> None:
+        Args:
+            led: How many ranks this one reads in a turn, of all groups.
+        """
         comparison = self._comparisons.setdefault(group, GroupComparison(ranks))
         generation = self._history.generation
         if self._generation != generation:  # training has gone back
@@ -237,12 +238,12 @@ class CopyExchange(StoreThread):
                 self._hosts[rank] = message.host
                 published[rank] = message.digests(group)
             if count % READ_AT_ONCE == 0:
-                self._stopped.wait(READ_AT_ONCE * self.turn_s / self._led)
-                self.busy_since = monotonic()  # the store answers
+                self.busy_since = None  # the store answers
+                if self._stopped.wait(READ_AT_ONCE * self.turn_s / led):
+                    return
+                self.busy_since = monotonic()
         if (found := comparison.next(published)) is not None:
-            part = self._history.part(group, found.step, found.kind)
-            end = 0 if part is None else len(part.checksums)
-            self._inquiry = _Inquiry(group, generation, found, self._participants(found), 0, end)
+            self._inquiry = _Inquiry(group, generation, found, self._participants(found), 0, ALL_TENSORS)
 
     def _participants(self, found: CopyDifference) -> Ranks:
         """The odd ranks, and one of those that agree."""
@@ -251,6 +252,7 @@ class CopyExchange(StoreThread):
 
     def _ask(self, store: SharedStore, inquiry: _Inquiry) -> None:
         question = Question(
+            number=self._board.number + 1,
             leader=self._job.rank,
             generation=inquiry.generation,
             ranks=inquiry.ranks,
@@ -261,7 +263,7 @@ class CopyExchange(StoreThread):
             end=inquiry.end,
         )
         if self._post(store, question):
-            inquiry.asked, inquiry.number = question, self._board.number
+            inquiry.asked = question
             self._answer(store)
 
     def _post(self, store: SharedStore, question: Question | None) -> bool:
@@ -283,8 +285,8 @@ class CopyExchange(StoreThread):
         answers: dict[int, Answer] = {}
         for rank in inquiry.ranks:
             own = rank == self._job.rank
-            answer = self._history.answer(inquiry.number, asked) if own else self._read(store, f"answer/{rank}", Answer)
-            if answer is not None and answer.number == inquiry.number:
+            answer = self._history.answer(asked) if own else self._read(store, f"answer/{rank}", Answer)
+            if answer is not None and answer.number == asked.number:
                 answers[rank] = answer
         if len(answers) == len(inquiry.ranks) or inquiry.turns > MOST_WAITING:
             self._inquiry = None
@@ -305,6 +307,7 @@ class CopyExchange(StoreThread):
                 self._note(found, "are not compared any more: ranks do not measure the same tensors")
             return
         first, chunk = inquiry.first or (len(places), len(answers[0].numbers)), answers[0].chunk
+        is_all = len(places) <= NAMED and (inquiry.first is None or first[0] == 1)
         if chunk > 1:
             begin = inquiry.begin + places[0] * chunk
             self._inquiry = replace(inquiry, begin=begin, end=begin + chunk, asked=None, turns=0, first=first)
@@ -312,17 +315,12 @@ class CopyExchange(StoreThread):
             comparison.take_for_design(found)
             self._note(found, "differ in most tensors at once, so by design. A merge compares them by value")
         else:
-            if not found.agreeing and len(answers) == len(found.odd):
-                at_first = split({rank: int(one.numbers[places[0]]) for rank, one in found_by.items()})
-                found = replace(found, odd=at_first[0], agreeing=at_first[1])
-            elif found.agreeing:  # of those that were asked, only ranks that answered are accused
-                silent = set(inquiry.ranks) - set(found_by)
-                found = replace(found, odd=tuple(rank for rank in found.odd if rank not in silent))
+            found = _by_tensors(found, {rank: one.numbers for rank, one in found_by.items()}, places)
             part = self._history.part(inquiry.group, found.step, found.kind)
             known = part is not None and part.tensors.order == answers[0].order
             names = [part.tensors.names[inquiry.begin + place] for place in places[:NAMED]] if part and known else []
             comparison.accuse(found)
-            self._accuse(inquiry, comparison, found, tuple(names), is_all=first[0] == len(names))
+            self._accuse(inquiry, comparison, found, tuple(names), is_all=is_all)
             if comparison.is_over:
                 among = ", ".join(map(str, comparison.ranks[:MOST_RANKS]))
                 self._note(found, f"and what follows from them are not compared any more between ranks {among}")
@@ -334,15 +332,16 @@ class CopyExchange(StoreThread):
         odd = found.odd[:MOST_RANKS]
         of = {"copies": len(found.odd) + len(found.agreeing), "agreeing": len(found.agreeing)}
         first = {"odd_ranks": odd, "hosts": [self._hosts.get(rank, "") for rank in odd], **of}
-        about = {
-            "first": [first],
-            "agreed_until": _before(comparison.agreed_until, self._first_wrong),
-            "checkpoint": _before(comparison.good, self._first_wrong),
-        }
+        others = [one for one in self._verdicts_of_all if one.generation == inquiry.generation]
+        until = _earliest([comparison.agreed_until, *(one.agreed_until for one in others)])
+        good = _earliest([comparison.good, *(one.good for one in others)])
+        about = {"first": [first], "agreed_until": until, "checkpoint": good, "so_far": True}
         shown = tuple(name.removeprefix("0:") for name in names)
         tensors = ", ".join(shown) + ("" if is_all else " and others") if names else "tensors that are not known"
         said = f"Copies of {found.kind} differ in step {found.step}: {tensors}: {who(first)}; {suspect(about)}."
         self._alerts.say(WrongBits(check="copies", step=found.step, kind=found.kind, names=shown, ranks=odd, said=said))
+        if not self._alerts_left:
+            self._note(found, f"were the last of {MOST_ALERTS} alerts: this rank compares no more")
         verdict = CopyVerdict(
             number=0,
             group=inquiry.group,
@@ -351,6 +350,9 @@ class CopyExchange(StoreThread):
             ranks=odd,
             most_agree=bool(found.agreeing),
             names=names,
+            generation=inquiry.generation,
+            agreed_until=until,
+            good=good,
         )
         self._to_post.append(verdict)
 
@@ -358,7 +360,17 @@ class CopyExchange(StoreThread):
         self._alerts.note(f"copies of {found.kind}", f"Copies of {found.kind} {what}.")
 
 
-def _before(step: int | None, wrong: int) -> int | None:
-    """A step in which all was well; None if none is known. Something was wrong in step ``wrong``, perhaps in other tensors."""
-    found = None if step is None else min(step, wrong - 1)
-    return None if found is None or found < 0 else found
+def _by_tensors(found: CopyDifference, numbers: Mapping[int, Words], places: Sequence[int]) -> CopyDifference:
+    """Accuse only ranks that have answered, and whose tensors differ. ``places`` are those where some differ."""
+    if not found.agreeing:
+        odd, agreeing = split({rank: int(own[places[0]]) for rank, own in numbers.items()})
+        return replace(found, odd=odd, agreeing=agreeing)
+    usual = next(numbers[rank] for rank in found.agreeing if rank in numbers)
+    odd = tuple(rank for rank, own in numbers.items() if rank in found.odd and any(own[at] != usual[at] for at in places))
+    return replace(found, odd=odd)
+
+
+def _earliest(steps: Iterable[int | None]) -> int | None:
+    """The earliest of steps in which all was well; None if one is not known."""
+    known = list(steps)
+    return None if None in known else min(step for step in known if step is not None)

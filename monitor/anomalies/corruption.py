@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import weakref
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -37,10 +38,7 @@ class BitsJournal(Protocol):
         """Add a note. Any thread; never waits."""
 
     def found_wrong(self, bits: WrongBits, /) -> None:
-        """Add wrong bits. Any thread; never waits."""
-
-    def save(self) -> None:
-        """Make all of it visible. On the writer thread."""
+        """Add wrong bits, to be saved soon. Any thread; never waits."""
 
 
 class CorruptionAlerts:
@@ -56,7 +54,7 @@ class CorruptionAlerts:
     def __init__(self, rank: int, journal: BitsJournal, ring: weakref.WeakMethod[Callable[[], object]] | None = None) -> None:
         self.events: EventFiles | None = None
         self.rank = rank
-        self._journal, self._ring, self._unsaved = journal, ring, False
+        self._journal, self._ring = journal, ring
 
     def alarm(self) -> None:
         """Ring the alarm. Any thread."""
@@ -66,20 +64,13 @@ class CorruptionAlerts:
     def say(self, found: WrongBits) -> None:
         """Warn, keep what was found, and ring the alarm. Any thread."""
         LOGGER.warning("[rank %d] %s", self.rank, plain(found.said))
-        self._journal.found_wrong(found)
-        self._unsaved = True
+        self._journal.found_wrong(found.model_copy(update={"host": socket.gethostname()}))
         self.alarm()
 
     def note(self, about: str, what: str, level: int = logging.INFO) -> None:
         """Log what is no alert, and note it. Any thread."""
         LOGGER.log(level, "[rank %d] %s", self.rank, plain(what))
         self._journal.note(about, what)
-
-    def save(self) -> None:
-        """Have the manifest show what was found since the last call: the job may be killed soon. On the writer thread."""
-        if self._unsaved:
-            self._unsaved = False
-            self._journal.save()
 
     def event(self, rule: str, step: int, series: int, call_id: int) -> None:
         """Add an event to the event files. On the writer thread."""

@@ -15,10 +15,10 @@ from monitor.stats.partials import Words
 PATIENCE: Final = 10
 """Looks for which a rank may be behind the others. Then these are compared without it, until it publishes again."""
 
-_EARLY: Final = 2
-"""Compared steps in which copies that differ by design do so at the latest."""
+EARLY: Final = 2
+"""Steps in which copies that differ by design do so at the latest: weights begin equal, and differ after the first update."""
 
-_ENOUGH: Final = 3
+ENOUGH: Final = 3
 """So few tensors may all differ because something went wrong."""
 
 WEIGHTS: Final = CHECKED_KINDS[0]
@@ -71,8 +71,9 @@ class GroupComparison:
         self.good: int | None = None
         self.by_design: set[str] = set()
         self._done = -1
-        self._early: list[int] = []
-        self._settled: set[str] = set()  # kinds of the step after ``_done``
+        self._early: dict[str, list[int]] = {kind: [] for kind in CHECKED_KINDS}
+        self._settled: set[str] = set()  # kinds of the step that is being compared
+        self._agreed = False
         self._unlike: Counter[str] = Counter()
         self._odd: set[int] = set()
         self._missed = False
@@ -112,10 +113,13 @@ class GroupComparison:
             values = {rank: digests[kind] for rank, digests in at_step.items() if kind in digests}
             self._missed |= len(values) < len(self.ranks)
             odd, agreeing = split(values)
-            if not odd or len(values) < 2:
+            if len(values) < 2:
+                self._settled.add(kind)
+            elif not odd:
                 self._settle(step, kind)
+                self._agreed = True
             elif agreeing or not self._wait_for_more(values):
-                all_unlike = len(values) >= _ENOUGH and len(set(values.values())) == len(values)
+                all_unlike = len(values) >= ENOUGH and len(set(values.values())) == len(values)
                 return CopyDifference(step, kind, odd, agreeing, all_unlike)
             else:
                 self._settled.add(kind)  # a later step, which more ranks have, says which copy is odd
@@ -137,14 +141,14 @@ class GroupComparison:
         """The kind was compared in the step."""
         self._settled.add(kind)
         self._unlike[kind] = 0
-        if step not in self._early and len(self._early) < _EARLY:
-            self._early.append(step)
+        if len(self._early[kind]) < EARLY:
+            self._early[kind].append(step)
 
     def _finish(self, step: int) -> None:
-        if self._settled and not self._missed:
+        if self._agreed and not self._missed:
             self.agreed_until = step
         self._done = step
-        self._missed = bool(self._odd)
+        self._agreed, self._missed = False, bool(self._odd)
         self._settled.clear()
 
     def is_by_design(self, found: CopyDifference, differing: int, total: int) -> bool:
@@ -153,8 +157,8 @@ class GroupComparison:
         Args:
             differing: How many of ``total`` tensors, or equal parts of them, differ.
         """
-        most = total >= _ENOUGH and 2 * differing > total and not found.agreeing
-        early = found.step in self._early or len(self._early) < _EARLY
+        most = total >= ENOUGH and 2 * differing > total and not found.agreeing
+        early = len(self._early[found.kind]) < EARLY
         return most and (early or found.all_unlike or bool(self.by_design))
 
     def take_for_design(self, found: CopyDifference) -> None:
@@ -227,8 +231,12 @@ def who(one: Mapping[str, Any]) -> str:
 def suspect(about: Mapping[str, Any]) -> str:
     """What to do, of the ``bits`` of a report: which host, and which checkpoints."""
     first, good, until = about["first"][0], about["checkpoint"], about["agreed_until"]
-    hosts = dict.fromkeys(host for host in first["hosts"] if host) if first["agreeing"] else {}
+    wrong = first["odd_ranks"] if first["agreeing"] else first.get("changed_on", ())
+    named = zip(first["odd_ranks"], first["hosts"], strict=True)
+    hosts = dict.fromkeys(host for rank, host in named if host and rank in wrong)
     drain = f"take {', '.join(list(hosts)[:8])} out of the job; " if hosts else ""
-    agreed = "no earlier step was compared" if until is None else f"the last step in which all compared copies agree is {until}"
+    so_far = "so far " if about.get("so_far") else ""
+    last = f"{so_far}the last step in which all compared copies agree is {until}"
+    agreed = "no earlier step was compared" if until is None else last
     known = "no checkpoint is" if good is None else f"the checkpoint of step {good} is the last that is"
     return f"{drain}{agreed}; {known} known to be good"

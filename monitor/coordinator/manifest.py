@@ -11,7 +11,7 @@ import math
 import os
 import socket
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -290,7 +290,8 @@ class Manifest:
         self._earlier = Earlier() if earlier is None else earlier
         self._directory_lock = lock
         self._notes: dict[str, Note] = dict(self._earlier.notes)
-        self._wrong_bits = list(self._earlier.wrong_bits)
+        self._wrong_bits: list[schema.WrongBits] = []
+        self._is_urgent = False
         self._recorded = _RecordedSteps(series, self._earlier.timeline)
         self._configurations: deque[schema.ConfigurationRecord] = deque(maxlen=MOST_CONFIGURATIONS)
         self._undecided_since: int | None = None
@@ -304,6 +305,8 @@ class Manifest:
         """Every sink has taken in the step."""
         self._recorded.add(rows)
         self._writer_seconds = thread_time()
+        if self._is_urgent:
+            self.save()
         self._warn_of_lost_steps()
 
     def dropped(self, step: int, reason: str) -> None:
@@ -340,9 +343,10 @@ class Manifest:
         return self._notes.copy()
 
     def found_wrong(self, bits: schema.WrongBits) -> None:
-        """Add what a check of bits has found. Any thread; never waits."""
+        """Add what a check of bits has found, to be saved with the next step. Any thread; never waits."""
         if len(self._wrong_bits) < MOST_WRONG_BITS:
             self._wrong_bits.append(bits)
+            self._is_urgent = True  # the job may be killed soon
 
     def also_in(self, formats: Sequence[str]) -> None:
         """Record in these formats as well from now on. Any thread; never waits."""
@@ -389,10 +393,18 @@ class Manifest:
         fields, table = self._recorded.copy()
         content = self._record(fields, table).to_json()
         self._directory.mkdir(parents=True, exist_ok=True)
+        urgent, self._is_urgent = self._is_urgent, False
+        try:
+            self._put(content, table, durable=durable)
+        except BaseException:
+            self._is_urgent = urgent
+            raise
+        self._remove_previous_table(table)
+
+    def _put(self, content: bytes, table: SeriesFile | None, *, durable: bool) -> None:
         if table is not None and not (self._directory / table.name).exists():
             write_whole(self._directory / table.name, table.content, durable=durable)
         write_whole(self._directory / schema.MANIFEST_FILE, content, durable=durable)
-        self._remove_previous_table(table)
 
     def _remove_previous_table(self, table: SeriesFile | None) -> None:
         """Delete the table before: the first steps still add series, and no manifest points at earlier tables."""
@@ -412,11 +424,15 @@ class Manifest:
             series=schema.SeriesReference(file=table.name, count=table.count) if table else None,
             failures=_most_frequent(Counter(self._earlier.failures) + self._counted()),
             notes=dict(self._notes),
-            wrong_bits=tuple(self._wrong_bits.copy()),
+            wrong_bits=(*self._wrong_before(fields["first_step"]), *self._wrong_bits.copy()),
             resumed=self._earlier.runs,
             configurations=tuple(self._configurations.copy()),
             undecided_since=self._undecided_since,
         )
+
+    def _wrong_before(self, first_step: int | None) -> Iterator[schema.WrongBits]:
+        """What earlier runs found in steps that this run has not done again."""
+        return (one for one in self._earlier.wrong_bits if first_step is None or one.step < first_step)
 
     def _counts(self) -> RecordedCounts:
         return RecordedCounts(*self._recorded.counts(), sum(self._counted().values()), self._writer_seconds)

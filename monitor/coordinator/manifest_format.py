@@ -478,6 +478,7 @@ class WrongBits(StrictRecord):
         kind: Of the rows that show it.
         names: Of the tensors, the first ones; none if they are not known.
         ranks: Whose bits they are, the first ones. Of two copies, both.
+        host: Of the rank that found it.
         said: The sentence for people.
     """
 
@@ -487,6 +488,7 @@ class WrongBits(StrictRecord):
     names: tuple[str, ...]
     ranks: tuple[Natural, ...]
     said: str
+    host: str = ""
 
 
 class ManifestRecord(StrictRecord):

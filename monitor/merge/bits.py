@@ -18,16 +18,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.anomalies.odd_copies import STATE_KINDS, WEIGHTS, suspect, who
+from monitor.anomalies.odd_copies import EARLY, ENOUGH, MOST_RANKS, STATE_KINDS, WEIGHTS, suspect, who
 from monitor.merge.rows import Rows
 from monitor.merge.statistics import Flags, Index
 from monitor.series import CHECKED_KINDS
 
 MOST: Final = 200
 """Differences that a piece lists: the first ones."""
-
-MOST_RANKS: Final = 16
-"""Ranks that are listed of a difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +121,6 @@ def _difference(name: str, step: int, tensor: int, ranks: Index, checksums: NDAr
 
 # --- What all pieces say together.
 
-_EARLY: Final = 2
-"""Steps in which copies that differ by design do so at the latest: weights begin equal, and differ after the first update."""
-
-_ENOUGH: Final = 3
-"""So few tensors may all differ because something went wrong."""
-
 
 @dataclass
 class BitsOfKind:
@@ -147,14 +138,14 @@ class BitsOfKind:
 
     def most_differ(self, step: int) -> bool:
         """Whether most tensors differ in a step, and no copy more than another."""
-        most = self.compared[step] >= _ENOUGH and 2 * self.differing[step] > self.compared[step]
+        most = self.compared[step] >= ENOUGH and 2 * self.differing[step] > self.compared[step]
         return most and not _one_copy_is_odd([one for one in self.first if one.step == step])
 
     @property
     def by_design(self) -> bool:
         """Whether most tensors differ in one of the first steps, and of all tensors and steps at least every fourth."""
         often = 4 * self.differing.total() >= self.compared.total()
-        return often and any(self.most_differ(step) for step in sorted(self.compared)[:_EARLY])
+        return often and any(self.most_differ(step) for step in sorted(self.compared)[:EARLY])
 
 
 def _one_copy_is_odd(differences: Iterable[BitDifference]) -> bool:

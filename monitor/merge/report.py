@@ -143,7 +143,8 @@ class Report:
     def _told_of_bits(self) -> dict[str, Any]:
         found = bits.told(self._bits, self._host_at)
         # What ranks found together is in the rows as well, unless these were lost.
-        alone = (one for one in self._while_running() if one["check"] != "copies" or not found["first"])
+        shown = min((one["step"] for one in found["first"]), default=NO_END)
+        alone = (one for one in self._while_running() if one["check"] != "copies" or one["step"] < shown)
         told = found | {"while_running": list(alone)[:MOST_LISTED]}
         for first in told["first"]:
             own = (one for one in told["while_running"] if one["step"] == first["step"] and first["name"] in one["names"])
@@ -152,9 +153,11 @@ class Report:
 
     def _while_running(self) -> list[dict[str, Any]]:
         """What the ranks themselves have found, the earliest first."""
-        found = {(one.step, run.rank, run.manifest.host, one) for run in self.runs for one in run.manifest.wrong_bits}
+        found = {
+            (one.step, run.rank, one.host or run.manifest.host, one) for run in self.runs for one in run.manifest.wrong_bits
+        }
         return [
-            {"rank": rank, "host": host, **one.model_dump(mode="json")}
+            {**one.model_dump(mode="json"), "rank": rank, "host": host}
             for _, rank, host, one in sorted(found, key=lambda each: (*each[:3], each[3].said))
         ]
 

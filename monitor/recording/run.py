@@ -158,10 +158,10 @@ class Run:
         )
 
     def notify_of_alerts(self, listener: Callable[[], object]) -> None:
-        """Call a method when an alert rule has fired and ``on_alert`` is configured, as long as the method's object lives.
+        """Call a method, as long as its object lives, when bits are wrong, or a rule has fired and ``on_alert`` is configured.
 
         Args:
-            listener: Called on the writer thread; must not block.
+            listener: Called on any thread of the monitor; must not block.
         """
         self._listener = weakref.WeakMethod(listener)  # queued steps hold the run, which must not keep a model alive
 
@@ -175,6 +175,7 @@ class Run:
             self.manifest.also_in(config.formats)
         # Not on the writer thread: loading a library there while the process exits can crash it.
         sinks = self._sinks_for(config)
+        self._bit_checks.use(config.module_ranks)
         PROCESS.end_first()
         self.pipeline.rearrange(partial(self._arranged, config, sinks))
 

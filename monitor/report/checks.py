@@ -465,11 +465,12 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     bad = [one for one in checks if one.state == BAD]
     first_event = None if facts.ranking is None else facts.ranking.first_origin
     of_bits = [one for one in bad if one.name in OF_BITS]
-    if facts.ranking is not None and facts.ranking.events and not (of_bits and first_event and first_event.rule in ADVICE):
+    is_of_bits = bool(of_bits and first_event is not None and first_event.rule in ADVICE)
+    if facts.ranking is not None and facts.ranking.events and not is_of_bits:
         says, then = found_first(facts.ranking)
         return Verdict(BAD, says, then, bad[0].finding.place)
     if bad:
-        first = min(of_bits or bad, key=_earliest)
+        first = min(of_bits if is_of_bits else bad, key=_earliest)
         more = [one.name for one in bad if one is not first]
         next_steps = [first.finding.then, f"Also bad: {', '.join(more)}." if more else ""]
         return Verdict(BAD, first.finding.says, " ".join(filter(None, next_steps)), first.finding.place)

@@ -19,6 +19,8 @@ def replicas_agree(facts: Facts) -> CheckFinding:
         )
         name = facts.shown_name(first["kind"], first["name"])
         return CheckFinding(BAD, says, Place(first["step"], first["odd_ranks"][0], first["kind"], name), f"{suspect(bits)}.")
+    if said := _said_while_running(facts, "copies"):
+        return said
     differing = facts.told["disagreements"]["listed"]
     if differing:
         first = differing[0]
@@ -40,17 +42,26 @@ def replicas_agree(facts: Facts) -> CheckFinding:
 
 
 def unchanged_between_steps(facts: Facts) -> CheckFinding:
-    """What ranks have found while training ran. What they found together is known of the rows, unless these were lost."""
-    found = facts.told.get("bits", {}).get("while_running", [])  # an earlier version told none
-    if found:
-        first = found[0]
-        name = facts.shown_name(first["kind"], first["names"][0]) if first["names"] else ""
-        says = f"Rank {first['rank']} ({first['host']}): {first['said']}"
-        more = f"{len(found) - 1} more such warnings are in the log and in manifest.json." if len(found) > 1 else ""
-        return CheckFinding(BAD, says, Place(first["step"], first["ranks"][0], first["kind"], name), more)
+    """Whether weights and moments were what the step before had left, as each rank found while training ran."""
+    if said := _said_while_running(facts, "between steps"):
+        return said
     asked = [one.config for one in facts.manifests.values() if checks_replicas(one.config)]
-    if not asked or not facts.told["rows"].get("param_updated"):
+    several = len(facts.axis.steps) > 1 and "while_running" in facts.told.get("bits", {})
+    if not asked or not several or not facts.told["rows"].get("param_updated"):
         return CheckFinding(NOT_LOOKED_AT, "Weights were not compared between steps.")
     if any(one.get("step_interval", 1) != 1 for one in asked):
         return CheckFinding(NOT_LOOKED_AT, "Weights are compared between steps only if every step is collected.")
     return CheckFinding(GOOD, "Weights were what the step before had left, or most were written at once.")
+
+
+def _said_while_running(facts: Facts, check: str) -> CheckFinding | None:
+    """What ranks have found while training ran."""
+    every = facts.told.get("bits", {}).get("while_running", [])  # an earlier version told none
+    found = [one for one in every if one["check"] == check]
+    if not found:
+        return None
+    first = found[0]
+    name = facts.shown_name(first["kind"], first["names"][0]) if first["names"] else ""
+    says = f"Rank {first['rank']} ({first['host']}): {first['said']}"
+    more = f"{len(found) - 1} more such warnings are in the log and in manifest.json." if len(found) > 1 else ""
+    return CheckFinding(BAD, says, Place(first["step"], first["ranks"][0], first["kind"], name), more)

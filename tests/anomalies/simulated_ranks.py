@@ -62,8 +62,6 @@ class SimulatedRank:
     def found_wrong(self, bits: WrongBits) -> None:
         self.notes.append((f"{bits.check} of {bits.kind} in step {bits.step}", bits.said))
 
-    def save(self) -> None: ...
-
     @staticmethod
     def _series_of(kind: str, name: str) -> Series:
         chunk, _, own = name.rpartition(":")

@@ -25,7 +25,7 @@ class Checked:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.rank, self.notes, self.saved = Rank(directory), dict[str, str](), 0
+        self.rank, self.notes = Rank(directory), dict[str, str]()
         alerts = CorruptionAlerts(3, self)
         self._watcher = BitChecks(3, self.rank.series, alerts, Failures(3))
 
@@ -35,9 +35,6 @@ class Checked:
     def found_wrong(self, bits: WrongBits) -> None:
         self.notes[f"{bits.kind} before step {bits.step}"] = bits.said
         assert bits.ranks == (3,)
-
-    def save(self) -> None:
-        self.saved += 1
 
     def step(self, number: int, began: dict[str, float], left: dict[str, float]) -> None:
         kinds = {"param_origin": _measured(began), "param_updated": _measured(left)}
@@ -77,7 +74,6 @@ def test_a_weight_that_has_changed_is_named_with_rank_step_and_what_it_may_be(
     assert "1 of 5 weights are in step 5 not what the optimizer left in step 4: c. The memory of this device was" in text
     assert "loaded" in text
     assert [record.getMessage() for record in caplog.records] == [f"[rank 3] {text}"]
-    assert checked.saved == 1  # the job may be killed soon
 
 
 def test_most_weights_at_once_were_written_which_is_said_once(checked: Checked) -> None:

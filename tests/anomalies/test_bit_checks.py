@@ -69,8 +69,6 @@ class CheckedRank:
     def found_wrong(self, bits: WrongBits) -> None:
         self.notes[f"{bits.check} of {bits.kind}"] = bits.said
 
-    def save(self) -> None: ...
-
     def step(self, step: int, **others: float) -> None:
         rows = [Measured(name, [others.get(name, float(step)), 1.0], checked=True) for name in NAMES]
         self.checks.look(self.rank.step(step, {"grad_reduced": rows}))

@@ -36,8 +36,8 @@ def test_the_odd_rank_of_three_is_named_with_step_tensor_host_and_the_last_good_
     (said,) = job.notes
     assert said == (
         "Copies of grad_reduced differ in step 5: b: rank 2 (node-2): other bits than the 3 ranks that agree; take "
-        "node-2 out of the job; the last step in which all compared copies agree is 4; the checkpoint of step 4 is the last "
-        "that is known to be good."
+        "node-2 out of the job; so far the last step in which all compared copies agree is 4; the checkpoint of step 4 is the "
+        "last that is known to be good."
     )
     assert [rank.alarms for rank in job.ranks] == [1, 0, 0, 0]
     assert [rank.events() for rank in job.ranks] == [[], [], [(5, "grad_reduced/b")], []]
@@ -52,7 +52,7 @@ def test_of_two_copies_both_ranks_are_named() -> None:
     said, over = job.notes
     assert over.startswith("Copies of exp_avg and what follows from them are not compared any more between ranks 0, 1")
     assert (
-        "step 3: a: ranks 0 (node-0), 1 (node-1) differ from each other, and the copies do not say which is wrong; the" in said
+        "step 3: a: ranks 0 (node-0), 1 (node-1) differ from each other, and the copies do not say which is wrong; so" in said
     )
     assert [rank.events() for rank in job.ranks] == [[(3, "exp_avg/a")]] * 2
 
@@ -179,6 +179,63 @@ def test_ranks_that_cannot_answer_any_more_are_not_accused() -> None:
     assert job.notes == []
 
 
+def test_a_leader_that_has_lost_the_step_finds_the_odd_rank() -> None:
+    job = SimulatedJob(4)
+    for step in range(9):
+        for rank in job.ranks:
+            if rank.number or step < 4:  # the leader loses all later steps
+                rank.hold(step, flipped(("param_origin", "b")) if rank.number == 2 and step >= 4 else None)
+        job.turns(2)
+    job.turns(2 * PATIENCE)
+    assert any("param_origin differ in step 4" in said and "rank 2 (node-2)" in said for said in job.notes), job.notes
+
+
+def test_a_rank_whose_tensor_was_not_measured_is_not_accused_with_another() -> None:
+    job = SimulatedJob(5)
+    for step in range(6):
+        changed = {1: flipped(("grad_reduced", "a")), 3: {("grad_reduced", "c"): 0}} if step == 3 else {}
+        job.step(step, changed)
+        job.turns(4)
+    job.turns(4)
+    (said,) = job.notes
+    assert said.startswith("Copies of grad_reduced differ in step 3: a: rank 1 (node-1): other bits than the 3 ranks")
+
+
+def test_where_half_of_the_copies_differ_a_rank_that_does_not_answer_is_not_accused() -> None:
+    job = SimulatedJob(4)
+    job.step(0)
+    job.turns(3)
+    job.step(1, {rank: flipped(("exp_avg", "c")) for rank in (2, 3)})
+    job.turns(1)
+    for _ in range(4 * MOST_WAITING):  # the last rank has ended
+        for rank in job.ranks[:3]:
+            rank.turn()
+    assert not any("3 (node-3)" in said for said in job.notes), job.notes
+
+
+def test_a_kind_that_is_recorded_later_may_differ_by_design_from_its_own_first_step_on() -> None:
+    job = SimulatedJob(2)
+    for step in range(16):
+        drift = flipped(*(("grad_reduced", name) for name in "abc"), bits=step + 1)
+        for rank in job.ranks:
+            rank.hold(step, drift if rank.number else None, kinds=KINDS if step >= 8 else KINDS[:1])
+        job.turns(4)
+    assert job.notes == [
+        ("Copies of grad_reduced differ in most tensors at once, so by design. A merge compares them by value.")
+    ]
+
+
+def test_groups_that_are_the_same_among_the_monitored_ranks_are_compared_together() -> None:
+    job = SimulatedJob(8, groups=[range(8), (0, 2, 4, 6), (1, 3, 5, 7)])
+    for rank in job.ranks:
+        rank.history.use((0, 2, 4))
+    for step in range(5):
+        job.step(step, {4: flipped(("param_origin", "a"), ("param_origin", "b1"))} if step == 3 else {})
+        job.turns(4)
+    (said,) = job.notes
+    assert said.startswith("Copies of param_origin differ in step 3: a, b1: rank 4 (node-4)")
+
+
 def test_a_step_in_which_a_rank_lacks_a_tensor_hides_no_later_fault_and_is_not_called_agreed() -> None:
     job = SimulatedJob(3)
     for step in range(12):
@@ -215,7 +272,7 @@ def test_what_one_group_calls_good_is_not_later_than_what_another_group_calls_wr
         job.turns(6)
     job.turns(6)
     (last,) = (said for said in job.notes if "differ in step 6: b: rank 2" in said)
-    assert "agree is 1; the checkpoint of step 1 is the last" in last
+    assert "agree is 1; the checkpoint of step 0 is the last" in last
 
 
 def test_where_two_of_four_copies_differ_the_others_say_which_is_odd_in_a_later_step() -> None:
@@ -281,7 +338,9 @@ def test_a_run_has_a_bounded_number_of_alerts() -> None:
     for step in range(2 * MOST_ALERTS):
         job.step(step, {step: flipped(("grad_reduced", "a"))})
         job.turns(4)
-    assert len(job.notes) == MOST_ALERTS
+    *alerts, end = job.notes
+    assert len(alerts) == MOST_ALERTS
+    assert end == f"Copies of grad_reduced were the last of {MOST_ALERTS} alerts: this rank compares no more."
 
 
 def test_steps_that_are_faster_than_the_looks_are_thinned_so_that_ranks_have_some_in_common() -> None:

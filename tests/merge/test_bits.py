@@ -13,6 +13,8 @@ import pytest
 from recorded_job import FORMATS, RecordedRank, merged, table, tensors
 from sink_rows import SIX_OPS, Measured
 
+from monitor.coordinator.manifest import Earlier
+from monitor.coordinator.manifest_format import WrongBits
 from monitor.merge.report import Report, summary
 from monitor.series import Placement, Shard
 
@@ -293,3 +295,26 @@ def test_a_whole_tensor_has_the_same_checksum_however_it_is_cut_also_with_empty_
 
 def test_a_tensor_in_parts_that_are_no_ranges_of_it_has_no_checksum(tmp_path: Path) -> None:
     assert merged_checksums(tmp_path, 3, flat=False, columns=7) == [None, None]
+
+
+def test_what_an_earlier_run_found_in_steps_that_were_done_again_is_forgotten_and_the_rest_keeps_its_host(
+    tmp_path: Path,
+) -> None:
+    found = [
+        WrongBits(
+            check="between steps",
+            step=step,
+            kind="param_origin",
+            names=("w",),
+            ranks=(0,),
+            said=f"wrong in {step}",
+            host="node-1",
+        )
+        for step in (3, 9)
+    ]
+    one = RecordedRank(tmp_path, earlier=Earlier(wrong_bits=tuple(found)))
+    for step in range(5, 12):
+        one.write(step, {"param_origin": [Measured("w", VALUES)]})
+    one.close()
+    told = bits(merged(tmp_path))["while_running"]
+    assert [(entry["step"], entry["host"], entry["said"]) for entry in told] == [(3, "node-1", "wrong in 3")]
