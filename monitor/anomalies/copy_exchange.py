@@ -12,7 +12,7 @@ unless there is one of another group.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -43,6 +43,9 @@ NAMED: Final = 5
 
 READ_AT_ONCE: Final = 100
 ALL_TENSORS: Final = 2**31
+LONG_APART: Final = 30
+"""Turns after which a rank whose training went back another number of times is said not to be compared."""
+
 MERGE_COMPARES: Final = "Copies are compared by trainermon merge afterwards."
 
 M = TypeVar("M", bound=Message)
@@ -101,6 +104,7 @@ class CopyExchange(StoreThread):
         self._hosts: dict[int, str] = {}
         self._alerts_left = MOST_ALERTS
         self._generation = 0
+        self._apart: Counter[int] = Counter()
         self._verdicts_of_all: list[CopyVerdict] = []
         self._board, self._board_text, self._board_turns = Board(), "", 0
 
@@ -237,6 +241,9 @@ class CopyExchange(StoreThread):
             if message is not None and message.generation == generation:
                 self._hosts[rank] = message.host
                 published[rank] = message.digests(group)
+                self._apart[rank] = 0
+            elif message is not None:
+                self._say_apart(rank)
             if count % READ_AT_ONCE == 0:
                 self.busy_since = None  # the store answers
                 if self._stopped.wait(READ_AT_ONCE * self.turn_s / led):
@@ -244,6 +251,13 @@ class CopyExchange(StoreThread):
                 self.busy_since = monotonic()
         if (found := comparison.next(published)) is not None:
             self._inquiry = _Inquiry(group, generation, found, self._participants(found), 0, ALL_TENSORS)
+
+    def _say_apart(self, rank: int) -> None:
+        """Note that a rank has long been in another pass: it lost the steps that show that training has gone back."""
+        self._apart[rank] += 1
+        if self._apart[rank] == LONG_APART:
+            said = f"Copies of rank {rank} are not compared: it has seen training go back another number of times."
+            self._alerts.note(f"copies of rank {rank}", said)
 
     def _participants(self, found: CopyDifference) -> Ranks:
         """The odd ranks, and one of those that agree."""

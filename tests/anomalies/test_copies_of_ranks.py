@@ -13,7 +13,7 @@ from evidence import examples
 from simulated_ranks import KINDS, SimulatedJob, flipped
 
 from monitor.anomalies.copies import CHUNKS, KEPT_STEPS, MOST_CHARACTERS
-from monitor.anomalies.copy_exchange import MOST_ALERTS, MOST_WAITING
+from monitor.anomalies.copy_exchange import LONG_APART, MOST_ALERTS, MOST_WAITING
 from monitor.anomalies.odd_copies import PATIENCE
 from monitor.coordinator.store import LocalStore
 
@@ -331,6 +331,19 @@ def test_the_event_of_a_wrong_copy_is_of_its_model_chunk() -> None:
     assert "differ in step 2: 1:b: rank 2" in job.notes[0]
     ((series, _),) = job.ranks[2].history.find(job.ranks[2].exchange.verdicts[0])
     assert (job.ranks[2].series[series].vpp_stage, job.ranks[2].series[series].name) == (1, "b")
+
+
+def test_a_rank_that_has_not_seen_training_go_back_is_said_not_to_be_compared() -> None:
+    job = SimulatedJob(3)
+    for step in range(12):
+        for rank in job.ranks:
+            if rank.number < 2 or step < 6:
+                rank.hold(step)
+        job.turns()
+    for step in range(7, 7 + LONG_APART + 3):
+        job.step(step)
+        job.turns()
+    assert job.notes == ["Copies of rank 2 are not compared: it has seen training go back another number of times."]
 
 
 def test_a_run_has_a_bounded_number_of_alerts() -> None:
