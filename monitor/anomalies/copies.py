@@ -277,6 +277,12 @@ class CopyHistory:
         with self._lock:
             return next((held.get((group, kind)) for number, _, held in self._steps if number == step), None)
 
+    def names(self, group: str, kind: str, order: str) -> tuple[str, ...]:
+        """The names of a group's tensors, by the digest of their order; none if this rank has others now."""
+        known = self._tensors.get(kind)
+        tensors = None if known is None else known[1].get(group)
+        return tensors.names if tensors is not None and tensors.order == order else ()
+
     def find(self, verdict: CopyVerdict) -> list[tuple[int, int]]:
         """Number of the series and call of each tensor that the verdict names, as far as they are still known."""
         part = self.part(verdict.group, verdict.step, verdict.kind)

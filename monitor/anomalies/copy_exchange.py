@@ -330,9 +330,8 @@ class CopyExchange(StoreThread):
             self._note(found, "differ in most tensors at once, so by design. A merge compares them by value")
         else:
             found = _by_tensors(found, {rank: one.numbers for rank, one in found_by.items()}, places)
-            part = self._history.part(inquiry.group, found.step, found.kind)
-            known = part is not None and part.tensors.order == answers[0].order
-            names = [part.tensors.names[inquiry.begin + place] for place in places[:NAMED]] if part and known else []
+            every = self._history.names(inquiry.group, found.kind, answers[0].order)
+            names = [every[inquiry.begin + place] for place in places[:NAMED]] if every else []
             comparison.accuse(found)
             self._accuse(inquiry, comparison, found, tuple(names), is_all=is_all)
             if comparison.is_over:

@@ -89,7 +89,7 @@ def test_copies_that_each_rank_rounds_in_its_own_way_are_called_design_and_no_ra
     for number in range(len(trials)):
         told = merged(directory / str(number)).told()
         assert told["bits"]["first"] == []
-        assert "param_updated" in told["bits"]["by_design"]
+        assert "param_origin" in told["bits"]["by_design"]
         notes = [one["note"] for one in told["notes"] if one["about"].startswith("copies")]
         assert notes
         assert all("so by design" in note for note in notes), notes
