@@ -111,9 +111,9 @@ class _Interval:
         if fresh and self._warnings < MOST_SAID:
             self._warnings += 1
             self._said.update(fresh)
-            names = ", ".join(self._name(one)[1] for one in list(fresh)[:NAMED]) + (", …" if len(fresh) > NAMED else "")
-            said = f"{what}: {names}. The memory of this device was corrupted, or something else wrote: {causes}."
             named = tuple(self._name(one)[1] for one in list(fresh)[:NAMED])
+            names = ", ".join(named) + (", …" if len(fresh) > NAMED else "")
+            said = f"{what}: {names}. The memory of this device was corrupted, or something else wrote: {causes}."
             self._alerts.say(
                 WrongBits(
                     check="between steps", step=step, kind=self._began_with, names=named, ranks=(self._alerts.rank,), said=said

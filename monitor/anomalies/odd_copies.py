@@ -71,7 +71,7 @@ class GroupComparison:
         self.good: int | None = None
         self.by_design: set[str] = set()
         self._done = -1
-        self._early: dict[str, list[int]] = {kind: [] for kind in CHECKED_KINDS}
+        self._compared: Counter[str] = Counter()  # steps, by kind
         self._settled: set[str] = set()  # kinds of the step that is being compared
         self._agreed = False
         self._unlike: Counter[str] = Counter()
@@ -116,7 +116,7 @@ class GroupComparison:
             if len(values) < 2:
                 self._settled.add(kind)
             elif not odd:
-                self._settle(step, kind)
+                self._settle(kind)
                 self._agreed = True
             elif agreeing or not self._wait_for_more(values):
                 all_unlike = len(values) >= ENOUGH and len(set(values.values())) == len(values)
@@ -137,12 +137,11 @@ class GroupComparison:
         alike = all(len(set(each)) == 1 and None not in each for each in values)
         return step > 0 and WEIGHTS in kinds and len(at_step) == len(self.ranks) and alike
 
-    def _settle(self, step: int, kind: str) -> None:
+    def _settle(self, kind: str) -> None:
         """The kind was compared in the step."""
         self._settled.add(kind)
         self._unlike[kind] = 0
-        if len(self._early[kind]) < EARLY:
-            self._early[kind].append(step)
+        self._compared[kind] += 1
 
     def _finish(self, step: int) -> None:
         if self._agreed and not self._missed:
@@ -158,17 +157,17 @@ class GroupComparison:
             differing: How many of ``total`` tensors, or equal parts of them, differ.
         """
         most = total >= ENOUGH and 2 * differing > total and not found.agreeing
-        early = len(self._early[found.kind]) < EARLY
+        early = self._compared[found.kind] < EARLY
         return most and (early or found.all_unlike or bool(self.by_design))
 
     def take_for_design(self, found: CopyDifference) -> None:
         """Compare the kind no more."""
-        self._settle(found.step, found.kind)
+        self._settle(found.kind)
         self.by_design.add(found.kind)
 
     def accuse(self, found: CopyDifference) -> None:
         """Leave out the odd ranks from now on: what differs later follows from this."""
-        self._settle(found.step, found.kind)
+        self._settle(found.kind)
         self._odd.update(found.odd)
         self._missed = True
 
@@ -234,9 +233,9 @@ def suspect(about: Mapping[str, Any]) -> str:
     wrong = first["odd_ranks"] if first["agreeing"] else first.get("changed_on", ())
     named = zip(first["odd_ranks"], first["hosts"], strict=True)
     hosts = dict.fromkeys(host for rank, host in named if host and rank in wrong)
-    drain = f"take {', '.join(list(hosts)[:8])} out of the job; " if hosts else ""
+    leave = f"take {', '.join(list(hosts)[:8])} out of the job; " if hosts else ""
     so_far = "so far " if about.get("so_far") else ""
     last = f"{so_far}the last step in which all compared copies agree is {until}"
     agreed = "no earlier step was compared" if until is None else last
     known = "no checkpoint is" if good is None else f"the checkpoint of step {good} is the last that is"
-    return f"{drain}{agreed}; {known} known to be good"
+    return f"{leave}{agreed}; {known} known to be good"

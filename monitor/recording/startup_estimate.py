@@ -133,8 +133,8 @@ def _unchecked(config: MonitorConfig) -> Iterator[str]:
     """What an explicit ``replica_check`` does not check."""
     if not (config.param_distribution or config.wg_distribution or config.mv_distribution):
         yield (
-            "replica_check has nothing to compare: it compares weights, reduced gradients and moments, and none of them is "
-            'recorded. Set "param_distribution", "wg_distribution" or "mv_distribution": true.'
+            "replica_check has nothing to compare. It compares weights, reduced gradients and moments, and this configuration "
+            'records none of these. Set "param_distribution", "wg_distribution" or "mv_distribution": true.'
         )
     elif not config.param_distribution:
         yield 'replica_check does not see a wrong weight, because no weights are recorded. Set "param_distribution": true.'
