@@ -32,10 +32,14 @@ def in_c(name: str, source: str, *arguments: str, depends: tuple[str, ...] = ())
 # Vectors, and the same bits wherever they are computed: no product is fused into a sum, and nothing else is rearranged.
 KERNEL = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
+HEADER = "monitor/stats/host_kernel.h"
+
 setup(
     ext_modules=[
-        in_c("monitor.stats._host_kernel", "monitor/stats/host_kernel.c", *KERNEL, depends=("monitor/stats/host_pass.h",)),
+        in_c("monitor.stats._host_kernel", "monitor/stats/host_kernel.c", *KERNEL, depends=("monitor/stats/host_pass.h", HEADER)),
         in_c("monitor.sinks._lines", "monitor/sinks/lines.c", "-O2"),
+        # It relies on the GIL.
+        *([in_c("monitor.pytorch._fast_path", "monitor/pytorch/fast_path.c", "-O2", depends=(HEADER,))] if STABLE_ABI else []),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE_ABI else {},
 )

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from models import WORKLOADS, Workload
+from models import Workload, workload
 from stepping import UNMONITORED
+from torch import nn
 from torch.nn import functional as F
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "demo"))
@@ -43,13 +44,22 @@ class Training:
     def __init__(self, workload: Workload) -> None:
         torch.manual_seed(0)
         self.model = GPT(GPTConfig(**workload.shape))
+        self.micro_steps = workload.micro_steps
+        self._compiled = workload.compiled
+        self._called: nn.Module = self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         batch = torch.randint(workload.shape["vocabulary"], (workload.batch, workload.shape["context"] + 1))
         self._tokens, self._following = batch[:, :-1], batch[:, 1:].flatten()
 
+    def compile(self) -> None:
+        """Compile the model, if the workload says so. Hooks are in place by then."""
+        if self._compiled:
+            self._called = torch.compile(self.model)
+
     def step(self) -> torch.Tensor:
-        loss = F.cross_entropy(self.model(self._tokens).flatten(0, 1), self._following)
-        loss.backward()
+        for _ in range(self.micro_steps):
+            loss = F.cross_entropy(self._called(self._tokens).flatten(0, 1), self._following)
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -75,8 +85,9 @@ def main() -> None:
     arguments = parse_arguments()
     replies = take_standard_output()
     torch.set_num_threads(1)
-    training = Training(WORKLOADS[arguments.workload])
+    training = Training(workload(arguments.workload))
     close = attach(arguments.monitor, arguments.config, training)
+    training.compile()
     reply(replies, parameters=sum(p.numel() for p in training.model.parameters()), torch=torch.__version__)
     serve(sys.stdin, replies, training, close)
 
@@ -93,7 +104,7 @@ def attach(monitor: str, config: str, training: Training) -> Callable[[], None]:
     if monitor == UNMONITORED:
         return lambda: None
     watching = importlib.import_module(MONITORS[monitor]).TrainerMon(config, params_have_main_grad=False)
-    watching.set_monitor(training.model, grad_acc_steps=1, optimizer=training.optimizer)
+    watching.set_monitor(training.model, grad_acc_steps=training.micro_steps, optimizer=training.optimizer)
     # The peer writes within the step and has nothing to close.
     return getattr(watching, "close", lambda: None)
 
@@ -135,7 +146,7 @@ def reply(replies: TextIO, **fields: Any) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("workload", help="see models.py")
     parser.add_argument("monitor", choices=[UNMONITORED, *MONITORS])
     parser.add_argument("config", help="the monitor's JSON file")
     return parser.parse_args()

@@ -26,6 +26,7 @@ class MindSporeFactories:
     optimizer_expected: str = "an optimizer of mindspore.nn or mindspore.experimental.optim"
     framework_of = staticmethod(framework_of)
     new_reader = MindSporeTensorReader
+    new_plans = staticmethod(lambda _watcher: None)
     new_gradients = MindSporeGradients
     new_updates = staticmethod(new_updates)
     communication = staticmethod(communication)

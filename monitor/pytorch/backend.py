@@ -7,6 +7,7 @@ from monitor.pytorch.collectives.recording import communication
 from monitor.pytorch.features import reading
 from monitor.pytorch.frameworks.framework import framework_of
 from monitor.pytorch.gradients import TorchGradients
+from monitor.pytorch.plans import new_plans
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.pytorch.updates import new_updates
 from monitor.recording.backend import RecordingBackend
@@ -18,6 +19,7 @@ class TorchFactories:
     optimizer_expected: str = "a torch.optim.Optimizer, or a wrapper that keeps one in `.optimizer`"
     framework_of = staticmethod(framework_of)
     new_reader = TorchTensorReader
+    new_plans = staticmethod(new_plans)
     new_gradients = TorchGradients
     new_updates = staticmethod(new_updates)
     communication = staticmethod(communication)

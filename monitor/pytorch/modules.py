@@ -175,7 +175,7 @@ class CompiledModule:
 
     def __init__(self, watcher: ModuleWatcher) -> None:
         self._watcher = watcher
-        self._collector, self._clock = watcher.collector, watcher.collector.clock
+        self._collector, self._clock, self._gate = watcher.collector, watcher.collector.clock, watcher.collector.gate
         self._recorder = watcher.collector.recorder
         self._reader = cast(TorchTensorReader, self._recorder.reader)
 
@@ -213,7 +213,7 @@ class CompiledModule:
 
     def sees_gradient(self, gradient: Tensor, call: CompiledCall, tag: Tensor, slot: str, value: int) -> None:
         micro_step, number = call.call.place
-        if self._watcher.is_attached and (not tag.is_cpu or self._collector.belongs(call.step)):
+        if self._gate.attached and (not tag.is_cpu or self._gate.belongs(call.step)):
             series = self._watcher.series("actv_grad", slot, number, gradient)
             self._reader.record_value(series, gradient, micro_step, value, tag)
 

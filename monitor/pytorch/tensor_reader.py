@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from monitor.pytorch.compiled.operators import NO_VALUE
+from monitor.pytorch.fast_path import Reader, ReadTensor
 from monitor.recording.recorder import Device, LiveRows, RecordedSeries
 from monitor.series import NO_MICRO_STEP, SeriesTable
 from monitor.stats.host.array_kernel import Reduce
+from monitor.stats.ops import Epsilon
 from monitor.stats.table import NOT_AN_ALIAS, HostPage, Page, PageMemory, RowSlot
 from monitor.stats.torch.device_kernel import count_magnitudes, count_magnitudes_on_device
 from monitor.stats.torch.dispatch import ListedTensor, reduce_into, reduce_listed
@@ -101,35 +103,42 @@ MAX_SEEN: Final = 8192
 """Tensors remembered for aliases. Forgetting one costs a second read of it, no more."""
 
 
-class _ReadTensor:
-    """A tensor that was read, and its row."""
+class TorchTensorReader(Reader):
+    """Reads tensors of torch into rows. Every hook calls it.
 
-    __slots__ = ("layout", "row", "tensor", "version")
-
-    def __init__(self, tensor: Tensor, version: Version, row: int, layout: int) -> None:
-        self.tensor = weakref.ref(tensor)
-        self.version = version
-        self.row = row
-        self.layout = layout
-
-
-class TorchTensorReader:
-    """Reads tensors of torch into rows. Every hook calls it."""
+    ``record`` and ``record_all`` are those of ``Reader``: the code in C if it is there. What is not ordinary comes to
+    ``record_in_python`` and ``record_all_in_python``.
+    """
 
     def __init__(
         self, series: SeriesTable, eps: float, *, magnitudes: bool = False, higher: bool = False, check_sums: bool = False
     ) -> None:
         self.rows = LiveRows(series, _new_memory)
-        self.magnitudes = magnitudes
+        self._magnitudes = magnitudes
         self.device_steps = DeviceSteps()
         self._lock, self._table = self.rows.lock, self.rows.table
-        self._seen: dict[int, _ReadTensor] = {}
+        self._seen: dict[int, ReadTensor] = {}
+        self._share(self._table, {}, self._seen, HOST, self._lock)
         self.take_kernels(eps, higher=higher, check_sums=check_sums)
 
     def take_kernels(self, eps: float, *, higher: bool, check_sums: bool) -> None:
         self.eps, self.higher, self.check_sums = eps, higher, check_sums
         self.host = TorchHostKernel(eps, higher=higher, check_sums=check_sums)
         self._checking_host = self.host if check_sums else TorchHostKernel(eps, higher=higher, check_sums=True)
+        self._tell()
+
+    @property
+    def magnitudes(self) -> bool:
+        return self._magnitudes
+
+    @magnitudes.setter
+    def magnitudes(self, wanted: bool) -> None:
+        self._magnitudes = wanted
+        self._tell()
+
+    def _tell(self) -> None:
+        narrow, wide = (Epsilon.of(self.eps, precision).bound for precision in (np.float32, np.float64))
+        self._measure(narrow, wide, self.higher, self.check_sums, self.host.plain is not None and not self._magnitudes)
 
     def activate(self, active: bool) -> None:
         self.device_steps.step_begins(active)
@@ -145,7 +154,7 @@ class TorchTensorReader:
         if not tag.is_cpu and self.device_steps.captures(tag.device) and self.device_steps.has(tag.device, chunk):
             tag.copy_(self.device_steps.micro_step(tag.device, chunk))
 
-    def record(self, watched: RecordedSeries, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
+    def record_in_python(self, watched: RecordedSeries, x: Tensor, micro_step: int, aliases: bool) -> None:
         address = plain_address(x)
         if not address and not has_data(x):
             return
@@ -176,7 +185,7 @@ class TorchTensorReader:
                 version = None if value == NO_VALUE else (value, _version(x))
                 self._record(watched, x, micro_step, address=address, version=version)
 
-    def record_all(
+    def record_all_in_python(
         self, items: Sequence[tuple[RecordedSeries, Tensor]], failed: Callable[[RecordedSeries, Exception], None]
     ) -> None:
         with self._lock:
@@ -323,7 +332,7 @@ class TorchTensorReader:
     def _remember(self, x: Tensor, version: Version, row: int, layout: int) -> None:
         if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
-        self._seen[id(x)] = _ReadTensor(x, version, row, layout)
+        self._seen[id(x)] = ReadTensor(x, version, row, layout)
 
 
 def _new_memory(rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:

@@ -17,7 +17,7 @@ from monitor.recording.recorder import RecordedSeries, Recorder, SeenModule
 from monitor.recording.step_clock import Clock
 from monitor.recording.tensor_paths import HiddenError, TensorPath, hidden_result
 from monitor.selection import ModuleSelection, TensorChoice
-from monitor.series import Series
+from monitor.series import Placement, Series
 
 ADVICE = "The rows of this module are missing."
 
@@ -120,6 +120,28 @@ class CallsOfStep(Protocol):
         """The root's forward failed: count the calls of the micro-step from 0 again."""
 
 
+class CallPlans(Protocol):
+    """Does what ``ModuleWatcher`` does for one module, faster, where a call is like an earlier one.
+
+    Each method returns False, or None, if it has not done the work.
+    """
+
+    def record_inputs(self, call: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Record the arguments of a call."""
+
+    def find_targets(self, call: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Set ``call.targets``."""
+
+    def record_result(self, call: ModuleCall, result: Any) -> bool:
+        """Record the result of a call."""
+
+    def watch_result(self, call: ModuleCall, result: Any) -> bool:
+        """Record the gradients of the result when they come."""
+
+    def follow_inputs(self, call: ModuleCall, result: Any) -> list[Removable] | None:
+        """Record the gradients that the call passes to its inputs. Returns the handles of hooks that may outlive the graph."""
+
+
 class CallHooks(Protocol):
     """Hooks the modules of one ``ModuleCollector``. The adapter that a framework implements."""
 
@@ -156,6 +178,47 @@ class CallHooks(Protocol):
 
 
 @final
+class GradientGate:
+    """Takes gradients of activations while their step lasts.
+
+    Hooks on a graph exist as long as the graph, which may outlive the model: so the gate refers to no module.
+
+    Attributes:
+        attached: Whether gradients are still recorded.
+        take: Records a gradient, from its series, the gradient, its step and micro-step. Does not raise.
+    """
+
+    def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, placement: Callable[[Any], Placement]) -> None:
+        self.attached = True
+        self.recorder = recorder
+        self.clock = clock
+        self._failures = failures
+        self._placement = placement
+
+    def belongs(self, step: int) -> bool:
+        """Whether a gradient of ``step`` arrives in time. After its step was sealed, a gradient has no row."""
+        if self.clock.step != step:
+            self._failures.warn("late gradients", "A backward ran after its optimizer step. Its gradients are not recorded.")
+            return False
+        return self.recorder.active
+
+    def take(self, watched: RecordedSeries, gradient: Any, step: int, micro_step: int) -> None:
+        """Record a gradient that belongs to ``step``. Does not raise."""
+        take = self._failures.guarded("reading gradients of activations", self._take, ADVICE, of=watched.series.name)
+        take(watched, gradient, step, micro_step)
+
+    def place(self, watched: RecordedSeries, seen: Any) -> None:
+        """Set the placement of a series that has no rows yet, as a tensor shows it."""
+        if not watched.slots:
+            self.recorder.table.series.place(watched.series, self._placement(seen))
+
+    def _take(self, watched: RecordedSeries, gradient: Any, step: int, micro_step: int) -> None:
+        if self.belongs(step):
+            self.place(watched, gradient)
+            self.recorder.record(watched, gradient, micro_step)
+
+
+@final
 class ModuleWatcher:
     """The hooks of one module.
 
@@ -164,7 +227,6 @@ class ModuleWatcher:
     Attributes:
         calls: Counts the calls in the step in progress; None before the first.
         open_calls: The calls that have begun and not ended, by thread. None is a call that is not recorded.
-        is_attached: Whether gradients are still recorded. Hooks on a graph exist as long as the graph.
     """
 
     def __init__(self, module: Any, name: str, chunk: int, wanted: ModuleSelection, collector: ModuleCollector) -> None:
@@ -174,16 +236,17 @@ class ModuleWatcher:
         self.wanted = wanted
         self.collector = collector
         self._micro_steps = tuple(range(collector.clock.micro_steps))
-        self._tensors, self._graph = collector.backend.tensors, collector.backend.autograd
-        self._leaves, self._repeating = self._tensors.paths, collector.backend.modules.repeating
+        self._graph, self._leaves = collector.backend.autograd, collector.backend.tensors.paths
+        self._repeating = collector.backend.modules.repeating
         self._recorder = collector.recorder
         self._clock = collector.clock
         self._watched: dict[tuple[str, str, int], RecordedSeries] = {}
         self.calls: Calls | None = None
         self.open_calls: dict[int, list[ModuleCall | None]] = {}
-        self.is_attached = True
         self._wants_grads = wanted.input_grad.wanted or wanted.output_grad.wanted
         self._forget: Callable[[], None] | None = None
+        self._gate = collector.gate
+        self._plans = collector.backend.factories.new_plans(self)
 
     def attach(self, adapter: CallHooks, hooks: HookSet) -> None:
         """Register the forward pre-hook and the forward hook."""
@@ -221,13 +284,14 @@ class ModuleWatcher:
         self.open_calls.setdefault(thread, []).append(call)
         if call is None:
             return
-        leaves = self._leaves.inputs(args, kwargs)
-        found = len(args) + len(kwargs)
-        if call.records_forward and self.wanted.input.wanted:
-            self._record_forward("input", self.fitting("input", self.wanted.input, found), leaves, call)
+        plans = self._plans
+        if call.records_forward and self.wanted.input.wanted and not (plans and plans.record_inputs(call, args, kwargs)):
+            choice = self.fitting("input", self.wanted.input, len(args) + len(kwargs))
+            self._record_forward("input", choice, self._leaves.inputs(args, kwargs), call)
         if self._wants_grads and self._graph.recording():
-            if self.wanted.input_grad.wanted:
-                choice = self.fitting("input_grad", self.wanted.input_grad, found)
+            if self.wanted.input_grad.wanted and not (plans and plans.find_targets(call, args, kwargs)):
+                choice = self.fitting("input_grad", self.wanted.input_grad, len(args) + len(kwargs))
+                leaves = self._leaves.inputs(args, kwargs)
                 inputs = [(leaf.tensor, "input" + leaf.suffix, choice.takes(leaf.position)) for leaf in leaves]
                 call.targets = slots_of(self._graph, inputs, "input_")
             call.start = self._graph.sequence_nr()
@@ -238,14 +302,19 @@ class ModuleWatcher:
         if not opened or module is not self.module:
             return
         call = opened.pop()
-        leaves = self._leaves.outputs(result)
-        if call is None or not leaves or not self._recorder.active:
+        if call is None or not self._recorder.active:
             return
-        found = self._leaves.length(result)
-        if call.records_forward and self.wanted.output.wanted:
-            self._record_forward("output", self.fitting("output", self.wanted.output, found), leaves, call)
-        if self._wants_grads and self._graph.recording():
-            self._watch_gradients(call, leaves, found, result)
+        plans = self._plans
+        if call.records_forward and self.wanted.output.wanted and not (plans and plans.record_result(call, result)):
+            choice = self.fitting_result("output", self.wanted.output, result)
+            self._record_forward("output", choice, self._leaves.outputs(result), call)
+        if not self._wants_grads or not self._graph.recording():
+            return
+        if self.wanted.output_grad.wanted and not (plans and plans.watch_result(call, result)):
+            self._watch_result(call, result)
+        if call.targets:
+            handles = plans.follow_inputs(call, result) if plans else None
+            self.collector.until_step_ends(self._follow_inputs(call, result) if handles is None else handles)
 
     def begin(self) -> ModuleCall | None:
         """The call that begins now; None if it is not recorded."""
@@ -265,23 +334,16 @@ class ModuleWatcher:
                 watched = self.series("actv", direction + leaf.suffix, call.place.call, leaf.tensor)
                 self._recorder.record(watched, leaf.tensor, call.place.micro_step)
 
-    def _watch_gradients(self, call: ModuleCall, leaves: list[TensorPath], found: int, result: Any) -> None:
-        outputs = [leaf for leaf in leaves if self._graph.requires_grad(leaf.tensor)]
-        handles: list[Removable] = []
-        if self.wanted.output_grad.wanted:
-            for leaf in self._differentiable(self.fitting("output_grad", self.wanted.output_grad, found), outputs):
+    def _watch_result(self, call: ModuleCall, result: Any) -> None:
+        choice = self.fitting_result("output_grad", self.wanted.output_grad, result)
+        for leaf in self._leaves.outputs(result):
+            if self._graph.requires_grad(leaf.tensor) and choice.takes(leaf.position):
                 write = self._result_writer(leaf, call)
-                handles += follow_result(self._graph, leaf.tensor, call.start, write)
-        if call.targets:
-            writer = partial(self._writer, place=call.place)
-            results = self._all_results(outputs, result)
-            handles += self._follow_inputs(call, results, writer)
-        self.collector.until_step_ends(handles)
+                self.collector.until_step_ends(follow_result(self._graph, leaf.tensor, call.start, write))
 
-    def _follow_inputs(
-        self, call: ModuleCall, results: list[Any], writer: Callable[[str], Callable[[Any], None]]
-    ) -> list[Removable]:
-        others_call = len(self.collector.threads) > 1
+    def _follow_inputs(self, call: ModuleCall, result: Any) -> list[Removable]:
+        others_call, writer = len(self.collector.threads) > 1, partial(self._writer, place=call.place)
+        results = self._all_results(result)
         try:
             return follow_inputs(self._graph, call.targets, call.start, results, writer, others_call=others_call)
         except SeveralThreadsError:
@@ -301,11 +363,13 @@ class ModuleWatcher:
 
         return write_own
 
-    def _all_results(self, outputs: list[TensorPath], result: Any) -> list[Any]:
+    def _all_results(self, result: Any) -> list[Any]:
         """All tensors with a gradient in the result of a call. Empty if some cannot be found: the gradients of inputs would
         then be too small, and are not recorded.
         """
-        results = [leaf.tensor for leaf in outputs]
+        results = [leaf.tensor for leaf in self._leaves.outputs(result) if self._graph.requires_grad(leaf.tensor)]
+        if not results:
+            return []
         try:
             held = self._leaves.held(result)
         except HiddenError as error:
@@ -315,29 +379,33 @@ class ModuleWatcher:
         return results + [x for x in held if id(x) not in known and self._graph.requires_grad(x)]
 
     def _writer(self, slot: str, place: CallIndex) -> Callable[[Any], None]:
-        step, (micro_step, number) = self._clock.step, place
+        gate, step, (micro_step, number) = self._gate, self._clock.step, place
+        watched = self.expected("actv_grad", slot, number)
 
         def write(gradient: Any) -> None:
             # A function may return no gradient for an input. Hooks then receive None.
-            if gradient is not None and self.is_attached and self.collector.belongs(step):
-                self._recorder.record(self.series("actv_grad", slot, number, gradient), gradient, micro_step)
+            if gradient is not None and gate.attached:
+                gate.take(watched, gradient, step, micro_step)
 
-        guarded: Callable[[Any], None] = self.collector.failures.guarded(
-            "reading gradients of activations", write, ADVICE, of=self.name
-        )
-        return guarded
+        return write
 
-    def series(self, kind: str, slot: str, call: int, seen: Any) -> RecordedSeries:
-        """The series of one tensor of a call."""
+    def expected(self, kind: str, slot: str, call: int) -> RecordedSeries:
+        """The series of one tensor of a call, which may not be there yet."""
         watched = self._watched.get((kind, slot, call))
         if watched is None:
             name = f"{self.name}.{slot}" + (f"#{call}" if call else "")
             watched = self._watched[kind, slot, call] = RecordedSeries(Series(kind, self.chunk, name), self._micro_steps)
-            self._recorder.table.series.place(watched.series, self._tensors.activation_placement(seen))
         return watched
 
-    def _differentiable(self, choice: TensorChoice, leaves: list[TensorPath]) -> list[TensorPath]:
-        return [leaf for leaf in leaves if self._graph.requires_grad(leaf.tensor) and choice.takes(leaf.position)]
+    def series(self, kind: str, slot: str, call: int, seen: Any) -> RecordedSeries:
+        """The series of one tensor of a call, which is there."""
+        watched = self.expected(kind, slot, call)
+        self._gate.place(watched, seen)
+        return watched
+
+    def fitting_result(self, slot: str, choice: TensorChoice, result: Any) -> TensorChoice:
+        """``fitting`` for a result. A result without tensors fits: a call that raised has none."""
+        return self.fitting(slot, choice, self._leaves.length(result)) if self._leaves.outputs(result) else choice
 
     def fitting(self, slot: str, choice: TensorChoice, found: int) -> TensorChoice:
         """The choice; all tensors if a target expects another number of tensors than the call has."""
@@ -359,6 +427,7 @@ class ModuleCollector:
         threads: The threads that have called modules in this step.
         roots: The roots by chunk.
         repetitions: Creates the ``Repetitions`` of one module in one step.
+        gate: Takes the gradients of all modules.
     """
 
     def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: RecordingBackend) -> None:
@@ -366,6 +435,7 @@ class ModuleCollector:
         self.recorder = recorder
         self.clock = clock
         self.failures = failures
+        self.gate = GradientGate(recorder, clock, failures, backend.tensors.activation_placement)
         self.tracking = [True] * clock.chunks
         self.threads: set[int] = set()
         self.roots: dict[int, Any] = {}
@@ -418,13 +488,6 @@ class ModuleCollector:
         """Register a watcher whose module is called for the first time in this step."""
         self._called.append(watcher)
 
-    def belongs(self, step: int) -> bool:
-        """Whether a gradient of ``step`` arrives in time. After its step was sealed, a gradient has no row."""
-        if self.clock.step != step:
-            self.failures.warn("late gradients", "A backward ran after its optimizer step. Its gradients are not recorded.")
-            return False
-        return self.recorder.active
-
     def micro_steps_of(self, leaf: Any) -> set[int]:
         """The micro-steps of this step in which a leaf tensor was a result."""
         return self._leaves.setdefault(self.backend.autograd.gradient_target(leaf), set())
@@ -460,8 +523,7 @@ class ModuleCollector:
         """Remove the hooks of all modules. Micro-steps are still counted."""
         self._hooks.remove()
         self.end_step()
-        for watcher in self._watchers:
-            watcher.is_attached = False
+        self.gate.attached = False
         self._watchers.clear()
 
     def remove(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 if TYPE_CHECKING:
     from monitor.config.model import CcDistribution
     from monitor.failures import Failures
-    from monitor.recording.activations import CallHooks, ModuleCollector
+    from monitor.recording.activations import CallHooks, CallPlans, ModuleCollector, ModuleWatcher
     from monitor.recording.attached_model import Attached, NamedParameter, NamedParts
     from monitor.recording.collectives import Communication
     from monitor.recording.features.reading import FeatureReading
@@ -322,6 +322,9 @@ class Factories(Protocol):
     def new_reader(
         self, series: SeriesTable, eps: float, *, magnitudes: bool, higher: bool, check_sums: bool
     ) -> TensorReader: ...
+
+    def new_plans(self, watcher: ModuleWatcher) -> CallPlans | None:
+        """Faster ways for the calls of a module; None if there are none."""
 
     def new_gradients(self, rows: GradientRows) -> GradientSource:
         """Take gradients from now on, and record them in ``rows``."""

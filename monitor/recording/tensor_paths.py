@@ -31,7 +31,8 @@ NO_TENSORS: Final[tuple[type, ...]] = (
 )
 """Classes whose objects hold no tensors that were computed in a call."""
 
-_SIMPLE: Final = frozenset({int, float, bool, str, type(None)})
+SIMPLE: Final = frozenset({int, float, bool, str, type(None)})
+"""Classes of most values that are no tensors, and hold none."""
 _SEQUENCES: Final = frozenset({tuple, list})
 _ITERABLE: Final = (tuple, list, set, frozenset, deque)
 _BASES: Final = (OrderedDict, defaultdict, dict, *_ITERABLE, object)
@@ -66,7 +67,7 @@ def tensors_in(result: Any, tensor: type, without: tuple[type, ...]) -> list[Any
     while stack:
         value = stack.pop()
         kind = type(value)
-        if kind in _SIMPLE:
+        if kind in SIMPLE:
             continue
         if isinstance(value, tensor):
             found[id(value)] = value

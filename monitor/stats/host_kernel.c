@@ -10,6 +10,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "host_kernel.h"
+
 #ifdef __FAST_MATH__
 #error "This code needs NaN and Inf: compile it without -ffast-math. The package also works without this module."
 #endif
@@ -19,8 +21,6 @@
 #else
 #define INLINE inline
 #endif
-
-enum format { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, FORMATS };
 
 static const size_t BYTES[FORMATS] = {4, 8, 2, 2};
 
@@ -32,8 +32,6 @@ static const size_t BYTES[FORMATS] = {4, 8, 2, 2};
 #define LEAST_SPREAD 1e-4         /* least ratio of spread to squares at which their difference has eleven digits */
 #define LEAST_VARIANCE 1e-140     /* least mean square at which sums of fourth powers have all digits */
 #define RELEASED ((size_t)1 << 20) /* least number of elements for which Python's lock is released */
-
-enum { HIGHER = 1, CHECK_SUMS = 2 }; /* what is wanted beside the other columns */
 
 static INLINE float float_of(uint32_t bits) {
     float v;
@@ -331,7 +329,15 @@ static PyMethodDef METHODS[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static const struct host_kernel SHARED = {COLUMNS, reduce_into_row};
+
 static int prepare(PyObject *module) {
+    PyObject *shared = PyCapsule_New((void *)&SHARED, KERNEL_CAPSULE, NULL);
+    int added = shared == NULL ? -1 : PyModule_AddObjectRef(module, "KERNEL", shared);
+    Py_XDECREF(shared);
+    if (added < 0) {
+        return -1;
+    }
 #if defined(__GNUC__) && defined(__x86_64__)
     __builtin_cpu_init();
 #endif

@@ -14,6 +14,7 @@ is still a measurement.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -106,12 +107,14 @@ class RowSlot:
         local_row: First row within the page.
         row: First row within the table.
         rows: Number of rows.
+        native: For code in C: the address of the first row's numbers, ``row`` and ``rows``. Empty if they are not in host memory.
     """
 
     page: Page
     local_row: int
     row: int
     rows: int
+    native: bytes = b""
 
 
 @dataclass(slots=True)
@@ -140,6 +143,10 @@ class HostColumns:
     def copy_from(self, other: HostColumns, rows: int) -> None:
         for name in ("order", "layout", "alias", "alias_order", "captured_order"):
             getattr(self, name)[:rows] = getattr(other, name)[:rows]
+
+    def addresses(self) -> tuple[int, int, int, int]:
+        """The addresses of ``order``, ``layout``, ``alias`` and ``alias_order``."""
+        return self.order.ctypes.data, self.layout.ctypes.data, self.alias.ctypes.data, self.alias_order.ctypes.data
 
     @property
     def nbytes(self) -> int:
@@ -191,18 +198,29 @@ class StatsTable:
 
     Attributes:
         row_order: The order of the step that was read last. Used by the writer only.
+        native: For code in C: the addresses of the columns that ``note`` fills in, and of the number of writes.
     """
 
     def __init__(self, series: SeriesTable) -> None:
         self.series = series
         self.layouts: list[TensorLayout] = []
         self.pages: list[Page] = []
-        self.columns = HostColumns.of(0)
         self.identity = RowIdentity.of(0)
-        self.writes = 0
         self.row_order: RowOrder | None = None
-        self._order, self._layout, self._alias = self.columns.cells()
+        self._count: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
+        self._writes = self._count.data
+        self._use(HostColumns.of(0))
         self._layout_index: dict[tuple[object, object], int] = {}
+
+    def _use(self, columns: HostColumns) -> None:
+        self.columns = columns
+        self._order, self._layout, self._alias = columns.cells()
+        self.native = struct.pack("5q", *columns.addresses(), self._count.ctypes.data)
+
+    @property
+    def writes(self) -> int:
+        """The number of writes in this step so far."""
+        return self._writes[0]
 
     @property
     def rows(self) -> int:
@@ -221,7 +239,9 @@ class StatsTable:
 
     def allot(self, page: Page, series: Series, micro_steps: Sequence[int]) -> RowSlot:
         """Reserve the next free rows of ``page`` for a series: one for each of ``micro_steps``."""
-        slot = RowSlot(page, page.used, page.first_row + page.used, len(micro_steps))
+        row, count = page.first_row + page.used, len(micro_steps)
+        native = struct.pack("3q", page.memory.address(page.used), row, count) if isinstance(page.memory, HostPage) else b""
+        slot = RowSlot(page, page.used, row, count, native)
         page.used += len(micro_steps)
         rows = slice(slot.row, slot.row + slot.rows)
         self.identity.series[rows] = self.series.index_of(series)
@@ -233,8 +253,7 @@ class StatsTable:
         """Append a page. Earlier pages do not move."""
         page = Page(memory, self.rows, rows)
         self.pages.append(page)
-        self.columns = self.columns.grown(page.first_row + rows)
-        self._order, self._layout, self._alias = self.columns.cells()
+        self._use(self.columns.grown(page.first_row + rows))
         self.identity = self.identity.grown(page.first_row + rows)
         return page
 
@@ -248,8 +267,7 @@ class StatsTable:
 
     def note(self, row: int, layout: int, alias: int = NOT_AN_ALIAS) -> None:
         """Fill in the host columns of a row that was just written, or that is an alias of the row ``alias``."""
-        self.writes += 1
-        self._order[row] = self.writes
+        self._writes[0] = self._order[row] = self._writes[0] + 1
         self._layout[row] = layout
         self._alias[row] = alias
         if alias != NOT_AN_ALIAS:
@@ -264,8 +282,8 @@ class StatsTable:
 
     def next_order(self) -> int:
         """The position in this step's order for a row that is noted later: see ``note_rows``."""
-        self.writes += 1
-        return self.writes
+        self._writes[0] += 1
+        return self._writes[0]
 
     def note_rows(self, rows: NDArray[np.int64], orders: NDArray[np.int64], layouts: NDArray[np.int64]) -> None:
         """Fill in the host columns of rows measured earlier, each with the order that ``next_order`` returned then."""
@@ -288,7 +306,7 @@ class StatsTable:
 
     def _start_step(self) -> None:
         self.columns.order[: self.used] = 0
-        self.writes = 0
+        self._writes[0] = 0
 
     def kinds_now(self) -> dict[str, KindRows]:
         """The rows measured so far in the current step. Waits for the device."""
@@ -609,6 +627,10 @@ class HostPage:
     def __init__(self, rows: int, columns: int = len(COLUMNS), cleared: int | slice = WRITES) -> None:
         self.numbers: Floats = np.zeros((rows, columns))
         self.cleared = cleared
+
+    def address(self, row: int) -> int:
+        """The address of a row."""
+        return self.numbers.ctypes.data + row * self.numbers.strides[0]
 
     def new_copy(self) -> PageCopy:
         return HostPageCopy(self)

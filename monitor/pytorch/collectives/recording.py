@@ -119,8 +119,7 @@ class TorchOperatorCalls:
     def _note(self, call: CollectiveCall, x: Tensor) -> None:
         """Register the tensor just copied as the next one of ``call``."""
         table = self._recorder.table
-        table.writes += 1
-        self._staged.append((call, call.read, table.writes, x.shape))
+        self._staged.append((call, call.read, table.next_order(), x.shape))
         call.read += 1
 
     def _read(self, call: CollectiveCall, tensors: Sequence[Tensor], versions: Sequence[int | None] = ()) -> bool:

@@ -1,0 +1,97 @@
+"""The ordinary way from torch's hooks to rows, in C (``fast_path.c``), and in Python where that was not built.
+
+Ordinary are dense tensors of floats in host memory. The code in C needs DLPack's exchange of tensors (torch 2.10), and relies on the
+GIL. ``MONITOR_NATIVE=0`` switches it off.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.modules._functions import BackwardHookFunction
+
+from monitor.recording.recorder import RecordedSeries
+from monitor.stats.table import StatsTable
+
+try:
+    from monitor.pytorch import _fast_path
+except ImportError:
+    _fast_path = None  # type: ignore[assignment]
+
+
+def _can_be_used() -> bool:
+    """Whether this version of torch has all that the code in C needs."""
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    is_lazy_copy = getattr(torch._C, "_is_cow_tensor", None)
+    if _fast_path is None or exchange is None or is_lazy_copy is None:
+        return False
+    accumulation, forwarding = torch._C._functions.AccumulateGrad, BackwardHookFunction._backward_cls
+    sequence_nr = torch._C._autograd._get_sequence_nr
+    found = exchange, Tensor, torch.nn.Parameter, accumulation, forwarding, is_lazy_copy, sequence_nr, OrderedDict
+    return _fast_path.set_up(*found)
+
+
+IN_C: Final = _can_be_used()
+"""Whether the code in C is there and can be used."""
+
+Failed = Callable[[RecordedSeries, Exception], None]
+
+
+class PythonReader:
+    """The reader's entries where there is no code in C. The arguments are those of ``TensorReader``.
+
+    Attributes:
+        ready: Whether ordinary tensors are recorded in C.
+    """
+
+    ready = False
+
+    def _share(self, table: StatsTable, layouts: dict[bytes, int], seen: dict[int, Any], device: torch.device, lock: Any) -> None:
+        """Give the code in C the state that it works on."""
+
+    def _measure(self, narrow: float, wide: float, higher: bool, check_sums: bool, ready: bool) -> None:
+        """Tell the code in C what to measure.
+
+        Args:
+            narrow, wide: Elements of less than 64 bits, and those of 64, count as zeros below these bounds.
+            ready: Whether it records ordinary tensors from now on.
+        """
+
+    def record(self, watched: RecordedSeries, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
+        self.record_in_python(watched, x, micro_step, aliases)
+
+    def record_all(self, items: Sequence[tuple[RecordedSeries, Tensor]], failed: Failed) -> None:
+        self.record_all_in_python(items, failed)
+
+    def record_in_python(self, watched: RecordedSeries, x: Tensor, micro_step: int, aliases: bool) -> None:
+        raise NotImplementedError
+
+    def record_all_in_python(self, items: Sequence[tuple[RecordedSeries, Tensor]], failed: Failed) -> None:
+        raise NotImplementedError
+
+
+class PythonReadTensor:
+    """A tensor that was read, and its row."""
+
+    __slots__ = ("layout", "row", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: object, row: int, layout: int) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.version = version
+        self.row = row
+        self.layout = layout
+
+
+if TYPE_CHECKING or not IN_C:
+    Reader, ReadTensor = PythonReader, PythonReadTensor
+else:
+    Reader, ReadTensor = _fast_path.Reader, _fast_path.ReadTensor
+
+if IN_C:
+    GradientWriter, fits, producers = _fast_path.GradientWriter, _fast_path.fits, _fast_path.producers
+    targets_of, watch_results = _fast_path.targets_of, _fast_path.watch_results

@@ -1,0 +1,21 @@
+/* What the host kernel offers to other modules in C: the capsule `KERNEL` of `monitor.stats._host_kernel`. */
+
+#ifndef MONITOR_HOST_KERNEL_H
+#define MONITOR_HOST_KERNEL_H
+
+#include <stddef.h>
+
+enum format { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, FORMATS };
+
+enum { HIGHER = 1, CHECK_SUMS = 2 }; /* what is wanted beside the other columns */
+
+#define KERNEL_CAPSULE "monitor.stats._host_kernel.KERNEL"
+
+struct host_kernel {
+    int columns; /* of a row */
+    /* Writes the partials of `n` elements, at least one, into `row`; returns 0, with the row untouched, if it cannot. The caller holds
+     * the GIL, which is released while many elements are read. */
+    int (*reduce)(const void *x, size_t n, enum format format, double bound, int wanted, double *row);
+};
+
+#endif
