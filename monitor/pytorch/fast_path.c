@@ -795,11 +795,11 @@ static int walk_node(Walk *walk, PyObject *node) {
     int done = edges != NULL && PyTuple_Check(edges) ? DONE : NOT_DONE;
     for (Py_ssize_t k = 0; done == DONE && k < PyTuple_Size(edges); k++) {
         PyObject *edge = PyTuple_GetItem(edges, k), *following = PyTuple_GetItem(edge, 0), *into;
-        if (following == Py_None || (PyObject *)Py_TYPE(following) == accumulation) {
-            continue; /* nothing is behind an accumulation, and no target of `targets_of` is a leaf */
+        if (following == Py_None) {
+            continue;
         }
         int target = PySet_Contains(walk->nodes, following);
-        if (target == 0) {
+        if (target == 0 && (PyObject *)Py_TYPE(following) != accumulation) { /* behind an accumulation there is nothing */
             done = PyList_Append(walk->stack, following) < 0 ? FAILED : DONE;
         } else if (target > 0 && (into = PyDict_GetItemWithError(walk->found, edge)) != NULL) {
             PyObject *one = Py_BuildValue("(On)", node, k);

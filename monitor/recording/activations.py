@@ -427,7 +427,7 @@ class ModuleCollector:
         threads: The threads that have called modules in this step.
         roots: The roots by chunk.
         repetitions: Creates the ``Repetitions`` of one module in one step.
-        gate: Takes the gradients of all modules.
+        gate: Takes the gradients of the modules that are watched now.
     """
 
     def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: RecordingBackend) -> None:
@@ -435,7 +435,7 @@ class ModuleCollector:
         self.recorder = recorder
         self.clock = clock
         self.failures = failures
-        self.gate = GradientGate(recorder, clock, failures, backend.tensors.activation_placement)
+        self.gate = self._new_gate()
         self.tracking = [True] * clock.chunks
         self.threads: set[int] = set()
         self.roots: dict[int, Any] = {}
@@ -452,6 +452,9 @@ class ModuleCollector:
         self.repetitions, self._is_running = self._adapter.repetitions, self._adapter.is_running
         self._trains, self._repeating = backend.modules.trains, backend.modules.repeating
         self._current_pass = backend.autograd.engine.current_pass
+
+    def _new_gate(self) -> GradientGate:
+        return GradientGate(self.recorder, self.clock, self.failures, self.backend.tensors.activation_placement)
 
     def watch_root(self, chunk: int, root: Any) -> None:
         """Count the micro-steps of a chunk by its root's forwards. Must be called before ``watch`` of the same root."""
@@ -524,6 +527,7 @@ class ModuleCollector:
         self._hooks.remove()
         self.end_step()
         self.gate.attached = False
+        self.gate = self._new_gate()
         self._watchers.clear()
 
     def remove(self) -> None:

@@ -17,7 +17,7 @@ from watching import EVERYTHING, Output, assert_rows, attached, train
 
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.tensor_reader import TorchTensorReader
-from monitor.stats.host.array_kernel import NativeKernel
+from monitor.stats.host.array_kernel import VARIABLE, NativeKernel
 from monitor.stats.torch.host_kernel import TorchHostKernel
 
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(7))
@@ -45,9 +45,10 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.fixture
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of the tensors that are being read, as they are."""
+    """The kinds of the tensors that are being read, as they are. All are read in Python, where this can see it."""
     found: list[str] = []
-    one, many = TorchTensorReader.record, TorchTensorReader.record_all
+    one, many = TorchTensorReader.record_in_python, TorchTensorReader.record_all_in_python
+    monkeypatch.setenv(VARIABLE, "0")
 
     def record(reader: TorchTensorReader, watched: Any, *rest: Any, **named: Any) -> None:
         found.append(watched.series.kind)
@@ -57,8 +58,8 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.extend(watched.series.kind for watched, _ in items)
         many(reader, items, failed)
 
-    monkeypatch.setattr(TorchTensorReader, "record", record)
-    monkeypatch.setattr(TorchTensorReader, "record_all", record_all)
+    monkeypatch.setattr(TorchTensorReader, "record_in_python", record)
+    monkeypatch.setattr(TorchTensorReader, "record_all_in_python", record_all)
     return found
 
 
