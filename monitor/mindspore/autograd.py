@@ -19,7 +19,7 @@ from monitor.recording.gradient_edges import BackwardEngine, walk
 
 
 class RecomputeRepetitions:
-    """Recognises the calls of one cell that ``mindspore.recompute`` repeats in one step (``Repetitions``).
+    """Recognises the calls of one cell that ``mindspore.recompute`` repeats in a step (``Repetitions``).
 
     One function runs a forward and its backward. So it repeats calls of the latest micro-step. If the cell
     had one call there, that call is repeated.
@@ -41,6 +41,9 @@ class RecomputeRepetitions:
 
     def restart(self, micro_step: int) -> None:
         self._repeated.discard(micro_step)
+
+    def forget_step(self) -> None:
+        self._repeated.clear()
 
 
 # --- The gradient of one cell's inputs, observed without changing the graph.

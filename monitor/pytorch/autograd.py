@@ -127,7 +127,7 @@ class _Begun:
 
 
 class CheckpointRepetitions:
-    """Recognises the calls of one module that ``torch.utils.checkpoint`` repeats in one step (``Repetitions``).
+    """Recognises the calls of one module that ``torch.utils.checkpoint`` repeats in a step (``Repetitions``).
 
     Non-reentrant checkpointing repeats calls whose graph exists already; the repetition is ignored. Reentrant checkpointing
     calls a module first without a graph, and again with one when backward reaches the segment's node. That node was made just
@@ -140,7 +140,9 @@ class CheckpointRepetitions:
         self._repeated: Counter[tuple[int, int]] = Counter()
 
     def began(self, place: CallIndex) -> None:
-        begun = self._begun.setdefault(threading.get_ident(), _Begun())
+        begun = self._begun.get(threading.get_ident())
+        if begun is None:
+            begun = self._begun[threading.get_ident()] = _Begun()
         begun.numbers.append(sequence_nr())
         begun.places.append(None if torch.is_grad_enabled() else place)
 
@@ -161,6 +163,12 @@ class CheckpointRepetitions:
 
     def restart(self, micro_step: int) -> None:
         """Keep the failed calls: their segments may still have a backward."""
+
+    def forget_step(self) -> None:
+        for begun in self._begun.values():
+            begun.numbers.clear()
+            begun.places.clear()
+        self._repeated.clear()
 
 
 def _is_unpacking() -> bool:

@@ -42,7 +42,7 @@ static PyObject *tensor_type, *parameter_type, *accumulation, *forwarding, *is_l
 #define NAMES(EACH)                                                                                                                      \
     EACH(_backward_hooks) EACH(_register_hook_dict) EACH(_sequence_nr) EACH(_version) EACH(active) EACH(attached) EACH(checked)          \
     EACH(clock) EACH(dtype) EACH(grad_fn) EACH(is_neg) EACH(layout_of) EACH(native) EACH(nbytes) EACH(next_functions) EACH(output_nr)    \
-    EACH(record_all_in_python) EACH(record_in_python) EACH(recorder) EACH(requires_grad) EACH(shape) EACH(slots) EACH(step)              \
+    EACH(record_all_in_python) EACH(record_in_python) EACH(recorder) EACH(register_hook) EACH(requires_grad) EACH(shape) EACH(slots) EACH(step)              \
     EACH(storage_offset) EACH(take) EACH(untyped_storage)
 #define DECLARE(name) static PyObject *s_##name;
 NAMES(DECLARE)
@@ -538,43 +538,6 @@ static int visit_record(PyObject *watched, PyObject *x, void *context) {
     return watched == Py_None || record_any(of->reader, watched, x, of->micro_step, Py_True) == 0 ? DONE : FAILED;
 }
 
-static PyObject *bool_unless_failed(int done) {
-    return done == FAILED ? NULL : PyBool_FromLong(done == DONE);
-}
-
-static PyObject *reader_record_structure(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 3) {
-        return PyErr_Format(PyExc_TypeError, "record_structure takes 3 arguments, not %zd", count);
-    }
-    Recording recording = {(Reader *)self, PyLong_AsLongLong(args[2])};
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    return bool_unless_failed(value_fits(args[0], args[1]) ? each_tensor(args[0], args[1], visit_record, &recording) : NOT_DONE);
-}
-
-static PyMethodDef READER_METHODS[] = {
-    {"record", (PyCFunction)(void (*)(void))reader_record, METH_FASTCALL | METH_KEYWORDS, "See TensorReader."},
-    {"record_all", reader_record_all, METH_VARARGS, "See TensorReader."},
-    {"record_structure", (PyCFunction)(void (*)(void))reader_record_structure, METH_FASTCALL,
-     "record_structure(plan, value, micro_step) -> whether the value has the structure; only then its tensors are recorded"},
-    {"_share", reader_share, METH_VARARGS, "_share(table, layouts, seen, device, lock): the state of the reader in Python"},
-    {"_measure", reader_measure, METH_VARARGS, "_measure(narrow, wide, higher, check_sums, ready)"},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyMemberDef READER_MEMBERS[] = {
-    {"ready", T_INT, offsetof(Reader, ready), READONLY, "Whether ordinary tensors are recorded in C."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot READER_SLOTS[] = {{Py_tp_new, PyType_GenericNew},
-                                     {Py_tp_dealloc, reader_dealloc},
-                                     {Py_tp_methods, READER_METHODS},
-                                     {Py_tp_members, READER_MEMBERS},
-                                     {0, NULL}};
-static PyType_Spec READER = {"monitor.pytorch._fast_path.Reader", sizeof(Reader), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, READER_SLOTS};
-
 /* --- The hook that records a gradient: on a tensor, or on edge `k` of a node. It raises nothing into training. */
 
 typedef struct {
@@ -690,19 +653,6 @@ static int visit_target(PyObject *name, PyObject *x, void *targets) {
     return done;
 }
 
-static PyObject *targets_of(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    if (count != 2) {
-        return PyErr_Format(PyExc_TypeError, "targets_of takes 2 arguments, not %zd", count);
-    }
-    PyObject *targets = PyDict_New();
-    if (targets != NULL && !(value_fits(args[0], args[1]) && each_tensor(args[0], args[1], visit_target, targets) == DONE)) {
-        Py_DECREF(targets);
-        Py_RETURN_NONE;
-    }
-    return targets;
-}
-
 typedef struct {
     uint64_t start;
     PyObject *reader, *gate;
@@ -748,24 +698,6 @@ static int visit_watch(PyObject *watched, PyObject *x, void *context) {
     Py_XDECREF(hooks);
     Py_DECREF(node);
     return done;
-}
-
-static PyObject *watch_results(PyObject *module, PyObject *args) {
-    PyObject *plan, *result;
-    Watching of;
-    unsigned long long start;
-    long long step, micro_step;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "OOKOOLL", &plan, &result, &start, &of.reader, &of.gate, &step, &micro_step)) {
-        return NULL;
-    }
-    of.start = start;
-    of.step = step;
-    of.micro_step = micro_step;
-    if (!value_fits(plan, result) || each_tensor(plan, result, visit_made_here, &of) != DONE) {
-        Py_RETURN_FALSE;
-    }
-    return bool_unless_failed(each_tensor(plan, result, visit_watch, &of));
 }
 
 static int visit_end(PyObject *use, PyObject *x, void *stack) {
@@ -844,35 +776,140 @@ static int enter_targets(Walk *walk, PyObject *targets) {
     return DONE;
 }
 
-static PyObject *producers(PyObject *module, PyObject *args) {
-    PyObject *plan, *result, *targets, *now;
-    unsigned long long start;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "OOO!K", &plan, &result, &PyDict_Type, &targets, &start)) {
-        return NULL;
+/* Has the gradients recorded that nodes of the call pass to its inputs: by a hook on the node, or by `several` for several edges. */
+static int watch_edges(const Walk *walk, PyObject *targets, const Watching *of, PyObject *several) {
+    PyObject *target, *edges;
+    Py_ssize_t place = 0;
+    int done = DONE;
+    while (done == DONE && PyDict_Next(walk->found, &place, &target, &edges)) {
+        PyObject *watched = PyDict_GetItemWithError(targets, target), *called = NULL, *writer;
+        Py_ssize_t count = PyList_Size(edges);
+        if (watched == NULL || count == 0) {
+            continue;
+        }
+        PyObject *edge = PyList_GetItem(edges, 0);
+        Py_ssize_t k = count > 1 ? ON_TENSOR : PyLong_AsSsize_t(PyTuple_GetItem(edge, 1));
+        if ((writer = new_writer(of->reader, watched, of->gate, of->step, of->micro_step, k)) != NULL) {
+            called = count > 1 ? PyObject_CallFunctionObjArgs(several, target, edges, writer, NULL)
+                               : PyObject_CallMethodObjArgs(PyTuple_GetItem(edge, 0), s_register_hook, writer, NULL);
+        }
+        done = called == NULL ? FAILED : DONE;
+        Py_XDECREF(called);
+        Py_XDECREF(writer);
     }
-    Walk walk = {PyDict_New(), PySet_New(NULL), PyList_New(0), start, 0};
+    return PyErr_Occurred() ? FAILED : done;
+}
+
+static int follow_inputs(PyObject *plan, PyObject *result, PyObject *targets, const Watching *of, PyObject *several) {
+    Walk walk = {PyDict_New(), PySet_New(NULL), PyList_New(0), of->start, 0};
     int done = walk.found != NULL && walk.nodes != NULL && walk.stack != NULL ? enter_targets(&walk, targets) : FAILED;
-    if (done == DONE && (done = value_fits(plan, result) ? DONE : NOT_DONE) == DONE) {
+    if (done == DONE) {
         done = each_tensor(plan, result, visit_end, walk.stack); /* for some views this makes a node: only then is its end known */
     }
     if (done == DONE) {
-        now = PyObject_CallNoArgs(current_sequence_nr);
+        PyObject *now = PyObject_CallNoArgs(current_sequence_nr);
         walk.end = now == NULL ? 0 : PyLong_AsUnsignedLongLong(now);
         Py_XDECREF(now);
         done = PyErr_Occurred() ? FAILED : walk_all(&walk);
     }
-    Py_XDECREF(walk.nodes);
-    Py_XDECREF(walk.stack);
     if (done == DONE) {
-        return walk.found;
+        done = watch_edges(&walk, targets, of, several);
     }
     Py_XDECREF(walk.found);
-    if (done == FAILED && PyErr_Occurred()) {
+    Py_XDECREF(walk.nodes);
+    Py_XDECREF(walk.stack);
+    return done;
+}
+
+/* --- A call of a module, before and after its forward. */
+
+static PyObject *reader_begin_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 4) {
+        return PyErr_Format(PyExc_TypeError, "begin_call takes 4 arguments, not %zd", count);
+    }
+    PyObject *recorded = args[0], *targeted = args[1], *values = args[2], *targets;
+    Recording recording = {(Reader *)self, PyLong_AsLongLong(args[3])};
+    if (PyErr_Occurred()) {
         return NULL;
     }
-    Py_RETURN_NONE;
+    if (!value_fits(recorded == Py_None ? targeted : recorded, values)) {
+        Py_RETURN_NONE;
+    }
+    if (recorded != Py_None && each_tensor(recorded, values, visit_record, &recording) == FAILED) {
+        return NULL;
+    }
+    if (targeted == Py_None) {
+        Py_RETURN_TRUE;
+    }
+    targets = PyDict_New();
+    if (targets != NULL && !(value_fits(targeted, values) && each_tensor(targeted, values, visit_target, targets) == DONE)) {
+        Py_DECREF(targets);
+        Py_RETURN_FALSE;
+    }
+    return targets;
 }
+
+enum { NOT_WATCHED = 1, NOT_FOLLOWED = 2 };
+
+static PyObject *reader_end_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 10) {
+        return PyErr_Format(PyExc_TypeError, "end_call takes 10 arguments, not %zd", count);
+    }
+    PyObject *plan = args[0], *recorded = args[1], *gradients = args[2], *result = args[3], *targets = args[4], *several = args[9];
+    Watching of = {PyLong_AsUnsignedLongLong(args[5]), self, args[6], PyLong_AsLongLong(args[7]), PyLong_AsLongLong(args[8])};
+    Recording recording = {(Reader *)self, of.micro_step};
+    long left = 0;
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (!value_fits(plan, result) || !PyDict_Check(targets)) {
+        Py_RETURN_NONE;
+    }
+    if (recorded != Py_None && value_fits(recorded, result) && each_tensor(recorded, result, visit_record, &recording) == FAILED) {
+        return NULL;
+    }
+    if (gradients != Py_None && value_fits(gradients, result)) {
+        int done = each_tensor(gradients, result, visit_made_here, &of);
+        done = done == DONE ? each_tensor(gradients, result, visit_watch, &of) : done;
+        if (done == FAILED) {
+            return NULL;
+        }
+        left |= done == DONE ? 0 : NOT_WATCHED;
+    }
+    if (PyDict_Size(targets) > 0) {
+        int done = follow_inputs(plan, result, targets, &of, several);
+        if (done == FAILED) {
+            return NULL;
+        }
+        left |= done == DONE ? 0 : NOT_FOLLOWED;
+    }
+    return PyLong_FromLong(left);
+}
+
+static PyMethodDef READER_METHODS[] = {
+    {"record", (PyCFunction)(void (*)(void))reader_record, METH_FASTCALL | METH_KEYWORDS, "See TensorReader."},
+    {"record_all", reader_record_all, METH_VARARGS, "See TensorReader."},
+    {"begin_call", (PyCFunction)(void (*)(void))reader_begin_call, METH_FASTCALL,
+     "begin_call(recorded, targeted, values, micro_step): record the arguments of a call, and find the targets of their gradients"},
+    {"end_call", (PyCFunction)(void (*)(void))reader_end_call, METH_FASTCALL,
+     "end_call(plan, recorded, gradients, result, targets, start, gate, step, micro_step, several): record the result of a call, and\n"
+     "have its gradients recorded, and those of its inputs"},
+    {"_share", reader_share, METH_VARARGS, "_share(table, layouts, seen, device, lock): the state of the reader in Python"},
+    {"_measure", reader_measure, METH_VARARGS, "_measure(narrow, wide, higher, check_sums, ready)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef READER_MEMBERS[] = {
+    {"ready", T_INT, offsetof(Reader, ready), READONLY, "Whether ordinary tensors are recorded in C."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot READER_SLOTS[] = {{Py_tp_new, PyType_GenericNew},
+                                     {Py_tp_dealloc, reader_dealloc},
+                                     {Py_tp_methods, READER_METHODS},
+                                     {Py_tp_members, READER_MEMBERS},
+                                     {0, NULL}};
+static PyType_Spec READER = {"monitor.pytorch._fast_path.Reader", sizeof(Reader), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, READER_SLOTS};
 
 /* --- The module. */
 
@@ -901,12 +938,6 @@ static PyMethodDef METHODS[] = {
     {"fits", (PyCFunction)(void (*)(void))fits, METH_FASTCALL, "fits(plan, value) -> whether the value has the structure"},
     {"set_up", set_up, METH_VARARGS,
      "set_up(exchange, Tensor, Parameter, AccumulateGrad, forwarding, is_lazy_copy, sequence_nr, new_hooks) -> whether it can be used"},
-    {"targets_of", (PyCFunction)(void (*)(void))targets_of, METH_FASTCALL,
-     "targets_of(plan, value) -> the targets of the gradients of its tensors, by name; None if they are not ordinary"},
-    {"watch_results", watch_results, METH_VARARGS,
-     "watch_results(plan, result, start, reader, gate, step, micro_step) -> whether the gradients of all its tensors will be recorded"},
-    {"producers", producers, METH_VARARGS,
-     "producers(plan, result, targets, start) -> the edges into each target from nodes of the call; None if they are not ordinary"},
     {NULL, NULL, 0, NULL},
 };
 

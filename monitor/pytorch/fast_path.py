@@ -91,7 +91,3 @@ if TYPE_CHECKING or not IN_C:
     Reader, ReadTensor = PythonReader, PythonReadTensor
 else:
     Reader, ReadTensor = _fast_path.Reader, _fast_path.ReadTensor
-
-if IN_C:
-    GradientWriter, fits, producers = _fast_path.GradientWriter, _fast_path.fits, _fast_path.producers
-    targets_of, watch_results = _fast_path.targets_of, _fast_path.watch_results

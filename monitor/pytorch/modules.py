@@ -38,6 +38,7 @@ from monitor.selection import ALL_TENSORS, NO_TENSORS
 
 never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
 takes_hooks = module_hooks.takes_hooks
+_transform, _current_pass = torch._C._functorch.peek_interpreter_stack, torch._C._current_graph_task_id
 
 
 def chunks_of(model: Any) -> Sequence[nn.Module]:
@@ -66,12 +67,12 @@ def trains(module: nn.Module) -> bool:
     """Whether a call of the module that begins now is a training call. Under a transform of ``torch.func`` it is not: the
     tensors are placeholders and hold no numbers.
     """
-    return module.training and torch._C._functorch.peek_interpreter_stack() is None
+    return module.training and _transform() is None
 
 
 def repeating() -> bool:
     """Whether a backward pass is running on this thread: a forward inside one repeats an earlier forward."""
-    return torch._C._current_graph_task_id() != -1
+    return _current_pass() != -1
 
 
 def rehearsing() -> bool:
@@ -182,7 +183,7 @@ class CompiledModule:
     def begins(self, tag: Tensor) -> CompiledCall | None:
         if not self._recorder.active and tag.is_cpu:  # a capture on a device may be replayed in collected steps
             return None
-        call = self._watcher.begin() or self._repeated()
+        call = self._watcher.begin(repeating=repeating()) or self._repeated()
         self._watcher.open_calls.setdefault(get_ident(), []).append(call)
         return self._compiled(call, tag)
 
@@ -199,7 +200,7 @@ class CompiledModule:
     def _repeated(self) -> ModuleCall | None:
         """The call that a checkpoint around compiled code repeats in a backward."""
         micro_step, calls = self._clock.backward[self._watcher.chunk], self._watcher.calls
-        if micro_step < 0 or calls is None or not repeating():
+        if micro_step < 0 or not repeating():
             return None
         return ModuleCall(CallIndex(micro_step, 0), records_forward=False) if calls.begun(micro_step) == 1 else None
 

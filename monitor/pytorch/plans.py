@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple, final
 from torch import Tensor
 
 from monitor.pytorch import autograd
-from monitor.pytorch.fast_path import IN_C, GradientWriter, fits, producers, targets_of, watch_results
+from monitor.pytorch.fast_path import IN_C
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.pytorch.tensors import TENSOR_PATHS
-from monitor.recording.activations import ModuleCall, ModuleWatcher
-from monitor.recording.backend import Removable
+from monitor.recording.activations import ALL, GRADIENTS, NOTHING, Left, ModuleCall, ModuleWatcher
+from monitor.recording.recorder import RecordedSeries
 from monitor.recording.tensor_paths import SIMPLE, TensorPath, children
 from monitor.selection import TensorChoice
 from monitor.stats.torch.tensors import PLAIN
@@ -36,6 +36,17 @@ MOST_CHANGES: Final = 16
 """Changes of structure of a module that are planned again. A module that changes more often is cheaper without plans."""
 
 
+NO_TARGETS: Final[dict[autograd.Target, RecordedSeries]] = {}
+
+LEFT: Final = (
+    NOTHING,
+    Left(rows=False, gradients=True, inputs=False),
+    Left(rows=False, gradients=False, inputs=True),
+    Left(rows=False, gradients=True, inputs=True),
+)
+"""What the code in C has left, by its answer."""
+
+
 class UnplannedError(Exception):
     """A structure cannot be planned."""
 
@@ -45,18 +56,18 @@ class InputPlan(NamedTuple):
 
     Attributes:
         names: The keyword arguments.
-        recorded: The series of each argument.
-        targets: The name of each argument's gradient.
+        recorded, targeted: The series of each argument, and of its gradient. None if no argument is recorded, or no gradient.
     """
 
     names: tuple[str, ...]
     recorded: Plan
-    targets: Plan
+    targeted: Plan
 
 
 class ResultPlan(NamedTuple):
-    """The plan of a call's result: the series of each tensor, and of its gradient."""
+    """The plan of a call's result: its structure, and the series of each tensor, and of its gradient, as for ``InputPlan``."""
 
+    structure: Plan
     recorded: Plan
     gradients: Plan
 
@@ -67,81 +78,64 @@ class ModulePlans:
 
     def __init__(self, watcher: ModuleWatcher, reader: TorchTensorReader) -> None:
         self._watcher, self._wanted = watcher, watcher.wanted
-        self._reader, self._gate = reader, watcher.collector.gate
+        self._begin_call, self._end_call = reader.begin_call, reader.end_call
+        self._gate = watcher.collector.gate
         self._inputs: dict[int, InputPlan | None] = {}
         self._results: dict[int, ResultPlan | None] = {}
         self._changes = 0
 
-    def record_inputs(self, call: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        values = (*args, *kwargs.values()) if kwargs else args
-        plan = self._plan_of_inputs(call.place.call, args, kwargs)
-        return plan is not None and self._reader.record_structure(plan.recorded, values, call.place.micro_step)
-
-    def find_targets(self, call: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        values = (*args, *kwargs.values()) if kwargs else args
-        plan = self._plan_of_inputs(call.place.call, args, kwargs)
-        targets = None if plan is None else targets_of(plan.targets, values)
-        if targets is not None:
-            call.targets = targets
-        return targets is not None
-
-    def record_result(self, call: ModuleCall, result: Any) -> bool:
-        plan = self._plan_of_result(call.place.call, result)
-        return plan is not None and self._reader.record_structure(plan.recorded, result, call.place.micro_step)
-
-    def watch_result(self, call: ModuleCall, result: Any) -> bool:
-        plan = self._plan_of_result(call.place.call, result)
-        step, micro_step = self._gate.clock.step, call.place.micro_step
-        return plan is not None and watch_results(
-            plan.gradients, result, call.start, self._reader, self._gate, step, micro_step
-        )
-
-    def follow_inputs(self, call: ModuleCall, result: Any) -> list[Removable] | None:
-        plan = self._plan_of_result(call.place.call, result)
-        found = None if plan is None else producers(plan.gradients, result, call.targets, call.start)
-        if found is None:
-            return None
-        handles: list[Removable] = []
-        (micro_step, number), step = call.place, self._gate.clock.step
-        for target, edges in found.items():
-            if not edges:
-                continue
-            watched = self._watcher.expected("actv_grad", call.targets[target], number)
-            if len(edges) == 1:
-                ((node, k),) = edges
-                node.register_hook(GradientWriter(self._reader, watched, self._gate, step, micro_step, k))
-            else:
-                writer = GradientWriter(self._reader, watched, self._gate, step, micro_step)
-                handles += autograd.engine.watch(target, edges, writer)
-        return handles
-
-    def _plan_of_inputs(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InputPlan | None:
-        """The plan that the arguments fit; None if there is none."""
+    def begin(self, call: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, graph: bool) -> Left:
+        micro_step, number = call.place
         plan = self._inputs.get(number)
-        if plan is None:
-            if number in self._inputs:
-                return None
-        elif (not kwargs and not plan.names) or plan.names == tuple(kwargs):
-            if fits(plan.recorded, (*args, *kwargs.values()) if kwargs else args):
-                return plan
-        if self._changes == MOST_CHANGES:
-            return None
-        self._changes += plan is not None
-        plan = self._inputs[number] = self._planned_inputs(number, args, kwargs)
-        return plan
+        if plan is None or (kwargs and plan.names != tuple(kwargs)) or (plan.names and not kwargs):
+            return self._plan_inputs(number, args, kwargs)
+        targeted = plan.targeted if graph else None
+        recorded = plan.recorded if call.records_forward else None
+        if targeted is None and recorded is None:
+            return NOTHING
+        found = self._begin_call(recorded, targeted, (*args, *kwargs.values()) if kwargs else args, micro_step)
+        if found is None:
+            return self._plan_inputs(number, args, kwargs)
+        if found is False:
+            return GRADIENTS
+        if found is not True:
+            call.targets = found
+        return NOTHING
 
-    def _plan_of_result(self, number: int, result: Any) -> ResultPlan | None:
+    def end(self, call: ModuleCall, result: Any, *, graph: bool) -> Left:
+        micro_step, number = call.place
         plan = self._results.get(number)
         if plan is None:
-            if number in self._results:
-                return None
-        elif fits(plan.recorded, result):
-            return plan
-        if self._changes == MOST_CHANGES:
-            return None
-        self._changes += plan is not None
-        plan = self._results[number] = self._planned_result(number, result)
-        return plan
+            return self._plan_result(number, result)
+        recorded = plan.recorded if call.records_forward else None
+        gradients, targets = (plan.gradients, call.targets) if graph else (None, NO_TARGETS)
+        gate = self._gate
+        left = self._end_call(
+            plan.structure, recorded, gradients, result, targets, call.start, gate, gate.clock.step, micro_step, self._several
+        )
+        return self._plan_result(number, result) if left is None else LEFT[left]
+
+    def _several(self, target: autograd.Target, edges: list[autograd.Edge], write: autograd.Write) -> None:
+        self._watcher.collector.until_step_ends(autograd.engine.watch(target, edges, write))
+
+    def _plan_inputs(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Left:
+        """Plan the next call with this number like this one, and leave this one to the watcher."""
+        if self._may_plan(self._inputs, number):
+            self._inputs[number] = self._planned_inputs(number, args, kwargs)
+        return ALL
+
+    def _plan_result(self, number: int, result: Any) -> Left:
+        if self._may_plan(self._results, number):
+            self._results[number] = self._planned_result(number, result)
+        return ALL
+
+    def _may_plan(self, plans: Mapping[int, object], number: int) -> bool:
+        """Whether a structure is planned: the first, and those that replace a plan, until there were too many."""
+        known = number in plans
+        if known and (plans[number] is None or self._changes == MOST_CHANGES):
+            return False
+        self._changes += known
+        return True
 
     def _planned_inputs(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InputPlan | None:
         leaves, values = TENSOR_PATHS.inputs(args, kwargs), (*args, *kwargs.values())
@@ -150,15 +144,15 @@ class ModulePlans:
         def recorded(leaf: TensorPath) -> Any:
             return self._watcher.series("actv", "input" + leaf.suffix, number, leaf.tensor)
 
-        def name(leaf: TensorPath) -> Any:
-            return "input" + leaf.suffix
+        def gradient(leaf: TensorPath) -> Any:
+            return self._watcher.expected("actv_grad", "input" + leaf.suffix, number)
 
         try:
             series = _planned(values, iter(leaves), _selected(wanted.input, found, recorded))
-            names = _planned(values, iter(leaves), _selected(wanted.input_grad, found, name))
+            gradients = _planned(values, iter(leaves), _selected(wanted.input_grad, found, gradient))
         except UnplannedError:
             return None
-        return InputPlan(tuple(kwargs), series, names)
+        return InputPlan(tuple(kwargs), series if wanted.input.wanted else None, gradients if wanted.input_grad.wanted else None)
 
     def _planned_result(self, number: int, result: Any) -> ResultPlan | None:
         leaves, wanted, found = TENSOR_PATHS.outputs(result), self._wanted, TENSOR_PATHS.length(result)
@@ -174,7 +168,7 @@ class ModulePlans:
             gradients = _planned(result, iter(leaves), _selected(wanted.output_grad, found, gradient), of_result=True)
         except UnplannedError:
             return None
-        return ResultPlan(series, gradients)
+        return ResultPlan(series, series if wanted.output.wanted else None, gradients if wanted.output_grad.wanted else None)
 
 
 def new_plans(watcher: ModuleWatcher) -> ModulePlans | None:

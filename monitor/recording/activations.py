@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 from monitor.failures import Failures
 from monitor.recording.backend import HookSet, RecordingBackend, Removable, Target
@@ -51,27 +50,34 @@ class Repetitions(Protocol):
     def restart(self, micro_step: int) -> None:
         """Reset the micro-step, whose forward failed."""
 
+    def forget_step(self) -> None:
+        """Drop the data of the step that has ended."""
+
 
 @final
 class Calls:
-    """Counts the calls of one module in one step."""
+    """Counts the calls of one module in the step in progress.
+
+    It lives as long as the module's hooks: objects made in every step would make Python collect garbage.
+    """
 
     def __init__(self, repetitions: Repetitions) -> None:
-        self._counts: Counter[int] = Counter()
+        self._counts: dict[int, int] = {}
         self._repetitions = repetitions
         self._began = repetitions.began
 
     def begin(self, micro_step: int) -> CallIndex:
         """The index of a call that begins in forward."""
-        place = CallIndex(micro_step, self._counts[micro_step])
-        self._counts[micro_step] += 1
+        earlier = self._counts.get(micro_step, 0)
+        self._counts[micro_step] = earlier + 1
+        place = CallIndex(micro_step, earlier)
         if self._began is not None:
             self._began(place)
         return place
 
     def begun(self, micro_step: int) -> int:
         """Number of calls of a micro-step that have begun."""
-        return self._counts[micro_step]
+        return self._counts.get(micro_step, 0)
 
     def repeat(self) -> CallIndex | None:
         """The index of the call that a recomputation in backward repeats, if it is known."""
@@ -79,8 +85,13 @@ class Calls:
 
     def restart(self, micro_step: int) -> None:
         """Reset the micro-step, whose forward failed."""
-        del self._counts[micro_step]
+        self._counts.pop(micro_step, None)
         self._repetitions.restart(micro_step)
+
+    def forget_step(self) -> None:
+        """Drop the data of the step that has ended."""
+        self._counts.clear()
+        self._repetitions.forget_step()
 
 
 @dataclass(slots=True)
@@ -89,13 +100,13 @@ class ModuleCall:
 
     Attributes:
         start: Autograd sequence number before the call. Nodes created during the call have this number or a later one.
-        targets: The targets of the recorded input gradients, and the names of their rows.
+        targets: The targets of the recorded input gradients, and their series.
     """
 
     place: CallIndex
     records_forward: bool
     start: int = 0
-    targets: Mapping[Target, str] = field(default_factory=dict)
+    targets: dict[Target, RecordedSeries] = field(default_factory=dict)
 
 
 class OpenRoot(NamedTuple):
@@ -120,26 +131,40 @@ class CallsOfStep(Protocol):
         """The root's forward failed: count the calls of the micro-step from 0 again."""
 
 
+class Left(NamedTuple):
+    """What a ``CallPlans`` has left to do for a call.
+
+    Attributes:
+        rows: The rows of forward: arguments or results.
+        gradients: The gradients of results, or before the call the targets of the arguments' gradients.
+        inputs: The gradients of the inputs.
+    """
+
+    rows: bool = True
+    gradients: bool = True
+    inputs: bool = True
+
+
+ALL: Final = Left()
+NOTHING: Final = Left(rows=False, gradients=False, inputs=False)
+GRADIENTS: Final = Left(rows=False)
+
+
 class CallPlans(Protocol):
     """Does what ``ModuleWatcher`` does for one module, faster, where a call is like an earlier one.
 
-    Each method returns False, or None, if it has not done the work.
+    Both methods return what is left to do.
     """
 
-    def record_inputs(self, call: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Record the arguments of a call."""
+    def begin(self, call: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, graph: bool) -> Left:
+        """Record the arguments of a call, and set ``call.targets``.
 
-    def find_targets(self, call: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Set ``call.targets``."""
+        Args:
+            graph: Whether gradients of the call are recorded.
+        """
 
-    def record_result(self, call: ModuleCall, result: Any) -> bool:
-        """Record the result of a call."""
-
-    def watch_result(self, call: ModuleCall, result: Any) -> bool:
-        """Record the gradients of the result when they come."""
-
-    def follow_inputs(self, call: ModuleCall, result: Any) -> list[Removable] | None:
-        """Record the gradients that the call passes to its inputs. Returns the handles of hooks that may outlive the graph."""
+    def end(self, call: ModuleCall, result: Any, *, graph: bool) -> Left:
+        """Record the result of a call. Have its gradients and those of the inputs recorded when they come."""
 
 
 class CallHooks(Protocol):
@@ -168,7 +193,7 @@ class CallHooks(Protocol):
         """Call ``call`` when a backward reaches the result ``x`` of a forward, if a backward can start from ``x``."""
 
     def repetitions(self) -> Repetitions:
-        """Recognises repeated calls of one module in one step."""
+        """Recognises repeated calls of one module, step by step."""
 
     def end_step(self) -> None:
         """Drop the data of the step that has ended."""
@@ -225,7 +250,7 @@ class ModuleWatcher:
     Its series are created when a tensor is first seen, since the number of tensors is unknown before.
 
     Attributes:
-        calls: Counts the calls in the step in progress; None before the first.
+        calls: Counts the calls in the step in progress.
         open_calls: The calls that have begun and not ended, by thread. None is a call that is not recorded.
     """
 
@@ -237,11 +262,13 @@ class ModuleWatcher:
         self.collector = collector
         self._micro_steps = tuple(range(collector.clock.micro_steps))
         self._graph, self._leaves = collector.backend.autograd, collector.backend.tensors.paths
-        self._repeating = collector.backend.modules.repeating
+        self._recording, self._sequence_nr = self._graph.recording, self._graph.sequence_nr
+        self._repeating, self._threads = collector.backend.modules.repeating, collector.threads
         self._recorder = collector.recorder
         self._clock = collector.clock
         self._watched: dict[tuple[str, str, int], RecordedSeries] = {}
-        self.calls: Calls | None = None
+        self.calls = Calls(collector.repetitions())
+        self._was_called = False
         self.open_calls: dict[int, list[ModuleCall | None]] = {}
         self._wants_grads = wanted.input_grad.wanted or wanted.output_grad.wanted
         self._forget: Callable[[], None] | None = None
@@ -257,7 +284,8 @@ class ModuleWatcher:
 
     def forget_step(self) -> None:
         """Drop the data of the step that has ended."""
-        self.calls = None
+        self._was_called = False
+        self.calls.forget_step()
         self.open_calls.clear()
         if self._forget is not None:
             self._forget()
@@ -267,7 +295,7 @@ class ModuleWatcher:
 
     def restart(self, chunk: int, micro_step: int) -> None:
         """The root's forward failed: count the calls of the micro-step from 0 again."""
-        if chunk == self.chunk and self.calls is not None:
+        if chunk == self.chunk:
             self.calls.restart(micro_step)
             self.open_calls.clear()
 
@@ -275,26 +303,24 @@ class ModuleWatcher:
         # A replica of the module shares the hooks and runs on its own thread. Its calls do not count.
         if not self._recorder.active:
             return
-        thread = get_ident()
-        if not self._repeating():  # a recomputation may run on a thread of the device
-            self.collector.threads.add(thread)
+        thread, repeating = get_ident(), self._repeating()
+        if not repeating:  # a recomputation may run on a thread of the device
+            self._threads.add(thread)
         if module is not self.module:
             return
-        call = self.begin()
-        self.open_calls.setdefault(thread, []).append(call)
+        call = self.begin(repeating=repeating)
+        opened = self.open_calls.get(thread)
+        if opened is None:
+            opened = self.open_calls[thread] = []
+        opened.append(call)
         if call is None:
             return
-        plans = self._plans
-        if call.records_forward and self.wanted.input.wanted and not (plans and plans.record_inputs(call, args, kwargs)):
-            choice = self.fitting("input", self.wanted.input, len(args) + len(kwargs))
-            self._record_forward("input", choice, self._leaves.inputs(args, kwargs), call)
-        if self._wants_grads and self._graph.recording():
-            if self.wanted.input_grad.wanted and not (plans and plans.find_targets(call, args, kwargs)):
-                choice = self.fitting("input_grad", self.wanted.input_grad, len(args) + len(kwargs))
-                leaves = self._leaves.inputs(args, kwargs)
-                inputs = [(leaf.tensor, "input" + leaf.suffix, choice.takes(leaf.position)) for leaf in leaves]
-                call.targets = slots_of(self._graph, inputs, "input_")
-            call.start = self._graph.sequence_nr()
+        graph = self._wants_grads and self._recording()
+        left = ALL if self._plans is None else self._plans.begin(call, args, kwargs, graph=graph)
+        if left is not NOTHING:
+            self._begin_call(call, args, kwargs, left, graph=graph)
+        if graph:
+            call.start = self._sequence_nr()
 
     def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Called after forward, without a result if it raised."""
@@ -304,29 +330,54 @@ class ModuleWatcher:
         call = opened.pop()
         if call is None or not self._recorder.active:
             return
-        plans = self._plans
-        if call.records_forward and self.wanted.output.wanted and not (plans and plans.record_result(call, result)):
-            choice = self.fitting_result("output", self.wanted.output, result)
-            self._record_forward("output", choice, self._leaves.outputs(result), call)
-        if not self._wants_grads or not self._graph.recording():
-            return
-        if self.wanted.output_grad.wanted and not (plans and plans.watch_result(call, result)):
-            self._watch_result(call, result)
-        if call.targets:
-            handles = plans.follow_inputs(call, result) if plans else None
-            self.collector.until_step_ends(self._follow_inputs(call, result) if handles is None else handles)
+        graph = self._wants_grads and self._recording()
+        left = ALL if self._plans is None else self._plans.end(call, result, graph=graph)
+        if left is not NOTHING:
+            self._end_call(call, result, left, graph=graph)
 
-    def begin(self) -> ModuleCall | None:
-        """The call that begins now; None if it is not recorded."""
+    def begin(self, *, repeating: bool) -> ModuleCall | None:
+        """The call that begins now; None if it is not recorded.
+
+        Args:
+            repeating: Whether it is a recomputation.
+        """
         if not self.collector.counts(self.chunk, self.module):
             return None
-        if self.calls is None:
-            self.calls = Calls(self.collector.repetitions())
+        if not self._was_called:
+            self._was_called = True
             self.collector.remember(self)
-        if not self._repeating():
-            return ModuleCall(self.calls.begin(self._clock.micro_step(self.chunk)), records_forward=True)
+        if not repeating:
+            return ModuleCall(self.calls.begin(self._clock.micro_step(self.chunk)), True)
         place = self.calls.repeat()
-        return None if place is None else ModuleCall(place, records_forward=False)
+        return None if place is None else ModuleCall(place, False)
+
+    def _begin_call(
+        self, call: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], left: Left, *, graph: bool
+    ) -> None:
+        leaves, found = self._leaves.inputs(args, kwargs), len(args) + len(kwargs)
+        if left.rows and call.records_forward and self.wanted.input.wanted:
+            self._record_forward("input", self.fitting("input", self.wanted.input, found), leaves, call)
+        if left.gradients and graph and self.wanted.input_grad.wanted:
+            choice = self.fitting("input_grad", self.wanted.input_grad, found)
+            inputs = [(leaf.tensor, "input" + leaf.suffix, choice.takes(leaf.position)) for leaf in leaves]
+            names = slots_of(self._graph, inputs, "input_")
+            call.targets = {at: self.expected("actv_grad", name, call.place.call) for at, name in names.items()}
+
+    def _end_call(self, call: ModuleCall, result: Any, left: Left, *, graph: bool) -> None:
+        leaves = self._leaves.outputs(result)
+        if not leaves:
+            return
+        found = self._leaves.length(result)
+        if left.rows and call.records_forward and self.wanted.output.wanted:
+            self._record_forward("output", self.fitting("output", self.wanted.output, found), leaves, call)
+        if not graph:
+            return
+        outputs = [leaf for leaf in leaves if self._graph.requires_grad(leaf.tensor)]
+        if left.gradients and self.wanted.output_grad.wanted:
+            choice = self.fitting("output_grad", self.wanted.output_grad, found)
+            self._watch_results([leaf for leaf in outputs if choice.takes(leaf.position)], call)
+        if left.inputs and call.targets:
+            self.collector.until_step_ends(self._follow_inputs(call, outputs, result))
 
     def _record_forward(self, direction: str, choice: TensorChoice, leaves: list[TensorPath], call: ModuleCall) -> None:
         for leaf in leaves:
@@ -334,16 +385,14 @@ class ModuleWatcher:
                 watched = self.series("actv", direction + leaf.suffix, call.place.call, leaf.tensor)
                 self._recorder.record(watched, leaf.tensor, call.place.micro_step)
 
-    def _watch_result(self, call: ModuleCall, result: Any) -> None:
-        choice = self.fitting_result("output_grad", self.wanted.output_grad, result)
-        for leaf in self._leaves.outputs(result):
-            if self._graph.requires_grad(leaf.tensor) and choice.takes(leaf.position):
-                write = self._result_writer(leaf, call)
-                self.collector.until_step_ends(follow_result(self._graph, leaf.tensor, call.start, write))
+    def _watch_results(self, outputs: list[TensorPath], call: ModuleCall) -> None:
+        for leaf in outputs:
+            write = self._result_writer(leaf, call)
+            self.collector.until_step_ends(follow_result(self._graph, leaf.tensor, call.start, write))
 
-    def _follow_inputs(self, call: ModuleCall, result: Any) -> list[Removable]:
-        others_call, writer = len(self.collector.threads) > 1, partial(self._writer, place=call.place)
-        results = self._all_results(result)
+    def _follow_inputs(self, call: ModuleCall, outputs: list[TensorPath], result: Any) -> list[Removable]:
+        others_call, writer = len(self._threads) > 1, partial(self._writer, micro_step=call.place.micro_step)
+        results = self._all_results(outputs, result)
         try:
             return follow_inputs(self._graph, call.targets, call.start, results, writer, others_call=others_call)
         except SeveralThreadsError:
@@ -351,10 +400,11 @@ class ModuleWatcher:
             return []
 
     def _result_writer(self, leaf: TensorPath, call: ModuleCall) -> Callable[[Any], None]:
-        write = self._writer("output" + leaf.suffix, call.place)
+        (micro_step, number), slot = call.place, "output" + leaf.suffix
+        write = self._writer(self.expected("actv_grad", slot, number), micro_step)
         if self._graph.made_since(leaf.tensor, 0):
             return write
-        micro_step, micro_steps = call.place.micro_step, self.collector.micro_steps_of(leaf.tensor)
+        micro_steps = self.collector.micro_steps_of(leaf.tensor)
         micro_steps.add(micro_step)
 
         def write_own(gradient: Any) -> None:  # backwards of other micro-batches reach a parameter as well
@@ -363,13 +413,11 @@ class ModuleWatcher:
 
         return write_own
 
-    def _all_results(self, result: Any) -> list[Any]:
+    def _all_results(self, outputs: list[TensorPath], result: Any) -> list[Any]:
         """All tensors with a gradient in the result of a call. Empty if some cannot be found: the gradients of inputs would
         then be too small, and are not recorded.
         """
-        results = [leaf.tensor for leaf in self._leaves.outputs(result) if self._graph.requires_grad(leaf.tensor)]
-        if not results:
-            return []
+        results = [leaf.tensor for leaf in outputs]
         try:
             held = self._leaves.held(result)
         except HiddenError as error:
@@ -378,9 +426,8 @@ class ModuleWatcher:
         known = {id(x) for x in results}
         return results + [x for x in held if id(x) not in known and self._graph.requires_grad(x)]
 
-    def _writer(self, slot: str, place: CallIndex) -> Callable[[Any], None]:
-        gate, step, (micro_step, number) = self._gate, self._clock.step, place
-        watched = self.expected("actv_grad", slot, number)
+    def _writer(self, watched: RecordedSeries, micro_step: int) -> Callable[[Any], None]:
+        gate, step = self._gate, self._clock.step
 
         def write(gradient: Any) -> None:
             # A function may return no gradient for an input. Hooks then receive None.
@@ -403,10 +450,6 @@ class ModuleWatcher:
         self._gate.place(watched, seen)
         return watched
 
-    def fitting_result(self, slot: str, choice: TensorChoice, result: Any) -> TensorChoice:
-        """``fitting`` for a result. A result without tensors fits: a call that raised has none."""
-        return self.fitting(slot, choice, self._leaves.length(result)) if self._leaves.outputs(result) else choice
-
     def fitting(self, slot: str, choice: TensorChoice, found: int) -> TensorChoice:
         """The choice; all tensors if a target expects another number of tensors than the call has."""
         if choice.length is None or choice.length == found:
@@ -426,7 +469,7 @@ class ModuleCollector:
             shape inference of a pipeline stage).
         threads: The threads that have called modules in this step.
         roots: The roots by chunk.
-        repetitions: Creates the ``Repetitions`` of one module in one step.
+        repetitions: Creates the ``Repetitions`` of one module.
         gate: Takes the gradients of the modules that are watched now.
     """
 

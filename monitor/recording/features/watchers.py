@@ -117,7 +117,7 @@ class FeatureWatcher(ABC):
         self._asked, self._modules, self._reading = asked, asked.modules, asked.reading
         self._backend, self._failures = asked.attached.backend, asked.attached.failures
         self._recorder, self._clock = asked.attached.recorder, asked.attached.clock
-        self._calls: Calls | None = None
+        self._calls = Calls(self._modules.repetitions())
         self._watched: dict[int, RecordedSeries] = {}
         self._open: list[Any] = []
 
@@ -126,12 +126,12 @@ class FeatureWatcher(ABC):
         """Register the hooks on the module."""
 
     def forget_step(self) -> None:
-        self._calls = None
+        self._calls.forget_step()
         self.called = False
         self._open.clear()
 
     def restart(self, chunk: int, micro_step: int) -> None:
-        if chunk == self._chunk and self._calls is not None:
+        if chunk == self._chunk:
             self._calls.restart(micro_step)
 
     def _before_forward(self, hooks: HookSet, what: str, call: Callable[..., None]) -> None:
@@ -155,8 +155,8 @@ class FeatureWatcher(ABC):
         """The call that begins now; None if it is not part of training, or is a recomputation."""
         if self._backend.modules.repeating() or not self._modules.counts(self._chunk, module):
             return None
-        if self._calls is None:
-            self._calls, self.called = Calls(self._modules.repetitions()), True
+        if not self.called:
+            self.called = True
             self._modules.remember(self)
         return self._calls.begin(self._clock.micro_step(self._chunk))
 
