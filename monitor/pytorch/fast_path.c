@@ -214,6 +214,7 @@ static PyType_Spec READ_TENSOR = {"monitor.pytorch._fast_path.ReadTensor", sizeo
 typedef struct {
     PyObject_HEAD
     PyObject *table, *layouts, *seen, *device, *acquire, *release; /* `layouts`: index of each layout, by its key */
+    PyObject *known;                                                 /* nodes of calls in progress: see `Walk` */
     double narrow, wide;                                             /* bounds below which elements count as zeros */
     int wanted, ready;
 } Reader;
@@ -447,7 +448,8 @@ static PyObject *reader_share(PyObject *self, PyObject *args) {
     reader->layouts = Py_NewRef(layouts);
     reader->seen = Py_NewRef(seen);
     reader->device = Py_NewRef(device);
-    return none_unless(reader->acquire == NULL || reader->release == NULL);
+    reader->known = PyDict_New();
+    return none_unless(reader->acquire == NULL || reader->release == NULL || reader->known == NULL);
 }
 
 static PyObject *reader_measure(PyObject *self, PyObject *args) {
@@ -467,6 +469,7 @@ static void reader_dealloc(PyObject *self) {
     Py_XDECREF(reader->layouts);
     Py_XDECREF(reader->seen);
     Py_XDECREF(reader->device);
+    Py_XDECREF(reader->known);
     Py_XDECREF(reader->acquire);
     Py_XDECREF(reader->release);
     free_object(self);
@@ -476,66 +479,83 @@ static void reader_dealloc(PyObject *self) {
  *
  *   a tuple   a container: its class, and the entry of each item
  *   a class   a value of exactly this class, in which there is no tensor of interest
- *   else      a plain tensor: None if nothing is done with it, otherwise what to use (a series, or a name) */
+ *   a list    a plain tensor: its series, and that of its gradient; None for one that is not recorded */
 
-static PyObject *entry_at(PyObject *plan, Py_ssize_t i) {
-    return PyTuple_GetItem(plan, i);
-}
+#define MOST_LEAVES 64
 
-static PyObject *item_at(PyObject *container, Py_ssize_t i) {
-    return PyTuple_Check(container) ? PyTuple_GetItem(container, i) : PyList_GetItem(container, i);
-}
+typedef struct {
+    PyObject *x, *recorded, *gradient; /* borrowed */
+    PyObject *node;                    /* that made `x`, and is owned; NULL if autograd does not follow `x` */
+} Leaf;
 
-static Py_ssize_t length_of(PyObject *container) {
-    return PyTuple_Check(container) ? PyTuple_Size(container) : PyList_Size(container);
-}
+typedef struct {
+    Leaf leaves[MOST_LEAVES];
+    int count;
+} Leaves;
 
-static int value_fits(PyObject *entry, PyObject *value) {
-    if (!PyTuple_Check(entry)) {
-        return PyType_Check(entry) ? (PyObject *)Py_TYPE(value) == entry : is_plain(value);
+/* Finds the tensors of a value. 0: it does not fit the plan. */
+static int find_leaves(PyObject *entry, PyObject *value, Leaves *found) {
+    if (PyList_Check(entry)) {
+        if (!is_plain(value) || found->count == MOST_LEAVES || PyList_Size(entry) != 2) {
+            return 0;
+        }
+        found->leaves[found->count++] = (Leaf){value, PyList_GetItem(entry, 0), PyList_GetItem(entry, 1), NULL};
+        return 1;
     }
-    Py_ssize_t items = PyTuple_Size(entry) - 1;
-    if ((PyObject *)Py_TYPE(value) != entry_at(entry, 0) || length_of(value) != items) {
+    if (!PyTuple_Check(entry)) {
+        return (PyObject *)Py_TYPE(value) == entry;
+    }
+    Py_ssize_t items = PyTuple_Size(entry) - 1, length;
+    if (items < 0 || (PyObject *)Py_TYPE(value) != PyTuple_GetItem(entry, 0)) {
         return 0;
     }
-    for (Py_ssize_t i = 0; i < items; i++) {
-        if (!value_fits(entry_at(entry, i + 1), item_at(value, i))) {
+    int is_tuple = PyTuple_Check(value);
+    if (!is_tuple && !PyList_Check(value)) {
+        return 0;
+    }
+    length = is_tuple ? PyTuple_Size(value) : PyList_Size(value);
+    int fits = length == items;
+    for (Py_ssize_t i = 0; fits && i < items; i++) {
+        PyObject *item = is_tuple ? PyTuple_GetItem(value, i) : PyList_GetItem(value, i);
+        fits = find_leaves(PyTuple_GetItem(entry, i + 1), item, found);
+    }
+    return fits;
+}
+
+/* Records the tensors in their order. -1, with an exception set, if one could not be read. */
+static int record_leaves(Reader *reader, const Leaves *found, int64_t micro_step) {
+    for (int i = 0; i < found->count; i++) {
+        const Leaf *leaf = &found->leaves[i];
+        if (leaf->recorded != Py_None && record_any(reader, leaf->recorded, leaf->x, micro_step, Py_True) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Finds the node of each tensor that autograd follows. 0: one is a leaf of the graph, or cannot be asked. */
+static int find_nodes(Leaves *found) {
+    for (int i = 0; i < found->count; i++) {
+        Leaf *leaf = &found->leaves[i];
+        PyObject *followed = PyObject_GetAttr(leaf->x, s_requires_grad);
+        if (followed == Py_True) {
+            leaf->node = PyObject_GetAttr(leaf->x, s_grad_fn);
+        }
+        int lost = followed == NULL || (followed == Py_True && (leaf->node == NULL || leaf->node == Py_None));
+        Py_XDECREF(followed);
+        if (lost) {
+            Py_CLEAR(leaf->node);
+            PyErr_Clear();
             return 0;
         }
     }
     return 1;
 }
 
-static PyObject *fits(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    if (count != 2) {
-        return PyErr_Format(PyExc_TypeError, "fits takes 2 arguments, not %zd", count);
+static void free_nodes(Leaves *found) {
+    for (int i = 0; i < found->count; i++) {
+        Py_XDECREF(found->leaves[i].node);
     }
-    return PyBool_FromLong(value_fits(args[0], args[1]));
-}
-
-/* What is done with each tensor of a structure. Returns NOT_DONE to stop. */
-typedef int (*Visit)(PyObject *use, PyObject *x, void *context);
-
-static int each_tensor(PyObject *entry, PyObject *value, Visit visit, void *context) {
-    if (!PyTuple_Check(entry)) {
-        return PyType_Check(entry) ? DONE : visit(entry, value, context);
-    }
-    int done = DONE;
-    for (Py_ssize_t i = 1; done == DONE && i < PyTuple_Size(entry); i++) {
-        done = each_tensor(entry_at(entry, i), item_at(value, i - 1), visit, context);
-    }
-    return done;
-}
-
-typedef struct {
-    Reader *reader;
-    int64_t micro_step;
-} Recording;
-
-static int visit_record(PyObject *watched, PyObject *x, void *context) {
-    Recording *of = context;
-    return watched == Py_None || record_any(of->reader, watched, x, of->micro_step, Py_True) == 0 ? DONE : FAILED;
 }
 
 /* --- The hook that records a gradient: on a tensor, or on edge `k` of a node. It raises nothing into training. */
@@ -616,115 +636,118 @@ static PyType_Spec WRITER = {"monitor.pytorch._fast_path.GradientWriter", sizeof
 
 /* --- The graph of a call. */
 
-/* 1 if autograd follows `x`, whose node is stored in `node`; 0 if it does not; -1 for a leaf, or without an answer. */
-static int node_of(PyObject *x, PyObject **node) {
-    *node = NULL;
-    PyObject *followed = PyObject_GetAttr(x, s_requires_grad);
-    int wanted = followed == Py_True;
-    Py_XDECREF(followed);
-    if (wanted) {
-        *node = PyObject_GetAttr(x, s_grad_fn);
-        if (*node == Py_None) {
-            Py_CLEAR(*node);
+/* The targets of the gradients of inputs, each with the series: {(node, number of its output): series}. NULL, perhaps without an
+ * exception, if they are not ordinary: two arguments with one gradient have a joint name. */
+static PyObject *find_targets(const Leaves *inputs) {
+    PyObject *targets = PyDict_New();
+    for (int i = 0; targets != NULL && i < inputs->count; i++) {
+        const Leaf *leaf = &inputs->leaves[i];
+        if (leaf->node == NULL) {
+            continue;
         }
+        PyObject *output_nr = PyObject_GetAttr(leaf->x, s_output_nr);
+        PyObject *target = output_nr == NULL ? NULL : PyTuple_Pack(2, leaf->node, output_nr);
+        if (target == NULL || PyDict_Contains(targets, target) != 0 || PyDict_SetItem(targets, target, leaf->gradient) < 0) {
+            Py_CLEAR(targets);
+        }
+        Py_XDECREF(target);
+        Py_XDECREF(output_nr);
     }
-    if (followed == NULL || PyErr_Occurred()) {
-        PyErr_Clear();
-        return -1;
-    }
-    return !wanted ? 0 : *node == NULL ? -1 : 1;
+    return targets;
 }
 
-/* Enters the gradient's target of an input: {(node, number of its output): name}. */
-static int visit_target(PyObject *name, PyObject *x, void *targets) {
-    PyObject *node, *output_nr = NULL, *target = NULL;
-    int followed = node_of(x, &node), done = NOT_DONE;
-    if (followed <= 0) {
-        return followed == 0 ? DONE : NOT_DONE;
-    }
-    if ((output_nr = PyObject_GetAttr(x, s_output_nr)) != NULL && (target = PyTuple_Pack(2, node, output_nr)) != NULL) {
-        int known = PyDict_Contains(targets, target); /* two arguments with one gradient have a joint name */
-        done = known != 0 ? NOT_DONE : PyDict_SetItem(targets, target, name) == 0 ? DONE : NOT_DONE;
-    }
-    PyErr_Clear();
-    Py_XDECREF(target);
-    Py_XDECREF(output_nr);
-    Py_DECREF(node);
-    return done;
-}
-
+/* Of the hooks of a call: the first sequence number of its nodes, and what a writer needs. */
 typedef struct {
     uint64_t start;
     PyObject *reader, *gate;
     int64_t step, micro_step;
 } Watching;
 
-/* Whether a hook on the result ends with the graph of the call. */
-static int visit_made_here(PyObject *watched, PyObject *x, void *context) {
-    PyObject *node;
-    int followed = node_of(x, &node), here = followed >= 0;
-    (void)watched;
-    if (followed > 0) {
-        here = sequence_number(node) >= ((Watching *)context)->start && !PyErr_Occurred();
-        PyErr_Clear();
-        Py_DECREF(node);
+/* Whether the call has made all of its results. Then hooks on them end with its graph. */
+static int are_made_here(const Leaves *results, uint64_t start) {
+    for (int i = 0; i < results->count; i++) {
+        PyObject *node = results->leaves[i].node;
+        if (node != NULL && results->leaves[i].gradient != Py_None && (sequence_number(node) < start || PyErr_Occurred())) {
+            PyErr_Clear();
+            return 0;
+        }
     }
-    return here ? DONE : NOT_DONE;
+    return 1;
 }
 
-/* Registers the hook as Tensor.register_hook does, without a handle: it is never removed. */
-static int visit_watch(PyObject *watched, PyObject *x, void *context) {
-    Watching *of = context;
-    PyObject *node, *hooks = NULL, *writer = NULL;
-    if (watched == Py_None || node_of(x, &node) <= 0) {
-        return DONE;
-    }
-    int done = FAILED;
-    if ((writer = new_writer(of->reader, watched, of->gate, of->step, of->micro_step, ON_TENSOR)) != NULL &&
-        (hooks = PyObject_GetAttr(x, s__backward_hooks)) != NULL) {
-        if (hooks != Py_None) {
-            done = PyObject_SetItem(hooks, writer, writer) < 0 ? FAILED : DONE;
-        } else {
-            Py_DECREF(hooks);
-            hooks = PyObject_CallNoArgs(new_hooks);
-            if (hooks != NULL && PyObject_SetItem(hooks, writer, writer) == 0 && PyObject_SetAttr(x, s__backward_hooks, hooks) == 0) {
-                PyObject *called = PyObject_CallMethodObjArgs(node, s__register_hook_dict, x, NULL);
-                done = called == NULL ? FAILED : DONE;
-                Py_XDECREF(called);
-            }
-        }
+/* Registers a hook as Tensor.register_hook does, without a handle: it is never removed. */
+static int watch_gradient(const Leaf *leaf, const Watching *of) {
+    PyObject *hooks = PyObject_GetAttr(leaf->x, s__backward_hooks);
+    PyObject *writer = hooks == NULL ? NULL : new_writer(of->reader, leaf->gradient, of->gate, of->step, of->micro_step, ON_TENSOR);
+    int failed = writer == NULL;
+    if (!failed && hooks != Py_None) {
+        failed = PyObject_SetItem(hooks, writer, writer) < 0;
+    } else if (!failed) {
+        Py_DECREF(hooks);
+        hooks = PyObject_CallNoArgs(new_hooks);
+        failed = hooks == NULL || PyObject_SetItem(hooks, writer, writer) < 0 || PyObject_SetAttr(leaf->x, s__backward_hooks, hooks) < 0;
+        PyObject *called = failed ? NULL : PyObject_CallMethodObjArgs(leaf->node, s__register_hook_dict, leaf->x, NULL);
+        failed = called == NULL;
+        Py_XDECREF(called);
     }
     Py_XDECREF(writer);
     Py_XDECREF(hooks);
-    Py_DECREF(node);
-    return done;
+    return failed ? FAILED : DONE;
 }
 
-static int visit_end(PyObject *use, PyObject *x, void *stack) {
-    PyObject *node;
-    int followed = node_of(x, &node);
-    (void)use;
-    int done = followed < 0 ? NOT_DONE : followed == 0 || PyList_Append(stack, node) == 0 ? DONE : FAILED;
-    Py_XDECREF(node);
+static int watch_results(const Leaves *results, const Watching *of) {
+    int done = are_made_here(results, of->start) ? DONE : NOT_DONE;
+    for (int i = 0; done == DONE && i < results->count; i++) {
+        if (results->leaves[i].node != NULL && results->leaves[i].gradient != Py_None) {
+            done = watch_gradient(&results->leaves[i], of);
+        }
+    }
     return done;
 }
 
 typedef struct {
     PyObject *found, *nodes, *stack; /* edges by target; nodes of the targets; nodes to visit */
+    PyObject *known;                 /* sequence number and edges of nodes that calls within this one have visited */
     uint64_t start, end;
 } Walk;
 
+#define MOST_KNOWN 16384 /* nodes: forgetting them costs a second look, no more */
+
+/* The sequence number of a node, and its edges: a new reference, NULL if they are not to be had. */
+static PyObject *edges_of(Walk *walk, PyObject *node, uint64_t *at) {
+    PyObject *entry = PyDict_GetItemWithError(walk->known, node);
+    if (entry != NULL) {
+        *at = PyLong_AsUnsignedLongLong(PyTuple_GetItem(entry, 0));
+        return Py_NewRef(PyTuple_GetItem(entry, 1));
+    }
+    PyObject *numbered = PyObject_CallMethodObjArgs(node, s__sequence_nr, NULL);
+    PyObject *edges = numbered == NULL ? NULL : PyObject_GetAttr(node, s_next_functions);
+    entry = edges == NULL || !PyTuple_Check(edges) ? NULL : PyTuple_Pack(2, numbered, edges);
+    if (entry != NULL) {
+        *at = PyLong_AsUnsignedLongLong(numbered);
+        if (PyDict_Size(walk->known) >= MOST_KNOWN) {
+            PyDict_Clear(walk->known);
+        }
+        if (PyDict_SetItem(walk->known, node, entry) < 0) {
+            Py_CLEAR(edges);
+        }
+    } else {
+        Py_CLEAR(edges);
+    }
+    Py_XDECREF(entry);
+    Py_XDECREF(numbered);
+    return edges;
+}
+
 /* Follows one node: its edges into targets are entered, the other nodes behind it are to be visited. */
 static int walk_node(Walk *walk, PyObject *node) {
-    uint64_t at = sequence_number(node);
-    if (PyErr_Occurred()) {
-        return FAILED;
+    uint64_t at = 0;
+    PyObject *edges = edges_of(walk, node, &at);
+    if (edges == NULL || PyErr_Occurred()) {
+        Py_XDECREF(edges);
+        return PyErr_Occurred() ? FAILED : NOT_DONE;
     }
-    if (at < walk->start || (at >= walk->end && at != (uint64_t)-1)) {
-        return NOT_DONE; /* it may belong to another thread */
-    }
-    PyObject *edges = PyObject_GetAttr(node, s_next_functions);
-    int done = edges != NULL && PyTuple_Check(edges) ? DONE : NOT_DONE;
+    int done = at < walk->start || (at >= walk->end && at != (uint64_t)-1) ? NOT_DONE : DONE; /* it may belong to another thread */
     for (Py_ssize_t k = 0; done == DONE && k < PyTuple_Size(edges); k++) {
         PyObject *edge = PyTuple_GetItem(edges, k), *following = PyTuple_GetItem(edge, 0), *into;
         if (following == Py_None) {
@@ -784,7 +807,7 @@ static int watch_edges(const Walk *walk, PyObject *targets, const Watching *of, 
     while (done == DONE && PyDict_Next(walk->found, &place, &target, &edges)) {
         PyObject *watched = PyDict_GetItemWithError(targets, target), *called = NULL, *writer;
         Py_ssize_t count = PyList_Size(edges);
-        if (watched == NULL || count == 0) {
+        if (watched == NULL || watched == Py_None || count == 0) {
             continue;
         }
         PyObject *edge = PyList_GetItem(edges, 0);
@@ -800,13 +823,15 @@ static int watch_edges(const Walk *walk, PyObject *targets, const Watching *of, 
     return PyErr_Occurred() ? FAILED : done;
 }
 
-static int follow_inputs(PyObject *plan, PyObject *result, PyObject *targets, const Watching *of, PyObject *several) {
-    Walk walk = {PyDict_New(), PySet_New(NULL), PyList_New(0), of->start, 0};
+static int follow_inputs(const Leaves *results, PyObject *targets, const Watching *of, PyObject *several) {
+    Walk walk = {PyDict_New(), PySet_New(NULL), PyList_New(0), ((Reader *)of->reader)->known, of->start, 0};
     int done = walk.found != NULL && walk.nodes != NULL && walk.stack != NULL ? enter_targets(&walk, targets) : FAILED;
-    if (done == DONE) {
-        done = each_tensor(plan, result, visit_end, walk.stack); /* for some views this makes a node: only then is its end known */
+    for (int i = 0; done == DONE && i < results->count; i++) {
+        PyObject *node = results->leaves[i].node;
+        done = node == NULL || PyList_Append(walk.stack, node) == 0 ? DONE : FAILED;
     }
     if (done == DONE) {
+        /* Asked now: for some views, asking for the node has made one. */
         PyObject *now = PyObject_CallNoArgs(current_sequence_nr);
         walk.end = now == NULL ? 0 : PyLong_AsUnsignedLongLong(now);
         Py_XDECREF(now);
@@ -824,29 +849,40 @@ static int follow_inputs(PyObject *plan, PyObject *result, PyObject *targets, co
 /* --- A call of a module, before and after its forward. */
 
 static PyObject *reader_begin_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 4) {
-        return PyErr_Format(PyExc_TypeError, "begin_call takes 4 arguments, not %zd", count);
+    if (count != 5) {
+        return PyErr_Format(PyExc_TypeError, "begin_call takes 5 arguments, not %zd", count);
     }
-    PyObject *recorded = args[0], *targeted = args[1], *values = args[2], *targets;
-    Recording recording = {(Reader *)self, PyLong_AsLongLong(args[3])};
+    Leaves inputs;
+    inputs.count = 0;
+    int64_t micro_step = PyLong_AsLongLong(args[2]);
     if (PyErr_Occurred()) {
         return NULL;
     }
-    if (!value_fits(recorded == Py_None ? targeted : recorded, values)) {
+    if (!find_leaves(args[0], args[1], &inputs)) {
         Py_RETURN_NONE;
     }
-    if (recorded != Py_None && each_tensor(recorded, values, visit_record, &recording) == FAILED) {
+    if (args[3] == Py_True && record_leaves((Reader *)self, &inputs, micro_step) < 0) {
         return NULL;
     }
-    if (targeted == Py_None) {
+    if (args[4] != Py_True) {
         Py_RETURN_TRUE;
     }
-    targets = PyDict_New();
-    if (targets != NULL && !(value_fits(targeted, values) && each_tensor(targeted, values, visit_target, targets) == DONE)) {
-        Py_DECREF(targets);
+    PyObject *targets = find_nodes(&inputs) ? find_targets(&inputs) : NULL;
+    free_nodes(&inputs);
+    if (targets == NULL) {
+        PyErr_Clear();
         Py_RETURN_FALSE;
     }
     return targets;
+}
+
+/* Nodes that are known keep their graph alive. */
+static PyObject *reader_forget_graph(PyObject *self, PyObject *unused) {
+    (void)unused;
+    if (((Reader *)self)->known != NULL) {
+        PyDict_Clear(((Reader *)self)->known);
+    }
+    Py_RETURN_NONE;
 }
 
 enum { NOT_WATCHED = 1, NOT_FOLLOWED = 2 };
@@ -855,45 +891,42 @@ static PyObject *reader_end_call(PyObject *self, PyObject *const *args, Py_ssize
     if (count != 10) {
         return PyErr_Format(PyExc_TypeError, "end_call takes 10 arguments, not %zd", count);
     }
-    PyObject *plan = args[0], *recorded = args[1], *gradients = args[2], *result = args[3], *targets = args[4], *several = args[9];
+    PyObject *targets = args[4];
     Watching of = {PyLong_AsUnsignedLongLong(args[5]), self, args[6], PyLong_AsLongLong(args[7]), PyLong_AsLongLong(args[8])};
-    Recording recording = {(Reader *)self, of.micro_step};
-    long left = 0;
+    Leaves results;
+    results.count = 0;
     if (PyErr_Occurred()) {
         return NULL;
     }
-    if (!value_fits(plan, result) || !PyDict_Check(targets)) {
+    if (!find_leaves(args[0], args[1], &results)) {
         Py_RETURN_NONE;
     }
-    if (recorded != Py_None && value_fits(recorded, result) && each_tensor(recorded, result, visit_record, &recording) == FAILED) {
+    if (args[2] == Py_True && record_leaves((Reader *)self, &results, of.micro_step) < 0) {
         return NULL;
     }
-    if (gradients != Py_None && value_fits(gradients, result)) {
-        int done = each_tensor(gradients, result, visit_made_here, &of);
-        done = done == DONE ? each_tensor(gradients, result, visit_watch, &of) : done;
-        if (done == FAILED) {
-            return NULL;
+    int watched = DONE, followed = DONE;
+    if (args[3] == Py_True) {
+        int known = find_nodes(&results);
+        watched = known ? watch_results(&results, &of) : NOT_DONE;
+        if (watched != FAILED && PyDict_Check(targets) && PyDict_Size(targets) > 0) {
+            followed = known ? follow_inputs(&results, targets, &of, args[9]) : NOT_DONE;
         }
-        left |= done == DONE ? 0 : NOT_WATCHED;
+        free_nodes(&results);
     }
-    if (PyDict_Size(targets) > 0) {
-        int done = follow_inputs(plan, result, targets, &of, several);
-        if (done == FAILED) {
-            return NULL;
-        }
-        left |= done == DONE ? 0 : NOT_FOLLOWED;
+    if (watched == FAILED || followed == FAILED) {
+        return NULL;
     }
-    return PyLong_FromLong(left);
+    return PyLong_FromLong((watched == DONE ? 0 : NOT_WATCHED) | (followed == DONE ? 0 : NOT_FOLLOWED));
 }
 
 static PyMethodDef READER_METHODS[] = {
     {"record", (PyCFunction)(void (*)(void))reader_record, METH_FASTCALL | METH_KEYWORDS, "See TensorReader."},
     {"record_all", reader_record_all, METH_VARARGS, "See TensorReader."},
     {"begin_call", (PyCFunction)(void (*)(void))reader_begin_call, METH_FASTCALL,
-     "begin_call(recorded, targeted, values, micro_step): record the arguments of a call, and find the targets of their gradients"},
+     "begin_call(plan, values, micro_step, forward, graph)"},
     {"end_call", (PyCFunction)(void (*)(void))reader_end_call, METH_FASTCALL,
-     "end_call(plan, recorded, gradients, result, targets, start, gate, step, micro_step, several): record the result of a call, and\n"
-     "have its gradients recorded, and those of its inputs"},
+     "end_call(plan, result, forward, graph, targets, start, gate, step, micro_step, several)"},
+    {"forget_graph", reader_forget_graph, METH_NOARGS, "Forget the nodes that were visited."},
     {"_share", reader_share, METH_VARARGS, "_share(table, layouts, seen, device, lock): the state of the reader in Python"},
     {"_measure", reader_measure, METH_VARARGS, "_measure(narrow, wide, higher, check_sums, ready)"},
     {NULL, NULL, 0, NULL},
@@ -935,7 +968,6 @@ static PyObject *set_up(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef METHODS[] = {
-    {"fits", (PyCFunction)(void (*)(void))fits, METH_FASTCALL, "fits(plan, value) -> whether the value has the structure"},
     {"set_up", set_up, METH_VARARGS,
      "set_up(exchange, Tensor, Parameter, AccumulateGrad, forwarding, is_lazy_copy, sequence_nr, new_hooks) -> whether it can be used"},
     {NULL, NULL, 0, NULL},

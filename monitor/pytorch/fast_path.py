@@ -62,6 +62,39 @@ class PythonReader:
             ready: Whether it records ordinary tensors from now on.
         """
 
+    def begin_call(self, plan: Any, values: tuple[Any, ...], micro_step: int, forward: bool, graph: bool) -> Any:
+        """Record the arguments of a call that fit the plan (``plans``), and find the targets of their gradients.
+
+        Args:
+            forward: Whether arguments are recorded.
+            graph: Whether targets are to be found.
+
+        Returns:
+            None if they do not fit: then nothing is done. Otherwise the targets and the series of each; False if these are not
+            ordinary; True without ``graph``.
+        """
+
+    def end_call(
+        self, plan: Any, result: Any, forward: bool, graph: bool, targets: Any, start: int, gate: Any, step: int,
+        micro_step: int, several: Callable[[Any, Any, Any], None],
+    ) -> int | None:  # fmt: skip
+        """Record the result of a call, and have its gradients and those of the inputs recorded.
+
+        Args:
+            forward: Whether the result is recorded.
+            graph: Whether gradients are.
+            start: Autograd's sequence number before the call.
+            gate, step, micro_step: For the hooks: see ``GradientGate``.
+            several: Called for a target with several edges, with the edges and what records a gradient.
+
+        Returns:
+            None if the result does not fit: then nothing is done. Otherwise 1 if the gradients of the result are left, plus 2 if
+            those of the inputs are.
+        """
+
+    def forget_graph(self) -> None:
+        """Forget the nodes that were visited: they keep their graph alive."""
+
     def record(self, watched: RecordedSeries, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
         self.record_in_python(watched, x, micro_step, aliases)
 

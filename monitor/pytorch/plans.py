@@ -23,11 +23,12 @@ from monitor.selection import TensorChoice
 from monitor.stats.torch.tensors import PLAIN
 
 Plan = Any
-"""The structure of a value, and what its tensors are used for: for a container a tuple of its class and the plan of each item; for a
-value without tensors its class; for a tensor a series, a name, or None if it is not used.
+"""The structure of a value: for a container a tuple of its class and the plan of each item, for a value without tensors its class,
+and for a tensor a list of its series and that of its gradient, with None for one that is not recorded.
 """
 
-Use = Callable[[TensorPath], Any]
+Use = Callable[[TensorPath], list[RecordedSeries | None]]
+"""Returns the series of a tensor and that of its gradient."""
 
 MOST_DEPTH: Final = 4
 """More deeply nested structures are not planned."""
@@ -35,8 +36,6 @@ MOST_DEPTH: Final = 4
 MOST_CHANGES: Final = 16
 """Changes of structure of a module that are planned again. A module that changes more often is cheaper without plans."""
 
-
-NO_TARGETS: Final[dict[autograd.Target, RecordedSeries]] = {}
 
 LEFT: Final = (
     NOTHING,
@@ -52,24 +51,10 @@ class UnplannedError(Exception):
 
 
 class InputPlan(NamedTuple):
-    """The plan of a call's arguments.
-
-    Attributes:
-        names: The keyword arguments.
-        recorded, targeted: The series of each argument, and of its gradient. None if no argument is recorded, or no gradient.
-    """
-
-    names: tuple[str, ...]
-    recorded: Plan
-    targeted: Plan
-
-
-class ResultPlan(NamedTuple):
-    """The plan of a call's result: its structure, and the series of each tensor, and of its gradient, as for ``InputPlan``."""
+    """The plan of a call's arguments, positional and then by name, and the names."""
 
     structure: Plan
-    recorded: Plan
-    gradients: Plan
+    names: tuple[str, ...]
 
 
 @final
@@ -81,7 +66,8 @@ class ModulePlans:
         self._begin_call, self._end_call = reader.begin_call, reader.end_call
         self._gate = watcher.collector.gate
         self._inputs: dict[int, InputPlan | None] = {}
-        self._results: dict[int, ResultPlan | None] = {}
+        self._results: dict[int, Plan | None] = {}
+        self._follows = self._wanted.input_grad.wanted
         self._changes = 0
 
     def begin(self, call: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, graph: bool) -> Left:
@@ -89,11 +75,8 @@ class ModulePlans:
         plan = self._inputs.get(number)
         if plan is None or (kwargs and plan.names != tuple(kwargs)) or (plan.names and not kwargs):
             return self._plan_inputs(number, args, kwargs)
-        targeted = plan.targeted if graph else None
-        recorded = plan.recorded if call.records_forward else None
-        if targeted is None and recorded is None:
-            return NOTHING
-        found = self._begin_call(recorded, targeted, (*args, *kwargs.values()) if kwargs else args, micro_step)
+        values = (*args, *kwargs.values()) if kwargs else args
+        found = self._begin_call(plan.structure, values, micro_step, call.records_forward, graph and self._follows)
         if found is None:
             return self._plan_inputs(number, args, kwargs)
         if found is False:
@@ -107,11 +90,9 @@ class ModulePlans:
         plan = self._results.get(number)
         if plan is None:
             return self._plan_result(number, result)
-        recorded = plan.recorded if call.records_forward else None
-        gradients, targets = (plan.gradients, call.targets) if graph else (None, NO_TARGETS)
         gate = self._gate
         left = self._end_call(
-            plan.structure, recorded, gradients, result, targets, call.start, gate, gate.clock.step, micro_step, self._several
+            plan, result, call.records_forward, graph, call.targets, call.start, gate, gate.clock.step, micro_step, self._several
         )
         return self._plan_result(number, result) if left is None else LEFT[left]
 
@@ -138,50 +119,41 @@ class ModulePlans:
         return True
 
     def _planned_inputs(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InputPlan | None:
-        leaves, values = TENSOR_PATHS.inputs(args, kwargs), (*args, *kwargs.values())
-        wanted, found = self._wanted, len(values)
-
-        def recorded(leaf: TensorPath) -> Any:
-            return self._watcher.series("actv", "input" + leaf.suffix, number, leaf.tensor)
-
-        def gradient(leaf: TensorPath) -> Any:
-            return self._watcher.expected("actv_grad", "input" + leaf.suffix, number)
-
+        values, wanted = (*args, *kwargs.values()), self._wanted
         try:
-            series = _planned(values, iter(leaves), _selected(wanted.input, found, recorded))
-            gradients = _planned(values, iter(leaves), _selected(wanted.input_grad, found, gradient))
+            use = self._use("input", wanted.input, wanted.input_grad, len(values), number)
+            return InputPlan(_planned(values, iter(TENSOR_PATHS.inputs(args, kwargs)), use), tuple(kwargs))
         except UnplannedError:
             return None
-        return InputPlan(tuple(kwargs), series if wanted.input.wanted else None, gradients if wanted.input_grad.wanted else None)
 
-    def _planned_result(self, number: int, result: Any) -> ResultPlan | None:
-        leaves, wanted, found = TENSOR_PATHS.outputs(result), self._wanted, TENSOR_PATHS.length(result)
-
-        def recorded(leaf: TensorPath) -> Any:
-            return self._watcher.series("actv", "output" + leaf.suffix, number, leaf.tensor)
-
-        def gradient(leaf: TensorPath) -> Any:
-            return self._watcher.expected("actv_grad", "output" + leaf.suffix, number)
-
+    def _planned_result(self, number: int, result: Any) -> Plan | None:
+        wanted = self._wanted
         try:
-            series = _planned(result, iter(leaves), _selected(wanted.output, found, recorded), of_result=True)
-            gradients = _planned(result, iter(leaves), _selected(wanted.output_grad, found, gradient), of_result=True)
+            use = self._use("output", wanted.output, wanted.output_grad, TENSOR_PATHS.length(result), number)
+            return _planned(result, iter(TENSOR_PATHS.outputs(result)), use, of_result=True)
         except UnplannedError:
             return None
-        return ResultPlan(series, series if wanted.output.wanted else None, gradients if wanted.output_grad.wanted else None)
+
+    def _use(self, side: str, forward: TensorChoice, gradient: TensorChoice, found: int, number: int) -> Use:
+        for choice in (forward, gradient):
+            if choice.wanted and choice.length not in (None, found):
+                raise UnplannedError  # the watcher warns about it
+        watcher = self._watcher
+
+        def use(leaf: TensorPath) -> list[RecordedSeries | None]:
+            slot = side + leaf.suffix
+            return [
+                watcher.series("actv", slot, number, leaf.tensor) if forward.wanted and forward.takes(leaf.position) else None,
+                watcher.expected("actv_grad", slot, number) if gradient.wanted and gradient.takes(leaf.position) else None,
+            ]
+
+        return use
 
 
 def new_plans(watcher: ModuleWatcher) -> ModulePlans | None:
     """The plans of a module; None where there is no code in C to carry them out."""
     reader = watcher.collector.recorder.reader
     return ModulePlans(watcher, reader) if IN_C and isinstance(reader, TorchTensorReader) else None
-
-
-def _selected(choice: TensorChoice, found: int, use: Use) -> Use:
-    """``use`` for the tensors that are chosen, and None for the others."""
-    if choice.wanted and choice.length not in (None, found):
-        raise UnplannedError  # the watcher warns about it
-    return lambda leaf: use(leaf) if choice.wanted and choice.takes(leaf.position) else None
 
 
 def _planned(value: Any, leaves: Iterator[TensorPath], use: Use, depth: int = 0, *, of_result: bool = False) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from typing import Any, Final, NamedTuple, Protocol, final
@@ -100,13 +100,13 @@ class ModuleCall:
 
     Attributes:
         start: Autograd sequence number before the call. Nodes created during the call have this number or a later one.
-        targets: The targets of the recorded input gradients, and their series.
+        targets: The targets of the recorded input gradients, and their series; None or empty without gradients.
     """
 
     place: CallIndex
     records_forward: bool
     start: int = 0
-    targets: dict[Target, RecordedSeries] = field(default_factory=dict)
+    targets: Mapping[Target, RecordedSeries] | None = None
 
 
 class OpenRoot(NamedTuple):
@@ -194,6 +194,9 @@ class CallHooks(Protocol):
 
     def repetitions(self) -> Repetitions:
         """Recognises repeated calls of one module, step by step."""
+
+    def root_ended(self) -> None:
+        """A forward of a root has ended or failed: drop what is known about its graph."""
 
     def end_step(self) -> None:
         """Drop the data of the step that has ended."""
@@ -377,7 +380,7 @@ class ModuleWatcher:
             choice = self.fitting("output_grad", self.wanted.output_grad, found)
             self._watch_results([leaf for leaf in outputs if choice.takes(leaf.position)], call)
         if left.inputs and call.targets:
-            self.collector.until_step_ends(self._follow_inputs(call, outputs, result))
+            self.collector.until_step_ends(self._follow_inputs(call, call.targets, outputs, result))
 
     def _record_forward(self, direction: str, choice: TensorChoice, leaves: list[TensorPath], call: ModuleCall) -> None:
         for leaf in leaves:
@@ -390,11 +393,13 @@ class ModuleWatcher:
             write = self._result_writer(leaf, call)
             self.collector.until_step_ends(follow_result(self._graph, leaf.tensor, call.start, write))
 
-    def _follow_inputs(self, call: ModuleCall, outputs: list[TensorPath], result: Any) -> list[Removable]:
+    def _follow_inputs(
+        self, call: ModuleCall, targets: Mapping[Target, RecordedSeries], outputs: list[TensorPath], result: Any
+    ) -> list[Removable]:
         others_call, writer = len(self._threads) > 1, partial(self._writer, micro_step=call.place.micro_step)
         results = self._all_results(outputs, result)
         try:
-            return follow_inputs(self._graph, call.targets, call.start, results, writer, others_call=others_call)
+            return follow_inputs(self._graph, targets, call.start, results, writer, others_call=others_call)
         except SeveralThreadsError:
             self.collector.failures.warn("operations of several threads", on_several_threads(self.name))
             return []
@@ -603,6 +608,7 @@ class ModuleCollector:
         if not self._open_roots[chunk] or self._repeating() or root is not self.roots[chunk]:
             return
         call = self._open_roots[chunk].pop()
+        self._adapter.root_ended()
         self.tracking[chunk] = self._open_roots[chunk][-1].tracked if self._open_roots[chunk] else True
         if not call.tracked:
             return

@@ -128,10 +128,11 @@ class ParameterSeries:
     def record_all(self, tensor_of: Callable[[NamedParameter], Any], among: ParameterSubset = None) -> None:
         """Record the tensor that ``tensor_of`` returns for each parameter in ``among``. For None there is no row."""
         found: list[tuple[RecordedSeries, Any]] = []
+        undecided, watched_by = self._undecided, self._watched
         for parameter in self._of(among):
             try:
                 x = tensor_of(parameter)
-                watched = None if x is None else self._series_for(parameter, x)
+                watched = None if x is None else self._series_for(parameter, x) if undecided else watched_by.get(parameter)
             except Exception as error:
                 self._missing(parameter.name, error)
                 continue

@@ -171,10 +171,12 @@ class MomentFinder:
         """The moment of a stepped tensor; None if the optimizer has none, or has not stepped yet."""
         # `state` is a defaultdict: indexing it would create an entry and change training.
         state = stepped.optimizer.state.get(stepped.key) or {}
-        name = next((name for name in NAMES[kind] if isinstance(state.get(name), Tensor)), None)
-        if name is None:
-            return self._without_name(kind, state, stepped)
-        found: Tensor = state[name]
+        for name in NAMES[kind]:
+            found = state.get(name)
+            if isinstance(found, Tensor):
+                break
+        else:
+            return self._without_name(kind, state, stepped) if kind in MEANING else None
         if found.shape == stepped.key.shape and (found.is_floating_point() or found.is_complex()):
             return found if _has_stepped(state) else None
         stacked = self._part(kind, name, found, stepped)
@@ -184,7 +186,7 @@ class MomentFinder:
 
     def _without_name(self, kind: str, state: Mapping[str, Any], stepped: SteppedTensor) -> Tensor | None:
         stacked = self._stacked(kind, stepped)
-        if stacked is None and kind != "max_exp_avg_sq":
+        if stacked is None:
             unknown = [name for name, x in state.items() if isinstance(x, Tensor) and x.dim() and name not in KNOWN]
             if unknown:
                 keeps = f"{type(stepped.optimizer).__name__} keeps {', '.join(map(repr, unknown))}"
@@ -291,6 +293,7 @@ class Framework:
         self._containers = tuple(containers_in(optimizer))
         self._around = dict(wrappers_in(optimizer))
         self._moments = MomentFinder()
+        self._stepped: dict[int, SteppedTensor] = {}
         self._groups: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
         self._main_grad = main_grad
         self._data_parallel = {id(p): alike for chunk in chunks for p, alike in _data_parallel(chunk)}
@@ -428,7 +431,10 @@ class Framework:
         Args:
             optimizer: The torch optimizer that steps.
         """
-        return SteppedTensor(optimizer, parameter.tensor)
+        known = self._stepped.get(id(parameter.tensor))
+        if known is None or known.optimizer is not optimizer:
+            known = self._stepped[id(parameter.tensor)] = SteppedTensor(optimizer, parameter.tensor)
+        return known
 
     @property
     def unusable_state(self) -> Sequence[str]:
