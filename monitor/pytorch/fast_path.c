@@ -484,8 +484,8 @@ static void reader_dealloc(PyObject *self) {
 #define MOST_LEAVES 64
 
 typedef struct {
-    PyObject *x, *recorded, *gradient; /* borrowed */
-    PyObject *node;                    /* that made `x`, and is owned; NULL if autograd does not follow `x` */
+    PyObject *x, *recorded, *gradient;
+    PyObject *node; /* that made `x`; NULL if autograd does not follow `x` */
 } Leaf;
 
 typedef struct {
@@ -493,13 +493,15 @@ typedef struct {
     int count;
 } Leaves;
 
-/* Finds the tensors of a value. 0: it does not fit the plan. */
+/* Finds the tensors of a value. 0: it does not fit the plan. The caller frees them in either case: Python code runs while they are
+ * recorded, and may change a list that holds them. */
 static int find_leaves(PyObject *entry, PyObject *value, Leaves *found) {
     if (PyList_Check(entry)) {
         if (!is_plain(value) || found->count == MOST_LEAVES || PyList_Size(entry) != 2) {
             return 0;
         }
-        found->leaves[found->count++] = (Leaf){value, PyList_GetItem(entry, 0), PyList_GetItem(entry, 1), NULL};
+        PyObject *recorded = PyList_GetItem(entry, 0), *gradient = PyList_GetItem(entry, 1);
+        found->leaves[found->count++] = (Leaf){Py_NewRef(value), Py_NewRef(recorded), Py_NewRef(gradient), NULL};
         return 1;
     }
     if (!PyTuple_Check(entry)) {
@@ -552,9 +554,12 @@ static int find_nodes(Leaves *found) {
     return 1;
 }
 
-static void free_nodes(Leaves *found) {
+static void free_leaves(Leaves *found) {
     for (int i = 0; i < found->count; i++) {
         Py_XDECREF(found->leaves[i].node);
+        Py_DECREF(found->leaves[i].gradient);
+        Py_DECREF(found->leaves[i].recorded);
+        Py_DECREF(found->leaves[i].x);
     }
 }
 
@@ -858,22 +863,18 @@ static PyObject *reader_begin_call(PyObject *self, PyObject *const *args, Py_ssi
     if (PyErr_Occurred()) {
         return NULL;
     }
+    PyObject *answer = NULL;
     if (!find_leaves(args[0], args[1], &inputs)) {
-        Py_RETURN_NONE;
+        answer = Py_NewRef(Py_None);
+    } else if (args[3] != Py_True || record_leaves((Reader *)self, &inputs, micro_step) == 0) {
+        answer = args[4] != Py_True ? Py_NewRef(Py_True) : find_nodes(&inputs) ? find_targets(&inputs) : NULL;
+        if (answer == NULL) { /* the targets are not ordinary: Python finds them */
+            PyErr_Clear();
+            answer = Py_NewRef(Py_False);
+        }
     }
-    if (args[3] == Py_True && record_leaves((Reader *)self, &inputs, micro_step) < 0) {
-        return NULL;
-    }
-    if (args[4] != Py_True) {
-        Py_RETURN_TRUE;
-    }
-    PyObject *targets = find_nodes(&inputs) ? find_targets(&inputs) : NULL;
-    free_nodes(&inputs);
-    if (targets == NULL) {
-        PyErr_Clear();
-        Py_RETURN_FALSE;
-    }
-    return targets;
+    free_leaves(&inputs);
+    return answer;
 }
 
 /* Nodes that are known keep their graph alive. */
@@ -898,23 +899,21 @@ static PyObject *reader_end_call(PyObject *self, PyObject *const *args, Py_ssize
     if (PyErr_Occurred()) {
         return NULL;
     }
-    if (!find_leaves(args[0], args[1], &results)) {
-        Py_RETURN_NONE;
-    }
-    if (args[2] == Py_True && record_leaves((Reader *)self, &results, of.micro_step) < 0) {
-        return NULL;
-    }
-    int watched = DONE, followed = DONE;
-    if (args[3] == Py_True) {
+    int fits = find_leaves(args[0], args[1], &results), watched = DONE, followed = DONE;
+    int failed = fits && args[2] == Py_True && record_leaves((Reader *)self, &results, of.micro_step) < 0;
+    if (fits && !failed && args[3] == Py_True) {
         int known = find_nodes(&results);
         watched = known ? watch_results(&results, &of) : NOT_DONE;
         if (watched != FAILED && PyDict_Check(targets) && PyDict_Size(targets) > 0) {
             followed = known ? follow_inputs(&results, targets, &of, args[9]) : NOT_DONE;
         }
-        free_nodes(&results);
     }
-    if (watched == FAILED || followed == FAILED) {
+    free_leaves(&results);
+    if (failed || watched == FAILED || followed == FAILED) {
         return NULL;
+    }
+    if (!fits) {
+        Py_RETURN_NONE;
     }
     return PyLong_FromLong((watched == DONE ? 0 : NOT_WATCHED) | (followed == DONE ? 0 : NOT_FOLLOWED));
 }

@@ -8,6 +8,25 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from watching import Output
+from ways import WAYS, use
+
+BOTH_WAYS = frozenset({
+    "test_activation_gradients", "test_activations", "test_calls_on_threads", "test_checkpointing", "test_leaves",
+    "test_micro_steps", "test_same_bits", "test_shared_inputs", "test_tensor_reader_aliases", "test_tensor_reader_freed",
+})  # fmt: skip
+"""The files whose tests run with the code in C, and with that in Python alone."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__ in BOTH_WAYS:
+        metafunc.parametrize("way", WAYS, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of the test, if it has one (``ways``)."""
+    if hasattr(request, "param"):
+        use(request.param, monkeypatch)
 
 
 @pytest.fixture
