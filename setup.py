@@ -1,4 +1,4 @@
-"""The two modules in C, and for which interpreters they are built.
+"""The modules in C, and for which interpreters they are built.
 
 They use nothing outside the stable ABI of Python 3.11, so one wheel serves 3.11 and all later versions. An interpreter without
 the GIL has no stable ABI: there they are built for that very version.
@@ -32,14 +32,19 @@ def in_c(name: str, source: str, *arguments: str, depends: tuple[str, ...] = ())
 # Vectors, and the same bits wherever they are computed: no product is fused into a sum, and nothing else is rearranged.
 KERNEL = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
-HEADER = "monitor/stats/host_kernel.h"
+HEADERS = ("monitor/stats/host_kernel.h", "monitor/stats/host_pass.h")
+FAST_PATH = tuple(f"monitor/pytorch/fast_{part}.h" for part in ("tensors", "rows", "graph"))
 
 setup(
     ext_modules=[
-        in_c("monitor.stats._host_kernel", "monitor/stats/host_kernel.c", *KERNEL, depends=("monitor/stats/host_pass.h", HEADER)),
+        in_c("monitor.stats._host_kernel", "monitor/stats/host_kernel.c", *KERNEL, depends=HEADERS),
         in_c("monitor.sinks._lines", "monitor/sinks/lines.c", "-O2"),
         # It relies on the GIL.
-        *([in_c("monitor.pytorch._fast_path", "monitor/pytorch/fast_path.c", "-O2", depends=(HEADER,))] if STABLE_ABI else []),
+        *(
+            [in_c("monitor.pytorch._fast_path", "monitor/pytorch/fast_path.c", "-O2", depends=HEADERS + FAST_PATH)]
+            if STABLE_ABI
+            else []
+        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE_ABI else {},
 )

@@ -153,8 +153,11 @@ def rows(measuring: Measuring) -> list[dict[str, Any]]:
 def say(title: str, costs: list[RowCost]) -> list[dict[str, Any]]:
     header = [title, "code", "by", "rows a step", "plain ms", "thread us", "quartiles", "process us"]
     body = [
-        [one.name, one.mode, TITLES[one.by], f"{one.rows:.0f}", f"{one.plain:.2f}", f"{median(one.thread):.1f}"]
-        + ["{:.1f} to {:.1f}".format(*quantiles(one.thread, n=4, method="inclusive")[::2]), f"{median(one.process):.1f}"]
+        [
+            *(one.name, one.mode, TITLES[one.by], f"{one.rows:.0f}", f"{one.plain:.2f}", f"{median(one.thread):.1f}"),
+            "{:.1f} to {:.1f}".format(*quantiles(one.thread, n=4, method="inclusive")[::2]),
+            f"{median(one.process):.1f}",
+        ]
         for one in costs
     ]
     print(f"\n{aligned(header, body, names=3)}\n")

@@ -16,8 +16,8 @@ from evidence import PROVES
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ("monitor", "pyproject.toml", "setup.py", "README.md", "LICENSE")
-SOURCES = ("monitor/stats/host_kernel.c", "monitor/sinks/lines.c")
-NATIVE = ("monitor.stats._host_kernel", "monitor.sinks._lines")
+SOURCES = ("monitor/stats/host_kernel.c", "monitor/sinks/lines.c", "monitor/pytorch/fast_path.c")
+NATIVE = ("monitor.stats._host_kernel", "monitor.sinks._lines", "monitor.pytorch._fast_path")
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -89,7 +89,7 @@ def test_its_modules_in_c_are_there_without_a_framework(programs: Path, tmp_path
     imports = f"import {', '.join(NATIVE)}; print({', '.join(f'{name}.__file__' for name in NATIVE)}, sep='\\n')"
     found = run(programs / "python", "-c", f"{without}\n{imports}", cwd=tmp_path, **folders_without_compiler(programs))
     files = [Path(line) for line in found.splitlines()]
-    assert [path.name for path in files] == ["_host_kernel.abi3.so", "_lines.abi3.so"]
+    assert [path.name for path in files] == ["_host_kernel.abi3.so", "_lines.abi3.so", "_fast_path.abi3.so"]
     assert all(path.is_relative_to(programs.parent) for path in files)
 
 
@@ -115,9 +115,12 @@ def test_it_runs_the_example_of_the_readme_without_a_compiler(programs: Path, tm
 def test_built_without_a_compiler_it_holds_the_same_modules_in_python_only(tmp_path: Path) -> None:
     wheel = build(tmp_path, CC="/bin/false")
     programs = install(wheel, tmp_path / "environment")
-    asked = "from monitor.stats.host.array_kernel import native_kernel; from monitor.sinks.csv import is_native"
-    printed = run(programs / "python", "-c", f"{asked}; print(native_kernel(0.0), is_native())", cwd=tmp_path)
-    assert printed.split() == ["None", "False"]
+    asked = (
+        "from monitor.stats.host.array_kernel import native_kernel; from monitor.sinks.csv import is_native; "
+        "from monitor.pytorch.fast_path import IN_C"
+    )
+    printed = run(programs / "python", "-c", f"{asked}; print(native_kernel(0.0), is_native(), IN_C)", cwd=tmp_path)
+    assert printed.split() == ["None", "False", "False"]
 
 
 @needs_compiler

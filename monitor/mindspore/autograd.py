@@ -13,9 +13,9 @@ from mindspore.nn.cell import _pynative_executor
 
 from monitor.failures import EarlierFailure
 from monitor.mindspore import hooks
-from monitor.recording.activations import CallIndex
 from monitor.recording.backend import Removable
 from monitor.recording.gradient_edges import BackwardEngine, walk
+from monitor.recording.module_calls import CallIndex
 
 
 class RecomputeRepetitions:

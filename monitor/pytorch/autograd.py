@@ -18,9 +18,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint
 
-from monitor.recording.activations import CallIndex
 from monitor.recording.backend import Removable
 from monitor.recording.gradient_edges import BackwardEngine, before, walk
+from monitor.recording.module_calls import CallIndex
 
 # --- The gradient that a module returns for one of its inputs, observed without changing the graph. A full module backward hook
 # inserts identities, which regroup sums of gradients and change bits. Instead, the pre-hook notes the gradient edge of each

@@ -1,7 +1,7 @@
 """The ordinary way from torch's hooks to rows, in C (``fast_path.c``), and in Python where that was not built.
 
-Ordinary are dense tensors of floats in host memory. The code in C needs DLPack's exchange of tensors (torch 2.10), and relies on the
-GIL. ``MONITOR_NATIVE=0`` switches it off.
+Ordinary are dense tensors of floats in host memory. The code in C needs DLPack's exchange of tensors (torch 2.10), and relies
+on the GIL. ``MONITOR_NATIVE=0`` switches it off.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def _can_be_used() -> bool:
     is_lazy_copy = getattr(torch._C, "_is_cow_tensor", None)
     if _fast_path is None or exchange is None or is_lazy_copy is None:
         return False
-    accumulation, forwarding = torch._C._functions.AccumulateGrad, BackwardHookFunction._backward_cls
+    functions: Any = torch._C._functions
+    accumulation, forwarding = functions.AccumulateGrad, BackwardHookFunction._backward_cls
     sequence_nr = torch._C._autograd._get_sequence_nr
     found = exchange, Tensor, torch.nn.Parameter, accumulation, forwarding, is_lazy_copy, sequence_nr, OrderedDict
     return _fast_path.set_up(*found)
@@ -51,7 +52,9 @@ class PythonReader:
 
     ready = False
 
-    def _share(self, table: StatsTable, layouts: dict[bytes, int], seen: dict[int, Any], device: torch.device, lock: Any) -> None:
+    def _share(
+        self, table: StatsTable, layouts: dict[bytes, int], seen: dict[int, Any], device: torch.device, lock: Any
+    ) -> None:
         """Give the code in C the state that it works on."""
 
     def _measure(self, narrow: float, wide: float, higher: bool, check_sums: bool, ready: bool) -> None:
@@ -88,8 +91,8 @@ class PythonReader:
             several: Called for a target with several edges, with the edges and what records a gradient.
 
         Returns:
-            None if the result does not fit: then nothing is done. Otherwise 1 if the gradients of the result are left, plus 2 if
-            those of the inputs are.
+            None if the result does not fit: then nothing is done. Otherwise 1 if the gradients of the result are left, plus 2
+            if those of the inputs are.
         """
 
     def forget_graph(self) -> None:
@@ -120,7 +123,10 @@ class PythonReadTensor:
         self.layout = layout
 
 
-if TYPE_CHECKING or not IN_C:
-    Reader, ReadTensor = PythonReader, PythonReadTensor
-else:
+if TYPE_CHECKING:
+    Reader = PythonReader
+    ReadTensor = PythonReadTensor
+elif IN_C:
     Reader, ReadTensor = _fast_path.Reader, _fast_path.ReadTensor
+else:
+    Reader, ReadTensor = PythonReader, PythonReadTensor

@@ -31,9 +31,10 @@ from monitor.pytorch.compiled.operators import (
 )
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording import arguments
-from monitor.recording.activations import CallIndex, ModuleCall, ModuleCollector, ModuleWatcher
+from monitor.recording.activations import ModuleCollector, ModuleWatcher
 from monitor.recording.attached_model import NamedParts
 from monitor.recording.backend import HookSet, Removable
+from monitor.recording.module_calls import CallIndex, ModuleCall
 from monitor.selection import ALL_TENSORS, NO_TENSORS
 
 never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)

@@ -1,8 +1,8 @@
 """What is done with the tensors of a module's call, planned from an earlier call with the same structure.
 
-What a module takes and returns has the same structure in nearly every call. A plan says where its tensors are, and what each is
-used for. Code in C checks that a call fits the plan, and does the work. Calls that do not fit, and tensors that are not ordinary
-(``fast_path``), are left to ``ModuleWatcher``.
+What a module takes and returns has the same structure in nearly every call. A plan says where its tensors are, and what each
+is used for. Code in C checks that a call fits the plan, and does the work. Calls that do not fit, and tensors that are not
+ordinary (``fast_path``), are left to ``ModuleWatcher``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from monitor.pytorch import autograd
 from monitor.pytorch.fast_path import IN_C
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.pytorch.tensors import TENSOR_PATHS
-from monitor.recording.activations import ALL, GRADIENTS, NOTHING, Left, ModuleCall, ModuleWatcher
+from monitor.recording.activations import ModuleWatcher
+from monitor.recording.module_calls import ALL, GRADIENTS, NOTHING, Left, ModuleCall
 from monitor.recording.recorder import RecordedSeries
 from monitor.recording.tensor_paths import SIMPLE, TensorPath, children
 from monitor.selection import TensorChoice
 from monitor.stats.torch.tensors import PLAIN
 
 Plan = Any
-"""The structure of a value: for a container a tuple of its class and the plan of each item, for a value without tensors its class,
-and for a tensor a list of its series and that of its gradient, with None for one that is not recorded.
+"""The structure of a value. For a container it is a tuple of its class and the plan of each item, and for a value without
+tensors its class. For a tensor it is a list of its series and that of its gradient, with None for one that is not recorded.
 """
 
 Use = Callable[[TensorPath], list[RecordedSeries | None]]
@@ -92,7 +93,16 @@ class ModulePlans:
             return self._plan_result(number, result)
         gate = self._gate
         left = self._end_call(
-            plan, result, call.records_forward, graph, call.targets, call.start, gate, gate.clock.step, micro_step, self._several
+            plan,
+            result,
+            call.records_forward,
+            graph,
+            call.targets,
+            call.start,
+            gate,
+            gate.clock.step,
+            micro_step,
+            self._several,
         )
         return self._plan_result(number, result) if left is None else LEFT[left]
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 if TYPE_CHECKING:
     from monitor.config.model import CcDistribution
     from monitor.failures import Failures
-    from monitor.recording.activations import CallHooks, CallPlans, ModuleCollector, ModuleWatcher
+    from monitor.recording.activations import CallHooks, ModuleCollector, ModuleWatcher
     from monitor.recording.attached_model import Attached, NamedParameter, NamedParts
     from monitor.recording.collectives import Communication
     from monitor.recording.features.reading import FeatureReading
     from monitor.recording.gradient_edges import BackwardEngine
+    from monitor.recording.module_calls import CallPlans
     from monitor.recording.parameters import GradientRows, GradientSource
     from monitor.recording.phases import Clipping, Collector
     from monitor.recording.recorder import TensorReader

@@ -107,7 +107,7 @@ class RowSlot:
         local_row: First row within the page.
         row: First row within the table.
         rows: Number of rows.
-        native: For code in C: the address of the first row's numbers, ``row`` and ``rows``. Empty if they are not in host memory.
+        native: For code in C: the address of the first row's numbers, ``row`` and ``rows``. Empty for rows on a device.
     """
 
     page: Page

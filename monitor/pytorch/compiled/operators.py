@@ -34,9 +34,9 @@ from monitor.failures import Failures
 from monitor.pytorch import autograd
 from monitor.pytorch.autograd import Target, sequence_nr
 from monitor.pytorch.tensors import TENSOR_PATHS
-from monitor.recording.activations import ADVICE
 from monitor.recording.backend import Autograd, Removable
 from monitor.recording.gradient_edges import follow_inputs, follow_result, slots_of
+from monitor.recording.module_calls import ADVICE
 from monitor.recording.tensor_paths import TensorPath
 from monitor.selection import TensorChoice
 from monitor.stats.torch.tensors import beneath

@@ -9,10 +9,11 @@ from math import prod
 from typing import Any, Final, NamedTuple, Protocol
 
 from monitor.config import MonitorConfig
-from monitor.recording.activations import CallIndex, Calls, ModuleCollector
+from monitor.recording.activations import ModuleCollector
 from monitor.recording.attached_model import Attached, ModelNames, NamedModule, NamedParameter
 from monitor.recording.backend import HookSet
 from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing
+from monitor.recording.module_calls import CallIndex, Calls
 from monitor.recording.recorder import RecordedSeries
 from monitor.selection import Ambiguous, Unmatched, ambiguity_notice, unmatched_text
 from monitor.series import WATCHED_KINDS, Series

@@ -1,0 +1,13 @@
+"""The C module of ``fast_path.c``. It is built if there is a C compiler when the package is installed, and if Python has a GIL."""
+
+from typing import Any
+
+from monitor.pytorch.fast_path import PythonReader, PythonReadTensor
+
+class Reader(PythonReader): ...
+class ReadTensor(PythonReadTensor): ...
+
+def set_up(
+    exchange: Any, tensor: type, parameter: type, accumulation: type, forwarding: type, is_lazy_copy: Any, sequence_nr: Any,
+    new_hooks: type, /,
+) -> bool: ...  # fmt: skip

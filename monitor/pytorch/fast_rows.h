@@ -1,0 +1,335 @@
+/* Records tensors into the rows of the table. Part of fast_path.c. */
+
+#ifndef MONITOR_FAST_ROWS_H
+#define MONITOR_FAST_ROWS_H
+
+#include "fast_tensors.h"
+
+/* --- A tensor that was read: what `TorchTensorReader` remembers to recognise it under another name.
+ *
+ * No type of this module takes part in garbage collection: thousands of objects that live until the end of a step would make it run.
+ * None of them refers to a module or a graph, so there are no cycles. */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *tensor, *version; /* a weak reference; an int, or a tuple of compiled code */
+    int64_t row, layout;
+} ReadTensor;
+
+static PyTypeObject *read_tensor_type, *writer_type;
+
+static void free_object(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyObject *new_read_tensor(PyObject *x, PyObject *version, int64_t row, int64_t layout) {
+    PyObject *weak = PyWeakref_NewRef(x, NULL);
+    ReadTensor *made = weak == NULL ? NULL : (ReadTensor *)PyType_GenericAlloc(read_tensor_type, 0);
+    if (made == NULL) {
+        Py_XDECREF(weak);
+        return NULL;
+    }
+    made->tensor = weak;
+    made->version = Py_NewRef(version);
+    made->row = row;
+    made->layout = layout;
+    return (PyObject *)made;
+}
+
+static PyObject *read_tensor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *x, *version;
+    long long row, layout;
+    (void)type;
+    (void)kwargs;
+    return PyArg_ParseTuple(args, "OOLL", &x, &version, &row, &layout) ? new_read_tensor(x, version, row, layout) : NULL;
+}
+
+static void read_tensor_dealloc(PyObject *self) {
+    Py_XDECREF(((ReadTensor *)self)->tensor);
+    Py_XDECREF(((ReadTensor *)self)->version);
+    free_object(self);
+}
+
+static PyMemberDef READ_TENSOR_MEMBERS[] = {
+    {"tensor", T_OBJECT_EX, offsetof(ReadTensor, tensor), READONLY, "A weak reference."},
+    {"version", T_OBJECT_EX, offsetof(ReadTensor, version), READONLY, "Its version when it was read."},
+    {"row", T_LONGLONG, offsetof(ReadTensor, row), READONLY, "Its row."},
+    {"layout", T_LONGLONG, offsetof(ReadTensor, layout), READONLY, "Its layout."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot READ_TENSOR_SLOTS[] = {
+    {Py_tp_new, read_tensor_new}, {Py_tp_dealloc, read_tensor_dealloc}, {Py_tp_members, READ_TENSOR_MEMBERS}, {0, NULL}};
+static PyType_Spec READ_TENSOR = {"monitor.pytorch._fast_path.ReadTensor", sizeof(ReadTensor), 0, Py_TPFLAGS_DEFAULT, READ_TENSOR_SLOTS};
+
+/* --- The reader: the base class of `TorchTensorReader`. */
+
+#define MOST_READ 8192 /* tensors that are remembered: forgetting one costs a second read, no more */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *table, *layouts, *seen, *device, *acquire, *release; /* `layouts`: index of each layout, by its key */
+    PyObject *known;                                                 /* nodes of calls in progress: see `Walk` */
+    double narrow, wide;                                             /* bounds below which elements count as zeros */
+    int wanted, ready;
+} Reader;
+
+typedef struct {
+    double *numbers;
+    int64_t row, rows;
+} Slot; /* RowSlot.native */
+
+typedef struct {
+    int64_t *order, *layout, *alias, *alias_order, *writes;
+} Cells; /* StatsTable.native */
+
+static const struct host_kernel *kernel;
+
+static int copy_native(PyObject *of, void *to, Py_ssize_t size) {
+    PyObject *found = of == NULL ? NULL : PyObject_GetAttr(of, s_native);
+    int fits = found != NULL && PyBytes_Check(found) && PyBytes_Size(found) == size;
+    if (fits) {
+        memcpy(to, PyBytes_AsString(found), (size_t)size);
+    }
+    Py_XDECREF(found);
+    PyErr_Clear();
+    return fits;
+}
+
+static int find_slot(Reader *reader, PyObject *watched, int64_t micro_step, Slot *slot) {
+    PyObject *slots = PyObject_GetAttr(watched, s_slots);
+    PyObject *found = slots == NULL ? NULL : PyDict_GetItemWithError(slots, reader->device);
+    int there = copy_native(found, slot, sizeof *slot) && micro_step >= 0 && micro_step < slot->rows;
+    Py_XDECREF(slots);
+    PyErr_Clear();
+    return there;
+}
+
+/* The index of the layout of `x`; -1, with an exception set, if it cannot be found. */
+static int64_t layout_index(Reader *reader, PyObject *x, const Elements *elements) {
+    PyObject *key = PyBytes_FromStringAndSize((const char *)elements->layout, (Py_ssize_t)sizeof(int64_t) * elements->numbers);
+    PyObject *index = key == NULL ? NULL : PyDict_GetItemWithError(reader->layouts, key);
+    int64_t found = -1;
+    if (index != NULL) {
+        found = PyLong_AsLongLong(index);
+    } else if (key != NULL && !PyErr_Occurred()) {
+        PyObject *shape = PyObject_GetAttr(x, s_shape), *dtype = shape == NULL ? NULL : PyObject_GetAttr(x, s_dtype);
+        index = dtype == NULL ? NULL : PyObject_CallMethodObjArgs(reader->table, s_layout_of, shape, dtype, NULL);
+        if (index != NULL && PyDict_SetItem(reader->layouts, key, index) == 0) {
+            found = PyLong_AsLongLong(index);
+        }
+        Py_XDECREF(shape);
+        Py_XDECREF(dtype);
+        Py_XDECREF(index);
+    }
+    Py_XDECREF(key);
+    return found;
+}
+
+static void note(const Cells *cells, int64_t row, int64_t layout, int64_t alias) {
+    cells->order[row] = ++*cells->writes;
+    cells->layout[row] = layout;
+    cells->alias[row] = alias;
+    if (alias >= 0) {
+        cells->alias_order[row] = cells->order[alias];
+    }
+}
+
+/* The entry for `x`, if it is unchanged since it was read; borrowed. */
+static ReadTensor *read_before(Reader *reader, PyObject *x, PyObject *key, PyObject *version) {
+    PyObject *found = PyDict_GetItemWithError(reader->seen, key);
+    ReadTensor *known = (ReadTensor *)found;
+    if (found == NULL || Py_TYPE(found) != read_tensor_type || PyWeakref_GetObject(known->tensor) != x) {
+        return NULL;
+    }
+    return PyObject_RichCompareBool(known->version, version, Py_EQ) == 1 ? known : NULL;
+}
+
+static int remember(Reader *reader, PyObject *x, PyObject *key, PyObject *version, int64_t row, int64_t layout) {
+    if (PyDict_Size(reader->seen) >= MOST_READ) {
+        PyDict_Clear(reader->seen);
+    }
+    PyObject *entry = new_read_tensor(x, version, row, layout);
+    int done = entry == NULL ? -1 : PyDict_SetItem(reader->seen, key, entry);
+    Py_XDECREF(entry);
+    return done;
+}
+
+/* Under the lock: writes the row. `version` is NULL for a tensor that is not looked for under other names. */
+static int write_row(Reader *reader, PyObject *x, const Elements *elements, const Slot *slot, int64_t offset, PyObject *version, int wanted) {
+    Cells cells;
+    int64_t row = slot->row + offset, layout;
+    PyObject *key = version == NULL ? NULL : PyLong_FromVoidPtr(x);
+    int done = NOT_DONE;
+    if (copy_native(reader->table, &cells, sizeof cells) && (version == NULL || key != NULL)) {
+        ReadTensor *known = version == NULL ? NULL : read_before(reader, x, key, version);
+        double bound = elements->format == FLOAT64 ? reader->wide : reader->narrow;
+        if (known != NULL) {
+            if (known->row != row) { /* else the row holds it already, and may have aliases */
+                note(&cells, row, known->layout, known->row);
+            }
+            done = DONE;
+        } else if (!PyErr_Occurred() && (layout = layout_index(reader, x, elements)) >= 0 &&
+                   kernel->reduce(elements->data, elements->count, elements->format, bound, wanted, slot->numbers + offset * kernel->columns)) {
+            note(&cells, row, layout, -1);
+            done = version == NULL || remember(reader, x, key, version, row, layout) == 0 ? DONE : FAILED;
+        }
+    }
+    Py_XDECREF(key);
+    return PyErr_Occurred() ? FAILED : done;
+}
+
+/* Records an ordinary tensor. NOT_DONE: it is not ordinary, and nothing was written. */
+static int record_one(Reader *reader, PyObject *watched, PyObject *x, int64_t micro_step, int aliases) {
+    Elements elements;
+    Slot slot;
+    if (!reader->ready || !look(x, &elements) || !find_slot(reader, watched, micro_step, &slot)) {
+        return NOT_DONE;
+    }
+    PyObject *version = aliases ? PyObject_GetAttr(x, s__version) : NULL;
+    if (aliases && version == NULL) { /* a tensor of inference mode has no version */
+        PyErr_Clear();
+        return NOT_DONE;
+    }
+    int wanted = reader->wanted | (is_true(watched, s_checked) ? CHECK_SUMS : 0), done = FAILED;
+    PyObject *locked = PyObject_CallNoArgs(reader->acquire);
+    if (locked != NULL) {
+        done = write_row(reader, x, &elements, &slot, micro_step, version, wanted);
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        Py_XDECREF(PyObject_CallNoArgs(reader->release));
+        PyErr_Restore(type, value, trace);
+        Py_DECREF(locked);
+    }
+    Py_XDECREF(version);
+    return done;
+}
+
+static PyObject *none_unless(int failed) {
+    if (failed) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* Records a tensor, ordinary or not. -1, with an exception set, if it could not be read. */
+static int record_any(Reader *reader, PyObject *watched, PyObject *x, int64_t micro_step, PyObject *aliases) {
+    int done = record_one(reader, watched, x, micro_step, aliases == Py_True);
+    if (done == NOT_DONE) {
+        PyObject *place = PyLong_FromLongLong(micro_step);
+        PyObject *called =
+            place == NULL ? NULL : PyObject_CallMethodObjArgs((PyObject *)reader, s_record_in_python, watched, x, place, aliases, NULL);
+        done = called == NULL ? FAILED : DONE;
+        Py_XDECREF(called);
+        Py_XDECREF(place);
+    }
+    return done == FAILED ? -1 : 0;
+}
+
+/* record(watched, x, micro_step=0, *, aliases=True) */
+static PyObject *reader_record(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    PyObject *aliases = Py_True, *place = NULL;
+    Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords), given = count;
+    for (Py_ssize_t i = 0; i < named; i++) {
+        PyObject *name = PyTuple_GetItem(keywords, i);
+        if (PyUnicode_CompareWithASCIIString(name, "aliases") == 0) {
+            aliases = args[count + i];
+        } else if (PyUnicode_CompareWithASCIIString(name, "micro_step") == 0 && count == 2) {
+            place = args[count + i];
+            given++;
+        } else {
+            return PyErr_Format(PyExc_TypeError, "record has no argument %R here", name);
+        }
+    }
+    if (given < 2 || count > 3) {
+        return PyErr_Format(PyExc_TypeError, "record takes 2 or 3 arguments, not %zd", count);
+    }
+    place = count == 3 ? args[2] : place;
+    int64_t micro_step = place == NULL ? 0 : PyLong_AsLongLong(place);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    return none_unless(record_any((Reader *)self, args[0], args[1], micro_step, aliases) < 0);
+}
+
+static int hand_over(PyObject *self, PyObject *rest, PyObject *failed) {
+    PyObject *called = PyObject_CallMethodObjArgs(self, s_record_all_in_python, rest, failed, NULL);
+    Py_XDECREF(called);
+    return called == NULL ? -1 : PyList_SetSlice(rest, 0, PyList_Size(rest), NULL);
+}
+
+/* Every item in its order: those that are not ordinary are handed over together, before the next one that is. */
+static PyObject *reader_record_all(PyObject *self, PyObject *args) {
+    PyObject *given, *failed;
+    if (!PyArg_ParseTuple(args, "OO", &given, &failed)) {
+        return NULL;
+    }
+    PyObject *items = PySequence_List(given), *rest = items == NULL ? NULL : PyList_New(0);
+    int error = rest == NULL;
+    for (Py_ssize_t i = 0; !error && i < PyList_Size(items); i++) {
+        PyObject *item = PyList_GetItem(items, i), *watched, *x;
+        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "OO", &watched, &x)) {
+            error = 1;
+            break;
+        }
+        Elements elements;
+        if (PyList_Size(rest) && look(x, &elements) && hand_over(self, rest, failed) < 0) {
+            error = 1;
+            break;
+        }
+        int done = record_one((Reader *)self, watched, x, 0, 0);
+        if (done == FAILED) {
+            PyErr_Clear(); /* Python repeats and reports it */
+        }
+        error = done != DONE && PyList_Append(rest, item) < 0;
+    }
+    if (!error && PyList_Size(rest)) {
+        error = hand_over(self, rest, failed) < 0;
+    }
+    Py_XDECREF(items);
+    Py_XDECREF(rest);
+    return none_unless(error);
+}
+
+static PyObject *reader_share(PyObject *self, PyObject *args) {
+    Reader *reader = (Reader *)self;
+    PyObject *table, *layouts, *seen, *device, *lock;
+    if (!PyArg_ParseTuple(args, "OO!O!OO", &table, &PyDict_Type, &layouts, &PyDict_Type, &seen, &device, &lock)) {
+        return NULL;
+    }
+    reader->acquire = PyObject_GetAttrString(lock, "acquire");
+    reader->release = PyObject_GetAttrString(lock, "release");
+    reader->table = Py_NewRef(table);
+    reader->layouts = Py_NewRef(layouts);
+    reader->seen = Py_NewRef(seen);
+    reader->device = Py_NewRef(device);
+    reader->known = PyDict_New();
+    return none_unless(reader->acquire == NULL || reader->release == NULL || reader->known == NULL);
+}
+
+static PyObject *reader_measure(PyObject *self, PyObject *args) {
+    Reader *reader = (Reader *)self;
+    int higher, check_sums;
+    if (!PyArg_ParseTuple(args, "ddppp", &reader->narrow, &reader->wide, &higher, &check_sums, &reader->ready)) {
+        return NULL;
+    }
+    reader->wanted = (higher ? HIGHER : 0) | (check_sums ? CHECK_SUMS : 0);
+    reader->ready = reader->ready && exchange != NULL && reader->table != NULL;
+    Py_RETURN_NONE;
+}
+
+static void reader_dealloc(PyObject *self) {
+    Reader *reader = (Reader *)self;
+    Py_XDECREF(reader->table);
+    Py_XDECREF(reader->layouts);
+    Py_XDECREF(reader->seen);
+    Py_XDECREF(reader->device);
+    Py_XDECREF(reader->known);
+    Py_XDECREF(reader->acquire);
+    Py_XDECREF(reader->release);
+    free_object(self);
+}
+
+#endif
