@@ -17,7 +17,7 @@ from evidence import PROVES
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ("monitor", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 SOURCES = ("monitor/stats/host_kernel.c", "monitor/sinks/lines.c", "monitor/pytorch/fast_path.c")
-NATIVE = ("monitor.stats._host_kernel", "monitor.sinks._lines", "monitor.pytorch._fast_path")
+NATIVE = ("monitor.stats._host_kernel", "monitor.sinks._lines")
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -89,8 +89,17 @@ def test_its_modules_in_c_are_there_without_a_framework(programs: Path, tmp_path
     imports = f"import {', '.join(NATIVE)}; print({', '.join(f'{name}.__file__' for name in NATIVE)}, sep='\\n')"
     found = run(programs / "python", "-c", f"{without}\n{imports}", cwd=tmp_path, **folders_without_compiler(programs))
     files = [Path(line) for line in found.splitlines()]
-    assert [path.name for path in files] == ["_host_kernel.abi3.so", "_lines.abi3.so", "_fast_path.abi3.so"]
+    assert [path.name for path in files] == ["_host_kernel.abi3.so", "_lines.abi3.so"]
     assert all(path.is_relative_to(programs.parent) for path in files)
+
+
+@needs_compiler
+def test_beside_torch_ordinary_tensors_are_recorded_in_c(programs: Path, tmp_path: Path) -> None:
+    asked = "from monitor.pytorch import fast_path; print(fast_path.IN_C, fast_path._fast_path.__file__)"
+    printed = run(programs / "python", "-c", asked, cwd=tmp_path, **folders_without_compiler(programs))
+    used, file = printed.split()
+    assert used == "True"
+    assert Path(file).is_relative_to(programs.parent)
 
 
 @needs_compiler

@@ -1,4 +1,4 @@
-"""The C module of ``fast_path.c``. It is built if there is a C compiler when the package is installed, and if Python has a GIL."""
+"""The C module of ``fast_path.c``. It is built if Python has a GIL, and there is a C compiler when the package is installed."""
 
 from typing import Any
 
