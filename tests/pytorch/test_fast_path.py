@@ -1,0 +1,266 @@
+"""The code in C takes ordinary tensors and calls, leaves all others to Python, and gives the same rows without a leak."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from evidence import examples
+from observing import observed
+from torch import Tensor, nn
+from watching import Output, attached, warnings_in
+from ways import IN_PYTHON, WAYS, use
+
+from monitor.pytorch.fast_path import IN_C
+from monitor.pytorch.tensor_reader import TorchTensorReader
+from monitor.recording.recorder import RecordedSeries, Recorder
+from monitor.series import Series, SeriesTable
+from monitor.stats.partials import COUNT, SUM
+from monitor.stats.table import SealedTable
+
+pytestmark = pytest.mark.skipif(not IN_C, reason="the code in C was not built, or this torch has no exchange of tensors")
+
+
+class Counting(TorchTensorReader):
+    """Counts the tensors that come to Python."""
+
+    came = 0
+
+    def record_in_python(self, *given: Any) -> None:
+        self.came += 1
+        super().record_in_python(*given)
+
+
+class Subclass(Tensor):
+    pass
+
+
+def cut() -> Tensor:
+    x = torch.ones(100)
+    x.untyped_storage().resize_(40)
+    return x
+
+
+def freed() -> Tensor:
+    x = torch.ones(100)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def of_inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(4)
+
+
+ORDINARY: dict[str, Callable[[], Tensor]] = {
+    "float32": lambda: torch.ones(3, 4),
+    "float64": lambda: torch.ones(5, dtype=torch.float64),
+    "bfloat16": lambda: torch.ones(5, dtype=torch.bfloat16),
+    "float16": lambda: torch.ones(5, dtype=torch.float16),
+    "no dimension": lambda: torch.tensor(1.0),
+    "a parameter": lambda: nn.Parameter(torch.ones(3)),
+    "a result": lambda: torch.ones(3, requires_grad=True) * 1.0,
+    "a view from the middle": lambda: torch.ones(6, 2)[2:4],
+    "of one column": lambda: torch.ones(4, 1).t(),
+}
+OTHERS: dict[str, Callable[[], Tensor]] = {
+    "int64": lambda: torch.ones(4, dtype=torch.int64),
+    "bool": lambda: torch.ones(4, dtype=torch.bool),
+    "complex": lambda: torch.ones(4, dtype=torch.complex64),
+    "float8": lambda: torch.ones(4).to(torch.float8_e4m3fn),
+    "transposed": lambda: torch.ones(3, 4).t(),
+    "expanded": lambda: torch.ones(1).expand(4),
+    "empty": lambda: torch.ones(0),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "negated by its flag": lambda: torch._neg_view(torch.ones(4)),
+    "a lazy copy": lambda: torch._lazy_clone(torch.ones(4)),
+    "a subclass": lambda: torch.ones(4).as_subclass(Subclass),
+    "of inference mode": of_inference,
+    "of nine dimensions": lambda: torch.ones((1,) * 9),
+    "freed": freed,
+    "cut": cut,
+    "meta": lambda: torch.ones(4, device="meta"),
+}
+
+
+def rows_of(reader: TorchTensorReader, x: Tensor) -> tuple[int, list[float]]:
+    """How many of two records of ``x`` came to Python, and count and sum of the second."""
+    recorder, watched = Recorder(reader), RecordedSeries(Series("actv", 0, "x"), (0, 1))
+    recorder.activate(True)
+    recorder.record(watched, torch.ones(2))  # the first tensor of a series makes its rows
+    before = reader.came if isinstance(reader, Counting) else 0
+    recorder.record(watched, x, 1)
+    came = reader.came - before if isinstance(reader, Counting) else 0
+    recorder.end_step()
+    sealed = SealedTable()
+    recorder.seal(sealed)
+    rows = sealed.rows().kinds["actv"]
+    return came, [float(rows.partials.columns[column][-1]) for column in (COUNT, SUM) if len(rows) == 2]
+
+
+@pytest.mark.parametrize("kind", ORDINARY)
+def test_an_ordinary_tensor_does_not_come_to_python(kind: str) -> None:
+    x = ORDINARY[kind]()
+    assert rows_of(Counting(SeriesTable(), 1e-8), x) == (0, [x.numel(), float(x.sum())])
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_every_other_tensor_comes_to_python_and_has_the_row_that_it_has_without_c(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came, row = rows_of(Counting(SeriesTable(), 1e-8), OTHERS[kind]())
+    assert came == 1
+    use(IN_PYTHON, monkeypatch)
+    assert row == rows_of(Counting(SeriesTable(), 1e-8), OTHERS[kind]())[1]
+
+
+def test_a_lazy_copy_is_not_made_by_a_look_at_it() -> None:
+    x = torch._lazy_clone(torch.ones(4))
+    reader = TorchTensorReader(SeriesTable(), 1e-8)
+    rows_of(reader, x)
+    assert torch._C._is_cow_tensor(x)
+
+
+class Calls(nn.Module):
+    """Calls modules in every way that a plan may or may not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named, self.nested, self.many, self.changing = Named(), Nested(), Many(), Changing()
+        self.same, self.inside, self.held, self.back = nn.Linear(4, 4), nn.ReLU(inplace=True), Held(), Back()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.named(x, other=x * 2) + self.named(other=x, x=x)
+        a, (b, c) = self.nested([x, (x + 1, None)], 3)
+        y = sum(self.many([a, b, c] * 25))
+        for times in range(3):
+            y = self.same(y) if times else self.inside(self.same(y))
+        y = y + sum(self.changing(y, times) for times in range(20))
+        return self.back(y) + self.held(y)
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return x * other
+
+
+class Nested(nn.Module):
+    def forward(self, inside: list[Any], _times: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        first, (second, _) = inside
+        return first * 2, (second.exp(), first * second)
+
+
+class Many(nn.Module):
+    def forward(self, given: list[Tensor]) -> list[Tensor]:
+        return [one * 0.5 for one in given]
+
+
+class Changing(nn.Module):
+    """Another structure in every call."""
+
+    def forward(self, x: Tensor, times: int) -> Any:
+        return x * 0.1 if times % 2 else x.clone()
+
+
+class Held(nn.Module):
+    """Returns a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, _x: Tensor) -> Tensor:
+        return self.weight
+
+
+class Back(nn.Module):
+    """Returns its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_calls_of_every_structure_have_the_same_rows_in_both_ways(output: Output) -> None:
+    found = {}
+    for way in WAYS:
+        with pytest.MonkeyPatch.context() as patch:
+            use(way, patch)
+            torch.manual_seed(0)
+            model, optimizer = (made := Calls()), torch.optim.SGD(made.parameters(), 0.0)
+            with attached(output, model, optimizer, xy_distribution=True, all_xy=True, ops=["norm", "mean"], ndigits=17):
+                for _ in range(4):
+                    model(torch.linspace(0, 1, 12).view(3, 4).requires_grad_()).sum().backward()
+                    optimizer.step()
+            directory = output.directories()[-1]
+        found[way] = [output.rows(kind, directory) for kind in ("actv", "actv_grad")]
+    assert repr(found["in C"]) == repr(found[IN_PYTHON])
+    assert min(map(len, found["in C"])) > 4 * 100
+
+
+def test_a_gradient_that_comes_after_its_step_has_no_row_and_that_is_said(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    x = torch.ones(2, 4)
+    with attached(output, model, optimizer, xy_distribution=True, all_xy=True, ops=["norm"]):
+        model(x).sum().backward()
+        optimizer.step()
+        late = model(x).sum()
+        optimizer.step()
+        late.backward()
+    assert {row.step for row in output.rows("actv_grad")} == {0}
+    assert [said for said in warnings_in(caplog) if "A backward ran after its optimizer step" in said]
+
+
+def test_a_graph_that_outlives_the_monitor_has_no_rows_and_then_frees_the_model(output: Output) -> None:
+    class Freed(nn.Linear):
+        pass
+
+    model = Freed(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    x = torch.ones(2, 4, requires_grad=True)
+    with attached(output, model, optimizer, xy_distribution=True, all_xy=True, ops=["norm"]):
+        model(x).sum().backward()
+        optimizer.step()
+        left = model(x * 1.0).sum()
+    before = x.grad.clone() if x.grad is not None else torch.zeros(2, 4)
+    left.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad - before, model.weight.sum(0).expand(2, 4))
+    del left, model, optimizer
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is Freed]
+
+
+def test_steps_leave_neither_memory_nor_references(output: Output) -> None:
+    """``make prove`` takes 100,000 steps."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    x = torch.ones(2, 4)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    watched = (None, True, False, Tensor, nn.Parameter, (), 0, 1)
+    kinds: dict[str, Any] = {"wg_distribution": True, "param_distribution": True, "xy_distribution": True, "all_xy": True}
+    with attached(output, model, optimizer, **kinds, ops=["norm"], step_count_per_record=500):
+        train(1200)
+        gc.collect()
+        tracemalloc.start()
+        held, references = tracemalloc.get_traced_memory()[0], [sys.getrefcount(one) for one in watched]
+        train(examples(1000, 100_000))
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - held
+        tracemalloc.stop()
+        more = [sys.getrefcount(one) - before for one, before in zip(watched, references, strict=True)]
+    assert grown < 400_000
+    assert max(more) < 500
