@@ -83,8 +83,6 @@ class CellHooks:
         if autograd.requires_grad(x) and autograd.made_since(x, 0):  # a hook on a parameter would stay for every later backward
             autograd.on_gradient(x, call)
 
-    def root_ended(self) -> None: ...
-
     def end_step(self) -> None:
         """Keeps no data."""
 

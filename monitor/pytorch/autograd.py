@@ -107,6 +107,10 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+MOST_THREADS: Final = 16
+"""Threads whose lists are kept for the next step."""
+
+
 @dataclass(slots=True)
 class _Begun:
     """The calls that began on one thread.
@@ -165,6 +169,8 @@ class CheckpointRepetitions:
         """Keep the failed calls: their segments may still have a backward."""
 
     def forget_step(self) -> None:
+        if len(self._begun) > MOST_THREADS:
+            self._begun.clear()
         for begun in self._begun.values():
             begun.numbers.clear()
             begun.places.clear()

@@ -77,7 +77,7 @@ static int find_nodes(Leaves *found) {
         Py_XDECREF(followed);
         if (lost) {
             Py_CLEAR(leaf->node);
-            PyErr_Clear();
+            forget_failure();
             return 0;
         }
     }
@@ -144,7 +144,7 @@ static int is_open(const Writer *writer) {
     int open = recorder != NULL && number(PyObject_GetAttr(clock, s_step)) == writer->step && is_true(recorder, s_active);
     Py_XDECREF(clock);
     Py_XDECREF(recorder);
-    PyErr_Clear();
+    forget_failure();
     return open;
 }
 
@@ -152,17 +152,22 @@ static PyObject *writer_call(PyObject *self, PyObject *args, PyObject *kwargs) {
     Writer *writer = (Writer *)self;
     PyObject *gradient = PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : NULL;
     (void)kwargs;
-    if (gradient != NULL && writer->k >= 0) { /* a function may return no gradient for an input */
-        gradient = PyTuple_Check(gradient) ? PyTuple_GetItem(gradient, writer->k) : NULL;
+    if (gradient != NULL && writer->k >= 0) { /* a list in compiled autograd */
+        gradient = PyTuple_Check(gradient) ? PyTuple_GetItem(gradient, writer->k)
+                   : PyList_Check(gradient) ? PyList_GetItem(gradient, writer->k)
+                                            : NULL;
     }
-    PyErr_Clear();
+    forget_failure();
     if (gradient == NULL || gradient == Py_None || !is_true(writer->gate, s_attached)) {
         Py_RETURN_NONE;
     }
     if (is_open(writer) && record_one((Reader *)writer->reader, writer->watched, gradient, writer->micro_step, 1) == DONE) {
         Py_RETURN_NONE;
     }
-    PyErr_Clear(); /* `take` repeats and reports what failed; it raises only an error of training itself */
+    forget_failure(); /* `take` repeats and reports it */
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
     return PyObject_CallMethod(writer->gate, "take", "OOLL", writer->watched, gradient, (long long)writer->step, (long long)writer->micro_step);
 }
 
@@ -171,10 +176,10 @@ static PyType_Spec WRITER = {"monitor.pytorch._fast_path.GradientWriter", sizeof
 
 /* --- The graph of a call. */
 
-/* The targets of the gradients of inputs, each with the series: {(node, number of its output): series}. NULL, perhaps without an
- * exception, if they are not ordinary: two arguments with one gradient have a joint name. */
+/* The targets of the recorded gradients of inputs, each with the series: {(node, number of its output): series}. NULL, perhaps
+ * without an exception, if they are not ordinary: two arguments with one gradient have a joint name. */
 static PyObject *find_targets(const Leaves *inputs) {
-    PyObject *targets = PyDict_New();
+    PyObject *targets = PyDict_New(), *all = PySet_New(NULL);
     for (int i = 0; targets != NULL && i < inputs->count; i++) {
         const Leaf *leaf = &inputs->leaves[i];
         if (leaf->node == NULL) {
@@ -182,12 +187,14 @@ static PyObject *find_targets(const Leaves *inputs) {
         }
         PyObject *output_nr = PyObject_GetAttr(leaf->x, s_output_nr);
         PyObject *target = output_nr == NULL ? NULL : PyTuple_Pack(2, leaf->node, output_nr);
-        if (target == NULL || PyDict_Contains(targets, target) != 0 || PyDict_SetItem(targets, target, leaf->gradient) < 0) {
+        int done = target != NULL && all != NULL && PySet_Contains(all, target) == 0 && PySet_Add(all, target) == 0;
+        if (!done || (leaf->gradient != Py_None && PyDict_SetItem(targets, target, leaf->gradient) < 0)) {
             Py_CLEAR(targets);
         }
         Py_XDECREF(target);
         Py_XDECREF(output_nr);
     }
+    Py_XDECREF(all);
     return targets;
 }
 
@@ -203,7 +210,7 @@ static int are_made_here(const Leaves *results, uint64_t start) {
     for (int i = 0; i < results->count; i++) {
         PyObject *node = results->leaves[i].node;
         if (node != NULL && results->leaves[i].gradient != Py_None && (sequence_number(node) < start || PyErr_Occurred())) {
-            PyErr_Clear();
+            forget_failure();
             return 0;
         }
     }
@@ -342,7 +349,7 @@ static int watch_edges(const Walk *walk, PyObject *targets, const Watching *of, 
     while (done == DONE && PyDict_Next(walk->found, &place, &target, &edges)) {
         PyObject *watched = PyDict_GetItemWithError(targets, target), *called = NULL, *writer;
         Py_ssize_t count = PyList_Size(edges);
-        if (watched == NULL || watched == Py_None || count == 0) {
+        if (watched == NULL || count == 0) {
             continue;
         }
         PyObject *edge = PyList_GetItem(edges, 0);
@@ -358,8 +365,8 @@ static int watch_edges(const Walk *walk, PyObject *targets, const Watching *of, 
     return PyErr_Occurred() ? FAILED : done;
 }
 
-static int follow_inputs(const Leaves *results, PyObject *targets, const Watching *of, PyObject *several) {
-    Walk walk = {PyDict_New(), PySet_New(NULL), PyList_New(0), ((Reader *)of->reader)->known, of->start, 0};
+static int follow_inputs(const Leaves *results, PyObject *targets, PyObject *known, const Watching *of, PyObject *several) {
+    Walk walk = {PyDict_New(), PySet_New(NULL), PyList_New(0), known, of->start, 0};
     int done = walk.found != NULL && walk.nodes != NULL && walk.stack != NULL ? enter_targets(&walk, targets) : FAILED;
     for (int i = 0; done == DONE && i < results->count; i++) {
         PyObject *node = results->leaves[i].node;

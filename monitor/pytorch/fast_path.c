@@ -25,8 +25,8 @@ static PyObject *reader_begin_call(PyObject *self, PyObject *const *args, Py_ssi
         answer = Py_NewRef(Py_None);
     } else if (args[3] != Py_True || record_leaves((Reader *)self, &inputs, micro_step) == 0) {
         answer = args[4] != Py_True ? Py_NewRef(Py_True) : find_nodes(&inputs) ? find_targets(&inputs) : NULL;
-        if (answer == NULL) { /* the targets are not ordinary: Python finds them */
-            PyErr_Clear();
+        forget_failure();
+        if (answer == NULL && !PyErr_Occurred()) { /* the targets are not ordinary: Python finds them */
             answer = Py_NewRef(Py_False);
         }
     }
@@ -34,20 +34,11 @@ static PyObject *reader_begin_call(PyObject *self, PyObject *const *args, Py_ssi
     return answer;
 }
 
-/* Nodes that are known keep their graph alive. */
-static PyObject *reader_forget_graph(PyObject *self, PyObject *unused) {
-    (void)unused;
-    if (((Reader *)self)->known != NULL) {
-        PyDict_Clear(((Reader *)self)->known);
-    }
-    Py_RETURN_NONE;
-}
-
 enum { NOT_WATCHED = 1, NOT_FOLLOWED = 2 };
 
 static PyObject *reader_end_call(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (count != 10) {
-        return PyErr_Format(PyExc_TypeError, "end_call takes 10 arguments, not %zd", count);
+    if (count != 11 || !PyDict_Check(args[9])) {
+        return PyErr_Format(PyExc_TypeError, "end_call takes 11 arguments, not %zd, and a dictionary of known nodes", count);
     }
     PyObject *targets = args[4];
     Watching of = {PyLong_AsUnsignedLongLong(args[5]), self, args[6], PyLong_AsLongLong(args[7]), PyLong_AsLongLong(args[8])};
@@ -62,7 +53,7 @@ static PyObject *reader_end_call(PyObject *self, PyObject *const *args, Py_ssize
         int known = find_nodes(&results);
         watched = known ? watch_results(&results, &of) : NOT_DONE;
         if (watched != FAILED && PyDict_Check(targets) && PyDict_Size(targets) > 0) {
-            followed = known ? follow_inputs(&results, targets, &of, args[9]) : NOT_DONE;
+            followed = known ? follow_inputs(&results, targets, args[9], &of, args[10]) : NOT_DONE;
         }
     }
     free_leaves(&results);
@@ -81,8 +72,7 @@ static PyMethodDef READER_METHODS[] = {
     {"begin_call", (PyCFunction)(void (*)(void))reader_begin_call, METH_FASTCALL,
      "begin_call(plan, values, micro_step, forward, graph)"},
     {"end_call", (PyCFunction)(void (*)(void))reader_end_call, METH_FASTCALL,
-     "end_call(plan, result, forward, graph, targets, start, gate, step, micro_step, several)"},
-    {"forget_graph", reader_forget_graph, METH_NOARGS, "Forget the nodes that were visited."},
+     "end_call(plan, result, forward, graph, targets, start, gate, step, micro_step, known, several)"},
     {"_share", reader_share, METH_VARARGS, "_share(table, layouts, seen, device, lock): the state of the reader in Python"},
     {"_measure", reader_measure, METH_VARARGS, "_measure(narrow, wide, higher, check_sums, ready)"},
     {NULL, NULL, 0, NULL},

@@ -20,6 +20,7 @@ from monitor.stats.table import StatsTable
 
 try:
     from monitor.pytorch import _fast_path
+    from monitor.stats import _host_kernel
 except ImportError:
     _fast_path = None  # type: ignore[assignment]
 
@@ -28,7 +29,7 @@ def _can_be_used() -> bool:
     """Whether this version of torch has all that the code in C needs."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     is_lazy_copy = getattr(torch._C, "_is_cow_tensor", None)
-    if _fast_path is None or exchange is None or is_lazy_copy is None:
+    if _fast_path is None or not hasattr(_host_kernel, "KERNEL") or exchange is None or is_lazy_copy is None:
         return False
     functions: Any = torch._C._functions
     accumulation, forwarding = functions.AccumulateGrad, BackwardHookFunction._backward_cls
@@ -79,7 +80,7 @@ class PythonReader:
 
     def end_call(
         self, plan: Any, result: Any, forward: bool, graph: bool, targets: Any, start: int, gate: Any, step: int,
-        micro_step: int, several: Callable[[Any, Any, Any], None],
+        micro_step: int, known: dict[Any, Any], several: Callable[[Any, Any, Any], None],
     ) -> int | None:  # fmt: skip
         """Record the result of a call, and have its gradients and those of the inputs recorded.
 
@@ -88,15 +89,13 @@ class PythonReader:
             graph: Whether gradients are.
             start: Autograd's sequence number before the call.
             gate, step, micro_step: For the hooks: see ``GradientGate``.
+            known: The nodes of the graph that calls within this one have visited, filled in further.
             several: Called for a target with several edges, with the edges and what records a gradient.
 
         Returns:
             None if the result does not fit: then nothing is done. Otherwise 1 if the gradients of the result are left, plus 2
             if those of the inputs are.
         """
-
-    def forget_graph(self) -> None:
-        """Forget the nodes that were visited: they keep their graph alive."""
 
     def record(self, watched: RecordedSeries, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
         self.record_in_python(watched, x, micro_step, aliases)

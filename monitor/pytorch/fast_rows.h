@@ -71,7 +71,6 @@ static PyType_Spec READ_TENSOR = {"monitor.pytorch._fast_path.ReadTensor", sizeo
 typedef struct {
     PyObject_HEAD
     PyObject *table, *layouts, *seen, *device, *acquire, *release; /* `layouts`: index of each layout, by its key */
-    PyObject *known;                                                 /* nodes of calls in progress: see `Walk` */
     double narrow, wide;                                             /* bounds below which elements count as zeros */
     int wanted, ready;
 } Reader;
@@ -94,7 +93,7 @@ static int copy_native(PyObject *of, void *to, Py_ssize_t size) {
         memcpy(to, PyBytes_AsString(found), (size_t)size);
     }
     Py_XDECREF(found);
-    PyErr_Clear();
+    forget_failure();
     return fits;
 }
 
@@ -103,7 +102,7 @@ static int find_slot(Reader *reader, PyObject *watched, int64_t micro_step, Slot
     PyObject *found = slots == NULL ? NULL : PyDict_GetItemWithError(slots, reader->device);
     int there = copy_native(found, slot, sizeof *slot) && micro_step >= 0 && micro_step < slot->rows;
     Py_XDECREF(slots);
-    PyErr_Clear();
+    forget_failure();
     return there;
 }
 
@@ -186,12 +185,12 @@ static int record_one(Reader *reader, PyObject *watched, PyObject *x, int64_t mi
     Elements elements;
     Slot slot;
     if (!reader->ready || !look(x, &elements) || !find_slot(reader, watched, micro_step, &slot)) {
-        return NOT_DONE;
+        return PyErr_Occurred() ? FAILED : NOT_DONE;
     }
     PyObject *version = aliases ? PyObject_GetAttr(x, s__version) : NULL;
     if (aliases && version == NULL) { /* a tensor of inference mode has no version */
-        PyErr_Clear();
-        return NOT_DONE;
+        forget_failure();
+        return PyErr_Occurred() ? FAILED : NOT_DONE;
     }
     int wanted = reader->wanted | (is_true(watched, s_checked) ? CHECK_SUMS : 0), done = FAILED;
     PyObject *locked = PyObject_CallNoArgs(reader->acquire);
@@ -280,10 +279,8 @@ static PyObject *reader_record_all(PyObject *self, PyObject *args) {
             break;
         }
         int done = record_one((Reader *)self, watched, x, 0, 0);
-        if (done == FAILED) {
-            PyErr_Clear(); /* Python repeats and reports it */
-        }
-        error = done != DONE && PyList_Append(rest, item) < 0;
+        forget_failure();
+        error = PyErr_Occurred() || (done != DONE && PyList_Append(rest, item) < 0);
     }
     if (!error && PyList_Size(rest)) {
         error = hand_over(self, rest, failed) < 0;
@@ -305,8 +302,7 @@ static PyObject *reader_share(PyObject *self, PyObject *args) {
     reader->layouts = Py_NewRef(layouts);
     reader->seen = Py_NewRef(seen);
     reader->device = Py_NewRef(device);
-    reader->known = PyDict_New();
-    return none_unless(reader->acquire == NULL || reader->release == NULL || reader->known == NULL);
+    return none_unless(reader->acquire == NULL || reader->release == NULL);
 }
 
 static PyObject *reader_measure(PyObject *self, PyObject *args) {
@@ -326,7 +322,6 @@ static void reader_dealloc(PyObject *self) {
     Py_XDECREF(reader->layouts);
     Py_XDECREF(reader->seen);
     Py_XDECREF(reader->device);
-    Py_XDECREF(reader->known);
     Py_XDECREF(reader->acquire);
     Py_XDECREF(reader->release);
     free_object(self);

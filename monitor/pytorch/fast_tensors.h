@@ -44,6 +44,13 @@ static PyObject *tensor_type, *parameter_type, *accumulation, *forwarding, *is_l
 #define DECLARE(name) static PyObject *s_##name;
 NAMES(DECLARE)
 
+/* Drops a failure, which the Python code repeats and reports. An interrupt stays: it is training's. */
+static void forget_failure(void) {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyErr_Clear();
+    }
+}
+
 static int is_plain(PyObject *x) {
     return (PyObject *)Py_TYPE(x) == tensor_type || (PyObject *)Py_TYPE(x) == parameter_type;
 }
@@ -53,7 +60,7 @@ static int is_true(PyObject *of, PyObject *name) {
     PyObject *found = PyObject_GetAttr(of, name);
     int yes = found == Py_True;
     if (found == NULL) {
-        PyErr_Clear();
+        forget_failure();
     }
     Py_XDECREF(found);
     return yes;
@@ -112,13 +119,13 @@ static int answers_no(PyObject *answer) {
     return no;
 }
 
-/* Fills `found` with the elements of an ordinary tensor, in memory without gaps. Leaves no exception. */
+/* Fills `found` with the elements of an ordinary tensor, in memory without gaps. Leaves no failure. */
 static int look(PyObject *x, Elements *found) {
     DLTensor seen;
     int64_t count = 1;
     if (!is_plain(x) || !answers_no(PyObject_CallFunctionObjArgs(is_lazy_copy, x, NULL)) || /* the exchange would make the copy */
         exchange->dltensor_from_py_object_no_sync(x, &seen) < 0) {
-        PyErr_Clear();
+        forget_failure();
         return 0;
     }
     int format = format_of(&seen);
@@ -134,7 +141,7 @@ static int look(PyObject *x, Elements *found) {
     }
     if (count == 0 || !is_in_storage(x, count * WIDTH[format], WIDTH[format]) ||
         !answers_no(PyObject_CallMethodObjArgs(x, s_is_neg, NULL))) { /* a flag that the exchange ignores */
-        PyErr_Clear();
+        forget_failure();
         return 0;
     }
     found->data = (const char *)seen.data + seen.byte_offset;

@@ -99,7 +99,6 @@ class CompilableHooks:
 
     def __init__(self, collector: ModuleCollector) -> None:
         self._collector = collector
-        self._reader = cast(TorchTensorReader, collector.recorder.reader)
         self._observed_roots: list[ObservedHook] = []
         HOOK_GUARDS.hold(self)
 
@@ -138,9 +137,6 @@ class CompilableHooks:
     def backward_begins(self, x: Tensor, call: Callable[[Tensor], None]) -> None:
         if x.requires_grad and x.grad_fn is not None:
             x.register_hook(call)
-
-    def root_ended(self) -> None:
-        self._reader.forget_graph()
 
     def end_step(self) -> None:
         for observed in self._observed_roots:

@@ -7,7 +7,7 @@ ordinary (``fast_path``), are left to ``ModuleWatcher``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from monitor.recording.module_calls import ALL, GRADIENTS, NOTHING, Left, Module
 from monitor.recording.recorder import RecordedSeries
 from monitor.recording.tensor_paths import SIMPLE, TensorPath, children
 from monitor.selection import TensorChoice
+from monitor.stats.host.array_kernel import is_wanted
 from monitor.stats.torch.tensors import PLAIN
 
 Plan = Any
@@ -33,6 +34,9 @@ Use = Callable[[TensorPath], list[RecordedSeries | None]]
 
 MOST_DEPTH: Final = 4
 """More deeply nested structures are not planned."""
+
+MOST_TENSORS: Final = 64
+"""Structures with more tensors are not planned."""
 
 MOST_CHANGES: Final = 16
 """Changes of structure of a module that are planned again. A module that changes more often is cheaper without plans."""
@@ -65,7 +69,7 @@ class ModulePlans:
     def __init__(self, watcher: ModuleWatcher, reader: TorchTensorReader) -> None:
         self._watcher, self._wanted = watcher, watcher.wanted
         self._begin_call, self._end_call = reader.begin_call, reader.end_call
-        self._gate = watcher.collector.gate
+        self._gate, self._nodes = watcher.collector.gate, watcher.collector.nodes
         self._inputs: dict[int, InputPlan | None] = {}
         self._results: dict[int, Plan | None] = {}
         self._follows = self._wanted.input_grad.wanted
@@ -102,6 +106,7 @@ class ModulePlans:
             gate,
             gate.clock.step,
             micro_step,
+            self._nodes,
             self._several,
         )
         return self._plan_result(number, result) if left is None else LEFT[left]
@@ -129,10 +134,10 @@ class ModulePlans:
         return True
 
     def _planned_inputs(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InputPlan | None:
-        values, wanted = (*args, *kwargs.values()), self._wanted
+        values, leaves, wanted = (*args, *kwargs.values()), TENSOR_PATHS.inputs(args, kwargs), self._wanted
         try:
             use = self._use("input", wanted.input, wanted.input_grad, len(values), number)
-            return InputPlan(_planned(values, iter(TENSOR_PATHS.inputs(args, kwargs)), use), tuple(kwargs))
+            return InputPlan(_whole(values, leaves, use), tuple(kwargs))
         except UnplannedError:
             return None
 
@@ -140,7 +145,7 @@ class ModulePlans:
         wanted = self._wanted
         try:
             use = self._use("output", wanted.output, wanted.output_grad, TENSOR_PATHS.length(result), number)
-            return _planned(result, iter(TENSOR_PATHS.outputs(result)), use, of_result=True)
+            return _whole(result, TENSOR_PATHS.outputs(result), use, of_result=True)
         except UnplannedError:
             return None
 
@@ -163,7 +168,14 @@ class ModulePlans:
 def new_plans(watcher: ModuleWatcher) -> ModulePlans | None:
     """The plans of a module; None where there is no code in C to carry them out."""
     reader = watcher.collector.recorder.reader
-    return ModulePlans(watcher, reader) if IN_C and isinstance(reader, TorchTensorReader) else None
+    return ModulePlans(watcher, reader) if IN_C and is_wanted() and isinstance(reader, TorchTensorReader) else None
+
+
+def _whole(value: Any, leaves: Sequence[TensorPath], use: Use, *, of_result: bool = False) -> Plan:
+    """The plan of a value, from all of its tensors. Raises ``UnplannedError``."""
+    if len(leaves) > MOST_TENSORS:
+        raise UnplannedError
+    return _planned(value, iter(leaves), use, of_result=of_result)
 
 
 def _planned(value: Any, leaves: Iterator[TensorPath], use: Use, depth: int = 0, *, of_result: bool = False) -> Plan:

@@ -148,7 +148,6 @@ class TorchTensorReader(Reader):
 
     def forget_step(self) -> None:
         self._seen.clear()
-        self.forget_graph()
 
     def keep_micro_step(self, tag: Tensor, chunk: int) -> None:
         """While code is being captured, have it store the micro-step that it runs in."""

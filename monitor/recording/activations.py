@@ -69,9 +69,6 @@ class CallHooks(Protocol):
     def repetitions(self) -> Repetitions:
         """Recognises repeated calls of one module, step by step."""
 
-    def root_ended(self) -> None:
-        """A forward of a root has ended or failed: drop what is known about its graph."""
-
     def end_step(self) -> None:
         """Drop the data of the step that has ended."""
 
@@ -149,6 +146,7 @@ class ModuleWatcher:
         if opened is None:
             opened = self.open_calls[thread] = []
         opened.append(call)
+        self.collector.depth += 1
         if call is None:
             return
         graph = self._wants_grads and self._recording()
@@ -164,12 +162,12 @@ class ModuleWatcher:
         if not opened or module is not self.module:
             return
         call = opened.pop()
-        if call is None or not self._recorder.active:
-            return
-        graph = self._wants_grads and self._recording()
-        left = ALL if self._plans is None else self._plans.end(call, result, graph=graph)
-        if left is not NOTHING:
-            self._end_call(call, result, left, graph=graph)
+        if call is not None and self._recorder.active:
+            graph = self._wants_grads and self._recording()
+            left = ALL if self._plans is None else self._plans.end(call, result, graph=graph)
+            if left is not NOTHING:
+                self._end_call(call, result, left, graph=graph)
+        self.collector.call_ended()
 
     def begin(self, *, repeating: bool) -> ModuleCall | None:
         """The call that begins now; None if it is not recorded.
@@ -309,6 +307,8 @@ class ModuleCollector:
         roots: The roots by chunk.
         repetitions: Creates the ``Repetitions`` of one module.
         gate: Takes the gradients of the modules that are watched now.
+        depth: Number of watched calls in progress.
+        nodes: What ``CallPlans`` know of the graph of these calls. It keeps the graph alive.
     """
 
     def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: RecordingBackend) -> None:
@@ -317,6 +317,7 @@ class ModuleCollector:
         self.clock = clock
         self.failures = failures
         self.gate = self._new_gate()
+        self.depth, self.nodes = 0, dict[Any, Any]()
         self.tracking = [True] * clock.chunks
         self.threads: set[int] = set()
         self.roots: dict[int, Any] = {}
@@ -355,6 +356,17 @@ class ModuleCollector:
         watcher = ModuleWatcher(module, name, chunk, wanted, self)
         watcher.attach(self._adapter, self._hooks)
         self._watchers.append(watcher)
+
+    def call_ended(self) -> None:
+        """A watched call has ended."""
+        self.depth -= 1
+        if self.depth <= 0:
+            self.forget_graph()
+
+    def forget_graph(self) -> None:
+        """No watched call is in progress."""
+        self.depth = 0
+        self.nodes.clear()
 
     def until_step_ends(self, handles: Sequence[Removable]) -> None:
         """Keep handles of hooks on tensors that may outlive the step, such as leaves, and remove them when the step ends."""
@@ -401,6 +413,7 @@ class ModuleCollector:
             watcher.forget_step()
         self._called.clear()
         self._leaves.clear()
+        self.forget_graph()
         self._adapter.end_step()
 
     def unwatch(self) -> None:
@@ -441,7 +454,6 @@ class ModuleCollector:
         if not self._open_roots[chunk] or self._repeating() or root is not self.roots[chunk]:
             return
         call = self._open_roots[chunk].pop()
-        self._adapter.root_ended()
         self.tracking[chunk] = self._open_roots[chunk][-1].tracked if self._open_roots[chunk] else True
         if not call.tracked:
             return
@@ -467,6 +479,7 @@ class ModuleCollector:
         """Undo a micro-step whose forward failed. If the loop continues, the next forward takes its number."""
         micro_step = self.clock.forward[chunk]
         self.clock.forward[chunk] -= 1
+        self.forget_graph()
         for watcher in self._called:
             watcher.restart(chunk, micro_step)
 

@@ -289,3 +289,20 @@ def test_ranks_that_compare_copies_stay_within_what_they_may_ask_and_name_the_od
     assert f"rank {ranks // 3 + 1} (" in done.stderr
     assert found["said_after"] is not None
     assert found["requests"] <= found["allowed"]
+
+
+def test_host_cost_prints_what_a_call_takes() -> None:
+    done = run("host_cost.py", "--quick", "--tables", "call")
+    assert (done.returncode, done.stderr) == (0, "one call\n")
+    assert {name: int(taken) > 0 for name, taken in cells_of(done.stdout)}.values() >= {True}
+
+
+@pytest.mark.skipif(not PROVES, reason="it takes 20 s of eight processes: make prove runs it")
+def test_host_cost_prints_the_cost_of_a_row_and_writes_all_figures_to_a_file(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = run("host_cost.py", "--quick", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())["parts"]
+    assert [row[0] for row in cells_of(done.stdout)[: len(found)]] == [one["name"] for one in found]
+    assert {len(one["thread"]) for one in found} == {2}
+    assert {one["rows"] for one in found} == {found[-1]["rows"]}
