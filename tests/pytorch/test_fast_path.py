@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from ways import IN_PYTHON, WAYS, use
 
 from monitor.pytorch.fast_path import IN_C
 from monitor.pytorch.tensor_reader import TorchTensorReader
+from monitor.recording.activations import ModuleCollector
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COUNT, SUM
@@ -199,6 +201,91 @@ def test_calls_of_every_structure_have_the_same_rows_in_both_ways(output: Output
         found[way] = [output.rows(kind, directory) for kind in ("actv", "actv_grad")]
     assert repr(found["in C"]) == repr(found[IN_PYTHON])
     assert min(map(len, found["in C"])) > 4 * 100
+
+
+class Handing(nn.Module):
+    """Returns one input beside a result: Python ends this call, and finds the gradients of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = nn.Linear(4, 4), nn.Linear(4, 4), Both()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, handed = self.both(self.first(x), self.second(x))
+        return y + handed
+
+
+class Both(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a * b, a
+
+
+class OnAThread(nn.Module):
+    """Uses the result of another thread, whose operations cannot be told from those of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = nn.Linear(4, 4), nn.Linear(4, 4), Both()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        h = self.first(x)
+        thread = threading.Thread(target=lambda: found.append(self.second(x)))
+        thread.start()
+        thread.join()
+        return self.both(h, found[0])[0]
+
+
+@pytest.mark.parametrize("kind", [Handing, OnAThread])
+@pytest.mark.parametrize("place", [0, 1])
+def test_of_several_inputs_only_the_chosen_one_is_followed_as_without_c(output: Output, kind: type, place: int) -> None:
+    targets = {"both": {"input_grad": f"tuple[2]:{place}"}, "second": {"input": "tensor"}}
+    found = {}
+    for way in WAYS:
+        with pytest.MonkeyPatch.context() as patch:
+            use(way, patch)
+            torch.manual_seed(0)
+            model = kind()
+            optimizer = torch.optim.SGD(model.parameters(), 0.0)
+            with attached(output, model, optimizer, xy_distribution=True, targets=targets, ops=["norm"]):
+                for _ in range(3):
+                    model(torch.ones(2, 4)).sum().backward()
+                    optimizer.step()
+            directory = output.directories()[-1]
+        found[way] = [output.rows(kind, directory) for kind in ("actv", "actv_grad")]
+    assert repr(found["in C"]) == repr(found[IN_PYTHON])
+
+
+def test_an_interrupt_that_comes_while_a_tensor_is_recorded_reaches_training() -> None:
+    reader = TorchTensorReader(SeriesTable(), 1e-8)
+    recorder, watched, x = Recorder(reader), RecordedSeries(Series("actv", 0, "x"), (0,)), torch.ones(4)
+    recorder.record(watched, x)
+
+    class Interrupting:
+        """A row's memory, where an interrupt comes."""
+
+        @property
+        def native(self) -> bytes:
+            raise KeyboardInterrupt
+
+    watched.slots[torch.device("cpu")] = Interrupting()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        recorder.record(watched, x)
+
+
+def test_nodes_of_a_graph_are_known_until_the_outermost_call_has_ended(output: Output) -> None:
+    """Also if the root is not called: nothing else tells when a forward is complete."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    known: list[int] = []
+    with attached(output, model, optimizer, xy_distribution=True, all_xy=True, ops=["norm"]):
+        (collector,) = [one for one in gc.get_objects() if isinstance(one, ModuleCollector) and model in one.roots.values()]
+        model[0][0].register_forward_hook(lambda *_: known.append(len(collector.nodes)))
+        for called in (model, model, model[0], model):
+            called(torch.ones(2, 4, requires_grad=True) * 1.0).sum().backward()
+            assert collector.nodes == {}
+            optimizer.step()
+    assert known[-1] > 0
 
 
 def test_a_gradient_that_comes_after_its_step_has_no_row_and_that_is_said(
