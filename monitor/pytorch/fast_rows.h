@@ -268,8 +268,8 @@ static PyObject *reader_record_all(PyObject *self, PyObject *args) {
     PyObject *items = PySequence_List(given), *rest = items == NULL ? NULL : PyList_New(0);
     int error = rest == NULL;
     for (Py_ssize_t i = 0; !error && i < PyList_Size(items); i++) {
-        PyObject *item = PyList_GetItem(items, i), *watched, *x;
-        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "OO", &watched, &x)) {
+        PyObject *item = PyList_GetItem(items, i), *watched = PyTuple_GetItem(item, 0), *x = PyTuple_GetItem(item, 1);
+        if (watched == NULL || x == NULL) {
             error = 1;
             break;
         }

@@ -22,6 +22,7 @@ from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.memory import TorchDevicePage, persistent, write_histogram, write_numbers
 from monitor.stats.torch.tensors import (
     BYPASSED_KEYS,
+    SCALAR,
     beneath,
     capturing,
     has_memory,
@@ -291,15 +292,19 @@ class TorchTensorReader(Reader):
     def record_numbers(
         self, watched: RecordedSeries, numbers: Mapping[int, Any], x: Tensor, micro_step: int = 0, *, histogram: Any = None
     ) -> None:
-        if not has_data(x) or self.device_steps.captures(x.device):  # such rows need the host
+        of_host = x is SCALAR
+        if not of_host and (not has_data(x) or self.device_steps.captures(x.device)):  # such rows need the host
             return
         with self._lock:
-            device = HOST if is_plain(x) else x.device
+            device = HOST if of_host or is_plain(x) else x.device
             slot, offset = self._slot(watched, device, micro_step)
-            with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS), unseen():
-                if histogram is not None:
-                    write_histogram(self.rows.histograms(slot.page, device), slot.local_row + offset, histogram)
+            if of_host:  # no tensor is touched
                 write_numbers(slot.page.memory, slot.local_row + offset, numbers)
+            else:
+                with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS), unseen():
+                    if histogram is not None:
+                        write_histogram(self.rows.histograms(slot.page, device), slot.local_row + offset, histogram)
+                    write_numbers(slot.page.memory, slot.local_row + offset, numbers)
             self._table.note(slot.row + offset, self._layout(x), NOT_AN_ALIAS)
 
     def _count_magnitudes(self, x: Tensor, page: Page, local_row: int) -> None:

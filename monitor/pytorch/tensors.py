@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from monitor.pytorch.frameworks.dtensor import activation_placement, layout_of, placement_of
 from monitor.recording.arguments import NOT_A_NUMBER, real_number
 from monitor.recording.tensor_paths import TensorPaths
-from monitor.stats.torch.tensors import beneath, capturing, local_shard
+from monitor.stats.torch.tensors import SCALAR, beneath, capturing, local_shard
 
 __all__ = ["activation_placement", "computing", "layout_of", "number_of", "paths", "placement_of", "scalar"]
 
@@ -34,12 +34,10 @@ paths: TensorPaths = TENSOR_PATHS
 
 # --- Numbers of the training loop, which may still be computed on a device.
 
-_SCALAR: Final = torch.zeros((), dtype=torch.float64)
-
 
 def scalar() -> Tensor:
     """A tensor of one element on the host."""
-    return _SCALAR
+    return SCALAR
 
 
 def number_of(x: Any) -> float | Tensor:

@@ -15,6 +15,10 @@ PLAIN: Final = (Tensor, torch.nn.Parameter)
 NARROW: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32})
 
 
+SCALAR: Final = torch.zeros((), dtype=torch.float64, device="cpu")
+"""What a number of the host counts as, where a tensor is expected."""
+
+
 @dataclass(frozen=True, slots=True)
 class Readable:
     """The elements of a tensor.
