@@ -210,7 +210,7 @@ TABLES: dict[str, Callable[[Measuring], list[dict[str, Any]]]] = {"kinds": kinds
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), metavar="TABLE", help=", ".join(TABLES))
+    parser.add_argument("--tables", nargs="+", choices=TABLES, metavar="TABLE", help=", ".join(TABLES))
     parser.add_argument("--layers", type=int, default=LAYERS, help=f"of the model in kinds and parts ({LAYERS})")
     parser.add_argument("--eager", action="store_true", help="leave out compiled code")
     parser.add_argument("--rounds", type=at_least_two, default=9, help="counted after the warm-up (9)")
@@ -219,8 +219,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="see that it runs: one layer, 2 rounds, two tables")
     options = parser.parse_args()
     options.modes = (False,) if options.eager else (False, True)
+    options.tables = options.tables or (["parts", "call"] if options.quick else list(TABLES))
     if options.quick:
-        options.layers, options.rounds, options.modes, options.tables = 1, 2, (False,), ["parts", "call"]
+        options.layers, options.rounds, options.modes = 1, 2, (False,)
     return options
 
 

@@ -294,7 +294,7 @@ def test_ranks_that_compare_copies_stay_within_what_they_may_ask_and_name_the_od
 def test_host_cost_prints_what_a_call_takes() -> None:
     done = run("host_cost.py", "--quick", "--tables", "call")
     assert (done.returncode, done.stderr) == (0, "one call\n")
-    assert {name: int(taken) > 0 for name, taken in cells_of(done.stdout)}.values() >= {True}
+    assert min(int(taken) for _, taken in cells_of(done.stdout)) > 0
 
 
 @pytest.mark.skipif(not PROVES, reason="it takes 20 s of eight processes: make prove runs it")

