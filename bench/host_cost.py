@@ -28,19 +28,13 @@ from statistics import median, quantiles
 from typing import Any
 
 from models import Workload, tiny_tensors
-from overhead import ACTIVATIONS, GRADIENTS, MOMENTS, OPS, TITLES, WEIGHTS, at_least_two, machine
+from overhead import ACTIVATIONS, CONFIGS, OPS, TITLES, at_least_two, machine
 from stepping import UNMONITORED, WorkerError
 from tables import Progress, aligned, save
 from trials import WARM_UP_ROUNDS, Times, Trial
 
 NEVER: dict[str, Any] = {"start_step": 1_000_000_000}
-KINDS = {
-    "gradients": GRADIENTS,
-    "reduced gradients, weights": WEIGHTS,
-    "moments": MOMENTS,
-    "activations and their gradients": ACTIVATIONS,
-    "everything": GRADIENTS | WEIGHTS | MOMENTS | ACTIVATIONS,
-}
+KINDS = ("gradients", "weights", "moments", "activations", "everything")
 PARTS = {
     "hooks that return at once: no step is collected": ACTIVATIONS | NEVER,
     "activations": ACTIVATIONS | {"forward_only": True},
@@ -125,7 +119,7 @@ def kinds(measuring: Measuring) -> list[dict[str, Any]]:
     """Each kind alone, eager and compiled."""
     options = measuring.options
     workloads = [tiny_tensors(options.layers, compiled=compiled) for compiled in options.modes]
-    found = [one for work in workloads for name, config in KINDS.items() for one in measuring.cost(name, work, config)]
+    found = [one for work in workloads for name in KINDS for one in measuring.cost(name, work, CONFIGS[name])]
     return say("recorded", found)
 
 

@@ -117,18 +117,6 @@ static PyObject *new_writer(PyObject *reader, PyObject *watched, PyObject *gate,
     return (PyObject *)made;
 }
 
-static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *reader, *watched, *gate;
-    long long step, micro_step;
-    Py_ssize_t k = ON_TENSOR;
-    (void)type;
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OOOLL|n", &reader, &watched, &gate, &step, &micro_step, &k)) {
-        return NULL;
-    }
-    return new_writer(reader, watched, gate, step, micro_step, k);
-}
-
 static void writer_dealloc(PyObject *self) {
     Writer *writer = (Writer *)self;
     Py_XDECREF(writer->reader);
@@ -171,8 +159,9 @@ static PyObject *writer_call(PyObject *self, PyObject *args, PyObject *kwargs) {
     return PyObject_CallMethod(writer->gate, "take", "OOLL", writer->watched, gradient, (long long)writer->step, (long long)writer->micro_step);
 }
 
-static PyType_Slot WRITER_SLOTS[] = {{Py_tp_new, writer_new}, {Py_tp_dealloc, writer_dealloc}, {Py_tp_call, writer_call}, {0, NULL}};
-static PyType_Spec WRITER = {"monitor.pytorch._fast_path.GradientWriter", sizeof(Writer), 0, Py_TPFLAGS_DEFAULT, WRITER_SLOTS};
+static PyType_Slot WRITER_SLOTS[] = {{Py_tp_dealloc, writer_dealloc}, {Py_tp_call, writer_call}, {0, NULL}};
+static PyType_Spec WRITER = {
+    "monitor.pytorch._fast_path.GradientWriter", sizeof(Writer), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, WRITER_SLOTS};
 
 /* --- The graph of a call. */
 
@@ -328,9 +317,9 @@ static int walk_all(Walk *walk) {
 }
 
 static int enter_targets(Walk *walk, PyObject *targets) {
-    PyObject *target, *name;
+    PyObject *target;
     Py_ssize_t place = 0;
-    while (PyDict_Next(targets, &place, &target, &name)) {
+    while (PyDict_Next(targets, &place, &target, NULL)) {
         PyObject *edges = PyList_New(0);
         int entered = edges != NULL && PyDict_SetItem(walk->found, target, edges) == 0 && PySet_Add(walk->nodes, PyTuple_GetItem(target, 0)) == 0;
         Py_XDECREF(edges);

@@ -73,7 +73,7 @@ static PyMethodDef READER_METHODS[] = {
      "begin_call(plan, values, micro_step, forward, graph)"},
     {"end_call", (PyCFunction)(void (*)(void))reader_end_call, METH_FASTCALL,
      "end_call(plan, result, forward, graph, targets, start, gate, step, micro_step, known, several)"},
-    {"_share", reader_share, METH_VARARGS, "_share(table, layouts, seen, device, lock): the state of the reader in Python"},
+    {"_share", reader_share, METH_VARARGS, "_share(table, layouts, seen, most_seen, device, lock): the state of the reader in Python"},
     {"_measure", reader_measure, METH_VARARGS, "_measure(narrow, wide, higher, check_sums, ready)"},
     {NULL, NULL, 0, NULL},
 };
@@ -122,15 +122,14 @@ static PyMethodDef METHODS[] = {
 #define INTERN(name) && (s_##name = PyUnicode_InternFromString(#name)) != NULL
 
 static int prepare(PyObject *module) {
-    if (!(1 NAMES(INTERN))) {
+    if (!(1 NAMES(INTERN)) || PyModule_AddIntConstant(module, "MOST_LEAVES", MOST_LEAVES) < 0) {
         return -1;
     }
     PyObject *reader = PyType_FromSpec(&READER);
     read_tensor_type = (PyTypeObject *)PyType_FromSpec(&READ_TENSOR);
     writer_type = (PyTypeObject *)PyType_FromSpec(&WRITER);
     int failed = reader == NULL || read_tensor_type == NULL || writer_type == NULL ||
-                 PyModule_AddType(module, (PyTypeObject *)reader) < 0 || PyModule_AddType(module, read_tensor_type) < 0 ||
-                 PyModule_AddType(module, writer_type) < 0;
+                 PyModule_AddType(module, (PyTypeObject *)reader) < 0 || PyModule_AddType(module, read_tensor_type) < 0;
     Py_XDECREF(reader);
     return failed ? -1 : 0;
 }

@@ -41,6 +41,9 @@ def _can_be_used() -> bool:
 IN_C: Final = _can_be_used()
 """Whether the code in C is there and can be used."""
 
+MOST_TENSORS: Final = _fast_path.MOST_LEAVES if IN_C else 0
+"""Tensors of a plan that the code in C takes."""
+
 Failed = Callable[[RecordedSeries, Exception], None]
 
 
@@ -54,9 +57,15 @@ class PythonReader:
     ready = False
 
     def _share(
-        self, table: StatsTable, layouts: dict[bytes, int], seen: dict[int, Any], device: torch.device, lock: Any
+        self,
+        table: StatsTable,
+        layouts: dict[bytes, int],
+        seen: dict[int, Any],
+        most_seen: int,
+        device: torch.device,
+        lock: Any,
     ) -> None:
-        """Give the code in C the state that it works on."""
+        """Give the code in C the state that it works on. When ``seen`` has ``most_seen`` entries, it is emptied."""
 
     def _measure(self, narrow: float, wide: float, higher: bool, check_sums: bool, ready: bool) -> None:
         """Tell the code in C what to measure.

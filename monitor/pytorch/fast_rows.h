@@ -7,8 +7,8 @@
 
 /* --- A tensor that was read: what `TorchTensorReader` remembers to recognise it under another name.
  *
- * No type of this module takes part in garbage collection: thousands of objects that live until the end of a step would make it run.
- * None of them refers to a module or a graph, so there are no cycles. */
+ * Python's garbage collector does not know objects of this module: thousands of them live until the end of a step and would start it.
+ * They refer neither to modules nor to the graph, so no cycle contains them. */
 
 typedef struct {
     PyObject_HEAD
@@ -66,12 +66,11 @@ static PyType_Spec READ_TENSOR = {"monitor.pytorch._fast_path.ReadTensor", sizeo
 
 /* --- The reader: the base class of `TorchTensorReader`. */
 
-#define MOST_READ 8192 /* tensors that are remembered: forgetting one costs a second read, no more */
-
 typedef struct {
     PyObject_HEAD
     PyObject *table, *layouts, *seen, *device, *acquire, *release; /* `layouts`: index of each layout, by its key */
     double narrow, wide;                                             /* bounds below which elements count as zeros */
+    Py_ssize_t most_seen;
     int wanted, ready;
 } Reader;
 
@@ -147,7 +146,7 @@ static ReadTensor *read_before(Reader *reader, PyObject *x, PyObject *key, PyObj
 }
 
 static int remember(Reader *reader, PyObject *x, PyObject *key, PyObject *version, int64_t row, int64_t layout) {
-    if (PyDict_Size(reader->seen) >= MOST_READ) {
+    if (PyDict_Size(reader->seen) >= reader->most_seen) {
         PyDict_Clear(reader->seen);
     }
     PyObject *entry = new_read_tensor(x, version, row, layout);
@@ -293,7 +292,7 @@ static PyObject *reader_record_all(PyObject *self, PyObject *args) {
 static PyObject *reader_share(PyObject *self, PyObject *args) {
     Reader *reader = (Reader *)self;
     PyObject *table, *layouts, *seen, *device, *lock;
-    if (!PyArg_ParseTuple(args, "OO!O!OO", &table, &PyDict_Type, &layouts, &PyDict_Type, &seen, &device, &lock)) {
+    if (!PyArg_ParseTuple(args, "OO!O!nOO", &table, &PyDict_Type, &layouts, &PyDict_Type, &seen, &reader->most_seen, &device, &lock)) {
         return NULL;
     }
     reader->acquire = PyObject_GetAttrString(lock, "acquire");

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, final
 from torch import Tensor
 
 from monitor.pytorch import autograd
-from monitor.pytorch.fast_path import IN_C
+from monitor.pytorch.fast_path import IN_C, MOST_TENSORS
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.pytorch.tensors import TENSOR_PATHS
 from monitor.recording.activations import ModuleWatcher
@@ -34,9 +34,6 @@ Use = Callable[[TensorPath], list[RecordedSeries | None]]
 
 MOST_DEPTH: Final = 4
 """More deeply nested structures are not planned."""
-
-MOST_TENSORS: Final = 64
-"""Structures with more tensors are not planned."""
 
 MOST_CHANGES: Final = 16
 """Changes of structure of a module that are planned again. A module that changes more often is cheaper without plans."""

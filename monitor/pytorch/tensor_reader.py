@@ -119,7 +119,7 @@ class TorchTensorReader(Reader):
         self.device_steps = DeviceSteps()
         self._lock, self._table = self.rows.lock, self.rows.table
         self._seen: dict[int, ReadTensor] = {}
-        self._share(self._table, {}, self._seen, HOST, self._lock)
+        self._share(self._table, {}, self._seen, MAX_SEEN, HOST, self._lock)
         self.take_kernels(eps, higher=higher, check_sums=check_sums)
 
     def take_kernels(self, eps: float, *, higher: bool, check_sums: bool) -> None:
