@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -235,10 +234,7 @@ def test_a_flipped_bit_is_said_while_the_ranks_train_and_is_an_event_of_both(job
         for one in read_manifest(directory / "manifest.json").wrong_bits
         if one.check == "copies"
     )
-    found = re.match(r"Copies of param_origin differ in step (\d): first\.weight: ranks 0 \(.* agree is (\d)", said)
-    assert found is not None
-    differing, agreeing = map(int, found.groups())
-    assert agreeing < FAULTY_STEP <= differing  # on a busy machine a step may be compared by one rank only
+    assert said.startswith(f"Copies of param_origin differ in step {FAULTY_STEP}: first.weight: ranks 0 (")
     for rank in (0, 1):
         events = json.loads((flipped.base / "anomaly_detected" / f"rank{rank}" / "anomaly-2.json").read_text())
         rules = [one["message"].split()[1] for one in events.values()]
