@@ -90,14 +90,19 @@ class GroupComparison:
         return None
 
     def _complete_until(self, published: Mapping[int, DigestsOfRank]) -> int:
-        """The last step of which no rank may still publish something, unless it has been behind for long."""
+        """The last step of which no rank may still publish something, unless it has been behind for long.
+
+        Of the step, two ranks at least have published something: one alone is compared with nothing.
+        """
         newest = {rank: max(published.get(rank, {}), default=-1) for rank in self.ranks}
         furthest = max(newest.values())
         for rank, step in newest.items():
             is_behind = step < furthest and step == self._newest.get(rank, -1)
             self._behind[rank] = self._behind[rank] + 1 if is_behind else 0
         self._newest = newest
-        return min(step for rank, step in newest.items() if self._behind[rank] <= PATIENCE)
+        on_time = min(step for rank, step in newest.items() if self._behind[rank] <= PATIENCE)
+        compared = sorted(step for rank, step in newest.items() if rank not in self._odd)
+        return min([on_time, *compared[-2:-1]])
 
     def _first_of(self, step: int, published: Mapping[int, DigestsOfRank]) -> CopyDifference | None:
         at_step = {rank: published.get(rank, {}).get(step, {}) for rank in self.ranks if rank not in self._odd}

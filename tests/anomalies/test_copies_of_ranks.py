@@ -129,6 +129,22 @@ def test_a_rank_that_is_silent_holds_up_the_others_for_a_few_looks_only() -> Non
     assert "grad_reduced differ in step 2: a: rank 1 (node-1): other bits than the 2 ranks" in job.notes[0]
 
 
+def test_steps_of_one_rank_alone_wait_for_another_however_long_it_is_silent() -> None:
+    job = SimulatedJob(2)
+    first, second = job.ranks
+    for step in range(4):
+        first.hold(step)
+        job.turns(3 * PATIENCE if step else 3)
+        if not step:
+            second.hold(step)
+    for step in range(1, 4):
+        second.hold(step, flipped(("param_origin", "a")) if step == 2 else None)
+    job.turns(8)
+    (said,) = (one for one in job.notes if "differ" in one)
+    assert said.startswith("Copies of param_origin differ in step 2: a: ranks 0 (node-0), 1 (node-1) differ from each other")
+    assert "agree is 1;" in said
+
+
 def test_a_step_that_one_rank_has_dropped_is_compared_among_the_others() -> None:
     job = SimulatedJob(4)
     for step in range(6):

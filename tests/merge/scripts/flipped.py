@@ -24,12 +24,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from monitor.anomalies import copy_exchange
+from monitor.anomalies import copy_exchange, odd_copies
 from monitor.pytorch import TrainerMon
 
 LAYOUT = sys.argv[1]
 STEPS = 5
 copy_exchange.SHORTEST_PAUSE_S = 0.02
+copy_exchange.MOST_WAITING = odd_copies.PATIENCE = 500  # as long as with turns of a second
 LONGEST_S = 60.0
 
 

@@ -20,7 +20,7 @@ from mindspore import Tensor, communication, nn, ops
 from mindspore.mint import distributed
 from ranks import tell
 
-from monitor.anomalies import copy_exchange
+from monitor.anomalies import copy_exchange, odd_copies
 from monitor.mindspore import RunEnded, TrainerMon
 
 EVERYTHING: dict[str, Any] = {
@@ -153,6 +153,7 @@ def listed(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 
 copy_exchange.SHORTEST_PAUSE_S = 0.02
+copy_exchange.MOST_WAITING = odd_copies.PATIENCE = 500  # as long as with turns of a second
 ms.set_device("CPU")
 communication.init("mccl")
 rank = Rank(Path(sys.argv[1]))

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor.recording.recording as recording
-from monitor.anomalies import copy_exchange
+from monitor.anomalies import copy_exchange, odd_copies
 from monitor.dynamic import JobConnection
 from monitor.dynamic.step_boundary import PollingIntervals
 from monitor.pytorch import TrainerMon
@@ -104,6 +104,7 @@ class Rank:
 
 def main(config: str, result: str, step: str = "-1", more: str = "") -> None:
     copy_exchange.SHORTEST_PAUSE_S = 0.02
+    copy_exchange.MOST_WAITING = odd_copies.PATIENCE = 500  # as long as with turns of a second
     recording.JobConnection = partial(JobConnection, intervals=PACE)  # type: ignore[misc]
     dist.init_process_group("gloo")
     rank = Rank(Path(result), int(step), more)
