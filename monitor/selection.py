@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Final
 
 from monitor.config import Target, TensorSpec
+from monitor.series import encodable
 
 # --- Names of modules and parameters: in rows, and as users write them.
 
@@ -27,11 +28,11 @@ _LEADING_MODULES: Final = re.compile(r"(?:module(?:\.|\Z))+")
 
 
 def clean_name(name: str) -> str:
-    """The name without the components that wrappers add, at any position; '' for the root.
+    """The name without the components that wrappers add, at any position, and ``encodable``; '' for the root.
 
     ``module``, which DDP and others add, stays.
     """
-    return ".".join(component for component in name.split(".") if component not in WRAPPERS)
+    return encodable(".".join(component for component in name.split(".") if component not in WRAPPERS))
 
 
 def without_module(name: str) -> str:

@@ -347,6 +347,11 @@ def shown_kind(kind: str) -> str:
     return _SHOWN_AS.get(kind, kind)
 
 
+def encodable(text: str) -> str:
+    """``text`` with escapes in place of lone surrogates, which UTF-8 cannot encode: names in files and messages."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
     """The identity of one recorded tensor.
@@ -361,6 +366,10 @@ class Series:
     kind: str
     vpp_stage: int
     name: str
+
+    def __post_init__(self) -> None:
+        if not self.name.isascii():
+            object.__setattr__(self, "name", encodable(self.name))
 
     def tag(self, rank: int, micro_step: int = NO_MICRO_STEP) -> str:
         """The TensorBoard tag and event ``tag_name``, without its ``_{op}``."""

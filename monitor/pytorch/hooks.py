@@ -5,7 +5,9 @@ holds a no-op of the standard library in place of a hook, so a checkpoint loads 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -68,6 +70,7 @@ class ModuleHook:
     def __init__(self, call: Callable[..., Any], traced: Callable[..., Any] | None = None) -> None:
         self._call = call
         self._traced = traced
+        self._hidden = _hidden_from_scripting()
 
     @not_compiled_alone
     def __call__(self, *args: Any) -> Any:
@@ -79,6 +82,42 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _HiddenFromScripting(patches.CallListener):
+    """Hides the monitor's hooks from ``torch.jit.script``, which compiles the hooks of every module, and keeps them for ever.
+
+    Every hook keeps this object alive.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[list[tuple[dict[str, Any], str, Any]]] = []  # one within another
+        if _SCRIPTING.fits:
+            _SCRIPTING.add(self)
+
+    def call_begins(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del patch
+        modules = (args[0] if args else kwargs["nn_module"]).modules()
+        held = [(vars(module), name) for module in modules for name in ("_forward_hooks", "_forward_pre_hooks")]
+        self._calls.append([(fields, name, fields[name]) for fields, name in held if fields.get(name)])
+        for fields, name, hooks in self._calls[-1]:
+            fields[name] = OrderedDict(one for one in hooks.items() if not isinstance(one[1], ModuleHook))
+
+    def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> None:
+        del patch, args, kwargs, result
+        for fields, name, hooks in self._calls.pop():
+            fields[name] = hooks
+
+    call_raised = call_ended
+
+
+_SCRIPTING: Final = patches.CallPatch(torch.jit._recursive, "create_script_module", ("nn_module",))
+_HIDING: Final = weakref.WeakValueDictionary[object, _HiddenFromScripting]()
+"""The one that the living hooks share. Without hooks it is gone, and torch has its own function again."""
+
+
+def _hidden_from_scripting() -> _HiddenFromScripting:
+    return _HIDING.get(None) or _HIDING.setdefault(None, _HiddenFromScripting())
 
 
 def takes_hooks(module: nn.Module) -> bool:

@@ -71,7 +71,7 @@ class TextCache(Generic[T]):
 
     def _known(self) -> list[str]:
         texts = self._texts
-        texts += [encodable(self._text_of(self.of[i])) for i in range(len(texts), len(self.of))]
+        texts += [self._text_of(self.of[i]) for i in range(len(texts), len(self.of))]
         return texts
 
     def once(self, index: NDArray[np.int64]) -> pa.DictionaryArray:
@@ -81,11 +81,6 @@ class TextCache(Generic[T]):
         place = np.cumsum(occurs) - 1
         texts = self.take(np.flatnonzero(occurs))
         return pa.DictionaryArray.from_arrays(pa.array(place[index].astype(np.int32)), texts)
-
-
-def encodable(text: str) -> str:
-    """``text`` with escapes in place of lone surrogates, which UTF-8 cannot encode."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 # --- Blocks: the rows of several steps and kinds, cut or joined to a given size.

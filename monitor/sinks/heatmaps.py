@@ -16,7 +16,6 @@ from tensorboard.plugins.image import metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from monitor.series import SIGNED_KINDS, SeriesTable
-from monitor.sinks.csv import encodable
 from monitor.stats.histograms import UNIT_BINS, UNIT_UPPER
 from monitor.stats.ops import has_histogram
 from monitor.stats.partials import Floats
@@ -326,7 +325,7 @@ class Heatmaps:
     def _picture(self, series: int, history: HeatmapHistory) -> memoryview:
         self._shown_now[series] = int(history.last[-1])
         picture = drawn(history)
-        tag = encodable(f"{self._series[series].tag(self._rank)}_heatmap")
+        tag = f"{self._series[series].tag(self._rank)}_heatmap"
         content = [str(picture.width).encode(), str(picture.height).encode(), picture.png]
         summary = Summary()
         summary.value.add(tag=tag, metadata=_DESCRIBED, tensor=make_tensor_proto(content))

@@ -23,7 +23,7 @@ from tensorboard.plugins.histogram import metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from monitor.series import NO_MICRO_STEP, SIGNED_KINDS, Series, SeriesTable, shown_kind
-from monitor.sinks.csv import RowPiece, TextCache, encodable, row_blocks
+from monitor.sinks.csv import RowPiece, TextCache, row_blocks
 from monitor.sinks.files import AppendFile, opened
 from monitor.sinks.heatmaps import Heatmaps
 from monitor.sinks.protocol import SinkContext
@@ -227,7 +227,7 @@ def histogram_value(tag: str, buckets: Floats, described: SummaryMetadata) -> me
         buckets: Left edge, right edge and count of each bucket, ascending, float64, shape ``(buckets, 3)``.
     """
     summary = Summary()
-    summary.value.add(tag=encodable(tag), metadata=described, tensor=make_tensor_proto(buckets, dtype=np.float64))
+    summary.value.add(tag=tag, metadata=described, tensor=make_tensor_proto(buckets, dtype=np.float64))
     return memoryview(summary.SerializeToString())
 
 

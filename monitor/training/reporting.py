@@ -23,7 +23,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 
 from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.pipeline.process import PROCESS, Ticket
-from monitor.sinks.csv import encodable
+from monitor.series import encodable
 from monitor.sinks.files import AppendFile, opened
 from monitor.sinks.tensorboard import FORMAT_VERSION, new_path, record
 from monitor.training.config import LOG, TENSORBOARD, TrainingConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import io
 import math
@@ -416,6 +417,35 @@ def test_a_scripted_part_is_left_out_with_a_warning(output: Output, caplog: pyte
     said, *_ = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "'0' is a RecursiveScriptModule, which takes no hooks" in said
     assert activations(output, torch.jit.script(nn.Linear(4, 4)), torch.ones(2, 4)).rows("actv") == []
+
+
+def plus_one(module: nn.Module, given: tuple[Tensor], result: Tensor) -> Tensor:  # noqa: ARG001
+    return result + 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_is_scripted_with_the_hooks_of_the_user_and_without_those_of_the_monitor(output: Output) -> None:
+    gc.collect()
+    original = vars(torch.jit._recursive)["create_script_module"]
+    model, scripted = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())), []
+    handle = model[1].register_forward_hook(plus_one)
+
+    def script() -> None:
+        scripted.append(torch.jit.script(model))
+        with pytest.raises(AttributeError):  # a hook of the user that no compiler takes
+            torch.jit.script(nn.Sequential(nn.Tanh(), refusing))
+        model(values(3, 4))
+
+    refusing = nn.Tanh()
+    refusing.register_forward_hook(functools.partial(print))
+    found = observed(output, model, script)
+
+    assert torch.equal(scripted[0](values(3, 4)), model(values(3, 4)))
+    assert found.names("actv") == [".input", "0.input", "0.output", "1.input", "1.output", ".output"]
+    handle.remove()
+    assert [*model[1]._forward_hooks] == []
+    gc.collect()
+    assert vars(torch.jit._recursive)["create_script_module"] is original
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

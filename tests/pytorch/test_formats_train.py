@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -175,3 +176,39 @@ def test_a_skipped_step_is_in_hdf5_marked_so(output: Output) -> None:
     assert ShardMetadata.unpacked(table.schema.metadata).skipped == (1,)
     assert set(table["step"].to_pylist()) == {0, 1, 2}
     assert output.manifest()["steps"]["written"]["ranges"] == [[0, 2, 1]]
+
+
+class OddlyNamed(nn.Module):
+    """UTF-8 has no half of a surrogate pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("half\ud800", nn.Linear(3, 3))
+        self.register_parameter("scale\udfff", nn.Parameter(torch.ones(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return next(self.children())(x) * next(self.parameters())
+
+
+def test_names_that_utf_8_lacks_are_escaped_in_every_file_and_stop_nothing(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = OddlyNamed()
+    optimizer = torch.optim.SGD(list(next(model.children()).parameters()), 0.1)  # a warning names the other parameter
+    formats = ["csv", "hdf5", "parquet", "tensorboard"]
+    rules = {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}
+    config = EVERYTHING | {"format": formats, "alert": rules, "stack_info": True, "run_numbers": True}
+    with attached(output, model, optimizer, **config) as monitor:
+        monitor.log(**{"odd\ud800": 1.0})
+        train(model, optimizer, 1, torch.full((2, 3), math.nan))
+
+    expected = {".input", r"half\ud800.input", r"half\ud800.output", ".output"}
+    assert {row.name for row in output.rows("actv")} == expected
+    assert {row["name"] for path in output.directory().glob("*.h5") for row in read_hdf5(path).to_pylist()} >= expected
+    assert r"odd\ud800" in {row.name for row in output.rows("run")}
+    assert output.manifest()["failures"] == {"parameters of no optimizer": 1}
+    (events,) = (json.loads(path.read_text()) for path in output.base.glob("anomaly_detected/rank0/anomaly-*.json"))
+    assert any(r"half\ud800.output" in event["tag_name"] for event in events.values())
+    said = [record.getMessage() for record in caplog.records]
+    assert any(r"scale\udfff" in one for one in said)
+    assert not any("failed" in one for one in said)
