@@ -34,12 +34,17 @@ from monitor.anomalies.copy_exchange import CopyExchange
 from monitor.anomalies.corruption import CorruptionAlerts
 from monitor.coordinator.job_store import StoreConnection
 from monitor.coordinator.manifest_format import WrongBits
-from monitor.coordinator.store import Hello, LocalStore, Rendezvous, StoreClient, StoreLocator, StoreServer
+from monitor.coordinator.store import Rendezvous, StoreClient, StoreLocator
+from monitor.coordinator.store_memory import LocalStore, StoreCapacity
+from monitor.coordinator.store_messages import Hello
+from monitor.coordinator.store_server import ServerLimits, StoreServer
 from monitor.failures import Failures
 from monitor.series import Placement, Series, SeriesTable
 
 KINDS = ("param_origin", "grad_reduced", "exp_avg", "exp_avg_sq", "param_updated")
 PATIENCE = timedelta(seconds=60)
+MOST_RANKS = 1 << 16
+KEY = b"the key of the bench"
 
 
 class Job(NamedTuple):
@@ -150,9 +155,9 @@ class OwnClients:
         self._port = port
 
     def __call__(self) -> StoreClient:
-        rank = random.SystemRandom().randrange(1, 1 << 30)
-        rendezvous = Rendezvous("127.0.0.1", (self._port,), "bench")
-        return StoreClient(StoreLocator(rendezvous, Hello("bench", rank, str(rank))))
+        rank = random.SystemRandom().randrange(1, MOST_RANKS)
+        rendezvous = Rendezvous("127.0.0.1", (self._port,), "bench", MOST_RANKS)
+        return StoreClient(StoreLocator(rendezvous, Hello("bench", rank, str(rank)), KEY))
 
 
 class TcpClients(OwnClients):
@@ -170,7 +175,8 @@ def serve(kind: str, port: Connection) -> None:
     else:
         listener = socket.create_server(("127.0.0.1", 0))
         port.send(listener.getsockname()[1])
-        server = StoreServer(listener, LocalStore(), Hello("bench", 0, "server"))
+        held = LocalStore(StoreCapacity.of(MOST_RANKS))
+        server = StoreServer(listener, held, Hello("bench", 0, "server"), KEY, ServerLimits(MOST_RANKS))
     port.recv()
     del server
 

@@ -1,38 +1,35 @@
 """The monitor's own key-value store, for jobs whose launcher gives the ranks an address to meet at but no store.
 
-One process serves a dictionary on a thread; the others are clients. The store has the operations of torch's stores that the
-monitor uses, and none that waits: ``check``, ``get`` of a key that exists, ``set``, ``add``, ``compare_set``, ``clone``. Every
-call has a timeout. Any thread may call.
+One process serves a dictionary on a thread (``StoreServer``); the others are clients. The store has the operations of torch's
+stores that the monitor uses, and none that waits: ``check``, ``get`` of a key that exists, ``set``, ``add``, ``compare_set``,
+``clone``. Every call has a timeout. Any thread may call.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import selectors
+import secrets
 import socket
 import time
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any, Final
 
+from monitor.coordinator.store_memory import LocalStore, StoreCapacity
+from monitor.coordinator.store_messages import MOST_BYTES, Handshake, Hello, ProtocolError, RefusedError, encode, parse
+from monitor.coordinator.store_server import ServerLimits, StoreServer
 from monitor.failures import LOGGER
 
-# --- Where ranks look for the store, and how the server admits them.
+# --- Where ranks look for the store.
 
 PORT_OFFSET: Final = 1_000
 PORTS: Final = 4
 """How many consecutive ports are tried: another program may use the first."""
 
 HIGHEST_PORT: Final = 65_535
-
-
-class RefusedError(ConnectionError):
-    """The store at the address belongs to another job or run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +40,19 @@ class Rendezvous:
         host: The host of the serving process.
         ports: In the order in which they are tried.
         job: Identifies the job; a store of another job has another value.
+        world_size: The number of ranks of the job.
     """
 
     host: str
     ports: tuple[int, ...]
     job: str
+    world_size: int
 
     @classmethod
     def beside(cls, host: str, port: int, world_size: int) -> Rendezvous:
         """On the host of the launcher's own rendezvous, ``PORT_OFFSET`` above its port, or below if that is out of range."""
         first = port + PORT_OFFSET if port + PORT_OFFSET + PORTS - 1 <= HIGHEST_PORT else port - PORT_OFFSET
-        return cls(host, tuple(range(first, first + PORTS)), f"{port}/{world_size}")
+        return cls(host, tuple(range(first, first + PORTS)), f"{port}/{world_size}", world_size)
 
     @classmethod
     def at(cls, address: str, world_size: int) -> Rendezvous:
@@ -65,142 +64,11 @@ class Rendezvous:
         host, _, port = address.strip().rpartition(":")
         if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) <= HIGHEST_PORT):
             raise ValueError(f"{address!r} is not the address of a store: expected HOST:PORT, such as 10.0.0.1:29501.")
-        return cls(host.strip("[]"), (int(port),), f"{port}/{world_size}")
+        return cls(host.strip("[]"), (int(port),), f"{port}/{world_size}", world_size)
 
     def __str__(self) -> str:
         first, last = self.ports[0], self.ports[-1]
         return f"{self.host}, port {first}" if first == last else f"{self.host}, ports {first} to {last}"
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """The first message of a client.
-
-    Attributes:
-        process: Random id of the client's process. Another process with the same rank belongs to another run.
-    """
-
-    job: str
-    rank: int
-    process: str
-
-    def to_message(self) -> dict[str, Any]:
-        return {"hello": self.job, "rank": self.rank, "process": self.process}
-
-    @classmethod
-    def parse(cls, message: Mapping[str, Any]) -> Hello:
-        """Raises ``KeyError`` if ``message`` is not a hello."""
-        return cls(message["hello"], message["rank"], message["process"])
-
-
-class Admission:
-    """Decides which clients a server admits: each rank of its own job, and only the first process of each rank.
-
-    A server may outlive its job if its process hangs, and the next job may use the same address. The ranks of the next job
-    are new processes; they have to try the next port.
-    """
-
-    def __init__(self, first: Hello) -> None:
-        self._job, self._server_rank = first.job, first.rank
-        self._processes = {first.rank: first.process}
-        self._outlived = False
-
-    def refusal(self, hello: Hello) -> str:
-        """Why the client is refused; "" if it is admitted."""
-        if hello.job != self._job:
-            return "it belongs to another job"
-        known = self._processes.get(hello.rank)
-        if known is None and not self._outlived:
-            self._processes[hello.rank] = hello.process
-            return ""
-        if known == hello.process:
-            return ""
-        self._outlived = self._outlived or hello.rank == self._server_rank
-        return f"it belongs to an earlier run: another process has used it as rank {hello.rank}"
-
-
-# --- The dictionary of a store: used directly by a single process, and served to other ranks by ``StoreServer``.
-
-
-class LocalStore:
-    """A store in the memory of this process."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._held: dict[str, bytes] = {}
-
-    def check(self, keys: list[str], /) -> bool:
-        with self._lock:
-            return all(key in self._held for key in keys)
-
-    def get(self, key: str, /) -> bytes:
-        """Raises ``KeyError`` if the key does not exist, where torch's stores would wait."""
-        with self._lock:
-            return self._held[key]
-
-    def set(self, key: str, value: str, /) -> None:
-        with self._lock:
-            self._held[key] = value.encode()
-
-    def add(self, key: str, amount: int, /) -> int:
-        with self._lock:
-            held = int(self._held.get(key, b"0")) + amount
-            self._held[key] = str(held).encode()
-            return held
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        with self._lock:
-            held = self._held.get(key)
-            if held == expected.encode() or (held is None and not expected):
-                self._held[key] = desired.encode()
-                return self._held[key]
-            return expected.encode() if held is None else held
-
-
-# --- Messages between a store and its clients: one line of JSON each.
-
-MOST_BYTES: Final = 1 << 20
-"""Largest size of a line. The longest message is a configuration."""
-
-BLOCK: Final = 1 << 16
-
-
-class ProtocolError(ConnectionError):
-    """The peer does not speak this protocol."""
-
-
-def encode(message: Mapping[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def parse(line: bytes) -> dict[str, Any]:
-    """Raises ``ProtocolError``."""
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
-        message = None
-    if not isinstance(message, dict):
-        raise ProtocolError(f"expected a message of a store, received {line[:80]!r}")
-    return message
-
-
-def receive(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Receive one message by the deadline, however slowly it arrives.
-
-    Args:
-        deadline: In the time of ``time.monotonic``.
-
-    Raises:
-        OSError: No message arrived in time, or it is not valid.
-    """
-    line = b""
-    while not line.endswith(b"\n"):
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        received = connection.recv(BLOCK)
-        line += received
-        if not received or len(line) > MOST_BYTES:
-            raise ProtocolError("the connection was closed" if not received else f"a line has more than {MOST_BYTES} bytes")
-    return parse(line)
 
 
 # --- ``StoreClient``: sends requests to the job's store over its own connection, which it opens at the first request.
@@ -215,8 +83,14 @@ GREETING_S: Final = 8.0
 once.
 """
 
+ASKED_PER_SECOND: Final = 200
+"""Requests that the server answers in a second at least. One takes 30 µs, but while training computes in Python its thread
+runs only every 5 ms.
+"""
+
 ANSWER_S: Final = 8.0
 PAUSE_S: Final = 0.1
+BLOCK: Final = 1 << 16
 
 
 class StoreLocator:
@@ -225,12 +99,13 @@ class StoreLocator:
     A server that replaces it after a restart does not hold the agreements, so the clients do not accept it.
 
     Args:
+        key: The job's.
         first_s: How long to look for the store the first time. Later it either exists or has ended.
     """
 
-    def __init__(self, rendezvous: Rendezvous, hello: Hello, first_s: float = FIRST_S) -> None:
+    def __init__(self, rendezvous: Rendezvous, hello: Hello, key: bytes, first_s: float = FIRST_S) -> None:
         self.rendezvous = rendezvous
-        self._hello, self._first_s = hello, first_s
+        self._hello, self._key, self._first_s = hello, key, first_s
         self._found: tuple[int, str] | None = None
 
     def connect(self) -> socket.socket:
@@ -255,7 +130,7 @@ class StoreLocator:
         said = ""  # no exception: it would hold the frames of its callers, and with them the client, until a garbage collection
         for port in ports:
             try:
-                connection, instance = greet(self.rendezvous.host, port, self._hello)
+                connection, instance = greet(self.rendezvous.host, port, self._hello, self._key)
             except OSError as error:
                 said = str(error) if not said or isinstance(error, RefusedError) else said
                 continue
@@ -268,30 +143,60 @@ class StoreLocator:
         raise ConnectionError(f"no store of this job at {self.rendezvous}: {said}")
 
 
-def greet(host: str, port: int, hello: Hello, timeout_s: float = GREETING_S) -> tuple[socket.socket, str]:
-    """Connect, and have the server identify itself.
+def greet(host: str, port: int, hello: Hello, key: bytes, timeout_s: float = GREETING_S) -> tuple[socket.socket, str]:
+    """Connect, and have client and server prove to each other that they know the job's key.
 
     Returns:
         The connection, and the id of the server, which is unique among all servers ever at this port.
 
     Raises:
         OSError: No server listens there, or the server is not a store.
-        RefusedError: The store does not admit this rank.
+        RefusedError: The store does not admit this rank, or does not know the key.
     """
     deadline = time.monotonic() + timeout_s
     connection = socket.create_connection((host, port), timeout_s)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(encode(hello.to_message()))
-        reply = receive(connection, deadline)
-        if "refused" in reply:
-            raise RefusedError(str(reply["refused"]))
-        if reply.get("welcome") != hello.job or not reply.get("instance"):
-            raise ProtocolError("it is not a store")
+        return connection, _prove(connection, hello, key, deadline)
     except BaseException:
         connection.close()
         raise
-    return connection, str(reply["instance"])
+
+
+def _prove(connection: socket.socket, hello: Hello, key: bytes, deadline: float) -> str:
+    """The id of the server, after both have proved that they know the key."""
+
+    def ask(message: dict[str, Any]) -> dict[str, Any]:
+        connection.sendall(encode(message))
+        reply = receive(connection, deadline)
+        if "refused" in reply:
+            raise RefusedError.because(reply["refused"], hello.rank)
+        return reply
+
+    asked = secrets.token_hex(16)
+    handshake = Handshake.answered(hello, asked, ask(hello.to_message(asked)))
+    if not handshake.is_proved(key, "server", ask({"proof": handshake.proof(key, "client")}).get("welcome")):
+        raise RefusedError.because(RefusedError.OTHER_KEY, hello.rank)
+    return handshake.instance
+
+
+def receive(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    """Receive one message by the deadline, however slowly it arrives.
+
+    Args:
+        deadline: In the time of ``time.monotonic``.
+
+    Raises:
+        OSError: No message arrived in time, or it is not valid.
+    """
+    line = b""
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        received = connection.recv(BLOCK)
+        line += received
+        if not received or len(line) > MOST_BYTES:
+            raise ProtocolError("the connection was closed" if not received else f"a line has more than {MOST_BYTES} bytes")
+    return parse(line)
 
 
 class StoreClient:
@@ -357,132 +262,6 @@ class StoreClient:
             self._disconnect()
 
 
-# --- ``StoreServer``: serves a dictionary to the other ranks of a job, on a daemon thread.
-
-OPERATIONS: Final = ("check", "get", "set", "add", "compare_set")
-BACKLOG: Final = 4_096
-"""All ranks connect at once; the system may allow fewer."""
-
-OUT_OF_DESCRIPTORS_S: Final = 0.05
-ASKED_PER_SECOND: Final = 200
-"""Requests that the server answers in a second at least. One takes 30 µs, but while training computes in Python the thread
-runs only every 5 ms.
-"""
-
-SEND_S: Final = 1.0
-"""Timeout for sending an answer. Answers are short and fit the system's buffer, so that sending usually takes no time."""
-
-JOIN_S: Final = 1.0
-
-
-class StoreServer:
-    """Serves ``held`` at one port from now on.
-
-    One thread serves all connections, so operations take effect one after the other. A client that does not read its answers
-    is disconnected.
-
-    Args:
-        listener: A bound socket, owned by the server from now on.
-        own: The hello of the serving process itself.
-    """
-
-    def __init__(self, listener: socket.socket, held: LocalStore, own: Hello) -> None:
-        self._listener, self._held = listener, held
-        self._admission = Admission(own)
-        self._instance = uuid.uuid4().hex
-        self._peers: set[_Peer] = set()
-        self._woken, self._waker = socket.socketpair()
-        self._closed = False
-        listener.setblocking(False)
-        listener.listen(BACKLOG)
-        self._thread = Thread(target=self._run, name="monitor-store", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End, within a second. Clients lose their connections."""
-        self._closed = True
-        with suppress(OSError):  # the thread may have ended already
-            self._waker.send(b"\0")
-        self._thread.join(JOIN_S)
-
-    def abandon(self) -> None:
-        """In a forked child, which lacks the thread: close inherited sockets, so that clients notice the parent's end."""
-        for inherited in (self._listener, self._woken, self._waker, *(peer.connection for peer in list(self._peers))):
-            inherited.close()
-
-    def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while not self._closed:
-                for key, _ in selector.select():
-                    if key.data is not None:
-                        self._hear(selector, key.data)
-                    elif key.fileobj is self._listener:
-                        self._accept(selector)
-        for open_one in (self._listener, self._woken, self._waker, *(peer.connection for peer in self._peers)):
-            open_one.close()
-
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # the client has gone, or no descriptor is free: others may close meanwhile
-            time.sleep(OUT_OF_DESCRIPTORS_S)
-            return
-        connection.settimeout(SEND_S)
-        peer = _Peer(connection)
-        self._peers.add(peer)
-        selector.register(connection, selectors.EVENT_READ, peer)
-
-    def _hear(self, selector: selectors.BaseSelector, peer: _Peer) -> None:
-        try:
-            for line in peer.lines():
-                peer.connection.sendall(encode(self._answer(peer, parse(line))))
-        except Exception:  # the client has ended, does not read, or is another program that may send anything
-            selector.unregister(peer.connection)
-            self._peers.discard(peer)
-            peer.connection.close()
-
-    def _answer(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        if peer.admitted:
-            return self._done(message)
-        try:
-            hello = Hello.parse(message)
-        except KeyError:
-            raise ProtocolError("the client did not send a hello") from None
-        if refusal := self._admission.refusal(hello):
-            return {"refused": refusal}
-        peer.admitted = True
-        return {"welcome": hello.job, "instance": self._instance}
-
-    def _done(self, message: dict[str, Any]) -> dict[str, Any]:
-        try:
-            operation, arguments = message["do"], message["with"]
-            if operation not in OPERATIONS:
-                raise ValueError(f"expected one of {', '.join(OPERATIONS)}, received {operation!r}")
-            found = getattr(self._held, operation)(*arguments)
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        return {"is": found.decode() if isinstance(found, bytes) else found}
-
-
-class _Peer:
-    """A client's connection, and the incomplete line that it has sent so far."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.admitted = False
-        self._received = b""
-
-    def lines(self) -> list[bytes]:
-        """The lines that are complete now. Raises ``OSError`` when the connection is closed."""
-        received = self.connection.recv(BLOCK)
-        *lines, self._received = (self._received + received).split(b"\n")
-        if not received or len(self._received) > MOST_BYTES:
-            raise ProtocolError("the connection was closed, or a line has no end")
-        return lines
-
-
 # --- The stores of this process: one for each rendezvous, shared by all monitors of the process.
 
 OCCUPANT_S: Final = 0.5
@@ -502,26 +281,30 @@ class Stores:
         self._lock = Lock()
         self._stores: dict[Rendezvous, JobStore] = {}
         self._servers: list[StoreServer] = []
-        self._process = uuid.uuid4().hex
+        self._process = secrets.token_hex(16)
         self._forked = False
         self._watching = False
 
-    def at(self, rendezvous: Rendezvous, rank: int, serves: bool) -> JobStore:
+    def at(self, rendezvous: Rendezvous, rank: int, serves: bool, key: Callable[[], bytes]) -> JobStore:
         """The job's store, the same at every call. Does not wait for another rank.
 
         Args:
+            key: Returns the job's key. Called once for each rendezvous, and may raise.
             serves: Whether this process serves the store if ``rendezvous.host`` is its own host. At most one process a host
                 does; it needs no connection itself.
+
+        Raises:
+            Exception: What ``key`` raises.
         """
         with self._lock:
             if rendezvous not in self._stores:
                 self._watch()
-                hello = Hello(rendezvous.job, rank, self._process)
-                served = self._served(rendezvous, hello) if serves and not self._forked else None
-                self._stores[rendezvous] = served or StoreClient(StoreLocator(rendezvous, hello))
+                hello, secret = Hello(rendezvous.job, rank, self._process), key()
+                served = self._served(rendezvous, hello, secret) if serves and not self._forked else None
+                self._stores[rendezvous] = served or StoreClient(StoreLocator(rendezvous, hello, secret))
             return self._stores[rendezvous]
 
-    def _served(self, rendezvous: Rendezvous, hello: Hello) -> LocalStore | None:
+    def _served(self, rendezvous: Rendezvous, hello: Hello, key: bytes) -> LocalStore | None:
         """A store that this process serves; None if ``host`` is another machine, or no port is free."""
         for port in rendezvous.ports:
             try:
@@ -529,10 +312,10 @@ class Stores:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     return None
-                _notify_occupant(rendezvous.host, port, hello)
+                _notify_occupant(rendezvous.host, port, hello, key)
                 continue
-            held = LocalStore()
-            self._servers.append(StoreServer(listener, held, hello))
+            held = LocalStore(StoreCapacity.of(rendezvous.world_size))
+            self._servers.append(StoreServer(listener, held, hello, key, ServerLimits(rendezvous.world_size)))
             return held
         LOGGER.warning("[rank %d] cannot serve the job's store: another program uses %s.", hello.rank, rendezvous)
         return None
@@ -546,7 +329,7 @@ class Stores:
         """Use nothing of the parent's: it keeps the connections, and no client would connect to the child."""
         self._forked = True
         self._lock = Lock()
-        self._process = uuid.uuid4().hex
+        self._process = secrets.token_hex(16)
         for server in self._servers:
             server.abandon()
         self._servers, self._stores = [], {}
@@ -566,10 +349,10 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _notify_occupant(host: str, port: int, hello: Hello) -> None:
+def _notify_occupant(host: str, port: int, hello: Hello, key: bytes) -> None:
     """If the occupant is the store of an earlier run, it admits no more ranks from now on."""
     try:
-        connection, _ = greet(host, port, hello, OCCUPANT_S)
+        connection, _ = greet(host, port, hello, key, OCCUPANT_S)
     except OSError:
         return
     connection.close()

@@ -22,7 +22,7 @@ from threading import Event, Lock
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from monitor.coordinator.job_store import SAY_AFTER_S, SharedStore, StoreConnection, StoreThread
-from monitor.coordinator.store import LocalStore
+from monitor.coordinator.store_memory import LocalStore
 from monitor.dynamic.proposals import FROM_START, C, ConfigTimeline, Proposal, ProposalQueue, Switch
 from monitor.dynamic.step_boundary import PollingIntervals, StepBoundary
 from monitor.failures import Failures

@@ -13,11 +13,14 @@ from mindspore import communication
 from mindspore.mint import distributed
 
 from monitor.coordinator.store import ASKED_PER_SECOND, STORES, Rendezvous
+from monitor.coordinator.store_key import StoreKeyError, job_key
 from monitor.failures import LOGGER
 from monitor.recording.run import ProcessTopology
 
 ADDRESS: Final = "MONITOR_STORE"
 """The environment variable with the ranks' meeting point, ``HOST:PORT``, if the launcher sets none."""
+
+SET_ADDRESS: Final = f"Set {ADDRESS}=HOST:PORT, the same on all ranks."
 
 LOOPBACK: Final = ("127.", "::1", "localhost")
 
@@ -116,9 +119,13 @@ def _store(rank: int, world_size: int) -> Any:
     if rendezvous is None:
         return None
     if rendezvous.host.startswith(LOOPBACK) and communication.get_local_rank_size() < world_size:
-        _warn_once(f"ranks on several hosts cannot meet at {rendezvous}, which is a local address on each host")
+        _warn_once(f"ranks on several hosts cannot meet at {rendezvous}, which is a local address on each host. {SET_ADDRESS}")
         return None
-    return STORES.at(rendezvous, rank, serves=communication.get_local_rank() == 0)
+    try:
+        return STORES.at(rendezvous, rank, communication.get_local_rank() == 0, job_key)
+    except StoreKeyError as error:
+        _warn_once(str(error))
+        return None
 
 
 def _rendezvous(world_size: int) -> Rendezvous | None:
@@ -128,15 +135,14 @@ def _rendezvous(world_size: int) -> Rendezvous | None:
         try:
             return Rendezvous.at(address, world_size)
         except ValueError as error:
-            _warn_once(f"{ADDRESS}={error}")
+            _warn_once(f"{ADDRESS}={error} {SET_ADDRESS}")
             return None
     if host and port:
         return Rendezvous.beside(host, port, world_size)
-    _warn_once("the launcher has set no MS_SCHED_HOST and MS_SCHED_PORT")
+    _warn_once(f"the launcher has set no MS_SCHED_HOST and MS_SCHED_PORT. {SET_ADDRESS}")
     return None
 
 
 @cache
 def _warn_once(why: str) -> None:
-    said = "The ranks cannot agree on a common run name or on changes of the configuration"
-    LOGGER.warning("%s: %s. Set %s=HOST:PORT, the same on all ranks.", said, why, ADDRESS)
+    LOGGER.warning("The ranks cannot agree on a common run name or on changes of the configuration: %s", why)

@@ -14,7 +14,7 @@ from monitor.anomalies.copy_exchange import CopyExchange
 from monitor.anomalies.corruption import CorruptionAlerts
 from monitor.coordinator.job_store import StoreConnection
 from monitor.coordinator.manifest_format import WrongBits
-from monitor.coordinator.store import LocalStore
+from monitor.coordinator.store_memory import LocalStore
 from monitor.failures import Failures
 from monitor.series import Placement, Series, SeriesTable
 

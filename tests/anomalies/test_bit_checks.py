@@ -25,7 +25,8 @@ from monitor.anomalies.listeners import EventFiles
 from monitor.coordinator import job_store
 from monitor.coordinator.job_store import StoreConnection
 from monitor.coordinator.manifest_format import WrongBits
-from monitor.coordinator.store import LocalStore, StoreClient
+from monitor.coordinator.store import StoreClient
+from monitor.coordinator.store_memory import LocalStore
 from monitor.failures import Failures
 from monitor.series import Placement, Series
 

@@ -15,7 +15,7 @@ from simulated_ranks import KINDS, SimulatedJob, flipped
 from monitor.anomalies.copies import CHUNKS, KEPT_STEPS, MOST_CHARACTERS
 from monitor.anomalies.copy_exchange import LONG_APART, MOST_ALERTS, MOST_WAITING
 from monitor.anomalies.odd_copies import PATIENCE
-from monitor.coordinator.store import LocalStore
+from monitor.coordinator.store_memory import LocalStore
 
 
 def test_healthy_ranks_say_nothing_and_ask_nothing() -> None:

@@ -10,19 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
-from serving import JOB, served
+from serving import JOB, KEY, RANKS, served
 
-from monitor.coordinator.store import (
-    MOST_BYTES,
-    Hello,
-    LocalStore,
-    RefusedError,
-    Rendezvous,
-    StoreClient,
-    StoreLocator,
-    StoreServer,
-    greet,
-)
+from monitor.coordinator.store import Rendezvous, StoreClient, StoreLocator, greet
+from monitor.coordinator.store_memory import LocalStore
+from monitor.coordinator.store_messages import MOST_BYTES, Hello, RefusedError
+from monitor.coordinator.store_server import ServerLimits, StoreServer
 
 HOST = "127.0.0.1"
 MakeLocator = Callable[[], StoreLocator]
@@ -44,7 +37,7 @@ def meet() -> Iterator[MakeLocator]:
 def serving(port: int = 0, job: str = JOB, process: str = "process 0", rank: int = 0) -> Iterator[int]:
     """A server at ``port``, or any; its port."""
     listener = socket.create_server((HOST, port))
-    server = StoreServer(listener, LocalStore(), Hello(job, rank, process))
+    server = StoreServer(listener, LocalStore(), Hello(job, rank, process), KEY, ServerLimits(RANKS))
     try:
         yield listener.getsockname()[1]
     finally:
@@ -74,7 +67,7 @@ def stranger(reply: Callable[[bytes], bytes]) -> Iterator[int]:
 
 
 def client(*ports: int, rank: int = 1, process: str = "process 1", first_s: float = 0.0) -> StoreClient:
-    return StoreClient(StoreLocator(Rendezvous(HOST, ports, JOB), Hello(JOB, rank, process), first_s))
+    return StoreClient(StoreLocator(Rendezvous(HOST, ports, JOB, RANKS), Hello(JOB, rank, process), KEY, first_s))
 
 
 def test_a_key_is_set_by_who_expects_what_it_holds_and_by_no_one_else(meet: MakeLocator) -> None:
@@ -189,7 +182,7 @@ def test_a_stranger_on_the_first_port_is_passed_over(reply: Callable[[bytes], by
 
 def test_a_stranger_who_says_nothing_is_passed_over_in_time() -> None:
     with stranger(lambda _: b"") as port, pytest.raises(TimeoutError):
-        greet(HOST, port, Hello(JOB, 1, "process 1"), timeout_s=0.1)
+        greet(HOST, port, Hello(JOB, 1, "process 1"), KEY, timeout_s=0.1)
 
 
 def test_another_jobs_store_is_passed_over() -> None:
@@ -213,7 +206,7 @@ def test_a_store_whose_own_rank_has_a_successor_lets_in_no_rank_that_it_does_not
         known = client(port)
         known.add("count", 1)
         with pytest.raises(RefusedError, match="as rank 0"):
-            greet(HOST, port, Hello(JOB, 0, "its successor"))
+            greet(HOST, port, Hello(JOB, 0, "its successor"), KEY)
         with pytest.raises(ConnectionError, match="an earlier run"):
             client(port, rank=2, process="process 2").add("count", 1)
         assert known.clone().add("count", 1) == 2

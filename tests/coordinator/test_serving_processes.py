@@ -24,7 +24,7 @@ from monitor.coordinator.output import agree
 from monitor.coordinator.store import STORES, Rendezvous
 port, rank, world = map(int, sys.argv[1:4])
 def store(rank=rank):
-    return STORES.at(Rendezvous.beside("127.0.0.1", port, world), rank, serves=rank == 0)
+    return STORES.at(Rendezvous.beside("127.0.0.1", port, world), rank, serves=rank == 0, key=lambda: b"the key of the job")
 def identity():
     found = agree(store(), 0, Failures(rank))
     print(found.agreed, found.job_id, flush=True)
@@ -191,7 +191,9 @@ os._exit(0)
 
 def test_a_process_on_another_host_than_the_meeting_point_does_not_serve(start: Start) -> None:
     """192.0.2.1 is no one's: it stands in documents."""
-    script = "print(type(STORES.at(Rendezvous.beside('192.0.2.1', port, world), 0, serves=True)).__name__)"
+    script = (
+        "print(type(STORES.at(Rendezvous.beside('192.0.2.1', port, world), 0, True, lambda: b'the key of the job')).__name__)"
+    )
     assert end(start(0, script)) == (0, ["StoreClient"], "")
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from monitor.coordinator.store import LocalStore
+from monitor.coordinator.store_memory import LocalStore
 from monitor.dynamic.consensus import COMMIT, CompareSet, ConsensusProtocol, _done
 from monitor.dynamic.proposals import FROM_ALERT, FROM_FILE, FROM_START, ConfigTimeline, Proposal, ProposalQueue
 from monitor.dynamic.step_boundary import PollingIntervals, StepBoundary, StepLookahead

@@ -60,7 +60,7 @@ def main(store: str, path: str, result: str) -> None:
 def own_store(rank: int, world: int) -> Any:
     """Of this package, which processes use whose launcher gives them an address and no store."""
     rendezvous = Rendezvous.beside(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world)
-    return STORES.at(rendezvous, rank, serves=rank == 0)
+    return STORES.at(rendezvous, rank, serves=rank == 0, key=lambda: b"the key of the job")
 
 
 def train(control: Controller, delays: random.Random) -> tuple[list[int], float]:
