@@ -22,9 +22,10 @@ import os, sys, threading, time
 from monitor.failures import Failures
 from monitor.coordinator.output import agree
 from monitor.coordinator.store import STORES, Rendezvous
+from monitor.coordinator.store_key import job_key
 port, rank, world = map(int, sys.argv[1:4])
 def store(rank=rank):
-    return STORES.at(Rendezvous.beside("127.0.0.1", port, world), rank, serves=rank == 0, key=lambda: b"the key of the job")
+    return STORES.at(Rendezvous.beside("127.0.0.1", port, world), rank, rank == 0, job_key)
 def identity():
     found = agree(store(), 0, Failures(rank))
     print(found.agreed, found.job_id, flush=True)
@@ -47,14 +48,14 @@ def port() -> int:
 
 
 @pytest.fixture
-def start(port: int) -> Iterator[Start]:
+def start(port: int, tmp_path: Path) -> Iterator[Start]:
     """Starts a rank that runs a script; ``wait()`` in it waits for a line."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(rank: int, script: str, world: int = 2) -> subprocess.Popen[str]:
+    def start(rank: int, script: str, world: int = 2, output: str = "output", **variables: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-X", "dev", "-c", RANK + script, *map(str, (port, rank, world))]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "MONITOR_OUTPUT_DIR": str(tmp_path / output)} | variables
         started.append(subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes))
         return started[-1]
 
@@ -82,6 +83,31 @@ def test_ranks_agree_on_one_name_and_end_without_a_word(start: Start) -> None:
     assert len(names) == 1
     assert names.pop().startswith("True ")
     assert [end(rank) for rank in ranks] == [(0, [], "")] * 3
+
+
+def test_ranks_that_share_no_directory_agree_with_a_key_in_their_environment(start: Start, tmp_path: Path) -> None:
+    secret = "a secret of this job"
+    ranks = [start(rank, "identity(); wait()", output=f"host {rank}", MONITOR_STORE_KEY=secret) for rank in range(2)]
+    first, second = map(line, ranks)
+    assert first == second
+    assert first.startswith("True ")
+    assert [end(rank) for rank in ranks] == [(0, [], "")] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_without_the_key_of_the_others_says_what_to_set(start: Start) -> None:
+    serving = start(0, "store(); print('serves', flush=True); wait()", output="one host")
+    line(serving)
+    shorter = "from monitor.coordinator.store import StoreLocator\nStoreLocator.__init__.__defaults__ = (0.2,)\nidentity()"
+    status, said, errors = end(start(1, shorter, output="another host"))
+    assert status == 0
+    assert said[0].startswith("False ")
+    assert (
+        "it has another key than this rank. Set MONITOR_STORE_KEY to one secret of at least 16 characters on all ranks"
+        in errors
+    )
+    assert "or MONITOR_OUTPUT_DIR to one directory that all hosts share" in errors
+    assert end(serving) == (0, [], "")
 
 
 def test_the_next_job_of_the_same_environment_has_another_name(start: Start) -> None:
@@ -191,9 +217,7 @@ os._exit(0)
 
 def test_a_process_on_another_host_than_the_meeting_point_does_not_serve(start: Start) -> None:
     """192.0.2.1 is no one's: it stands in documents."""
-    script = (
-        "print(type(STORES.at(Rendezvous.beside('192.0.2.1', port, world), 0, True, lambda: b'the key of the job')).__name__)"
-    )
+    script = "print(type(STORES.at(Rendezvous.beside('192.0.2.1', port, world), 0, True, job_key)).__name__)"
     assert end(start(0, script)) == (0, ["StoreClient"], "")
 
 

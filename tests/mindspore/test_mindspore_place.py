@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mindspore
 import pytest
+from mindspore import communication
 
-from monitor.mindspore.process_group import _rendezvous, group_ranks, has_others, initialized, is_settled, place, versions
+from monitor.mindspore.process_group import (
+    _rendezvous,
+    _store,
+    group_ranks,
+    has_others,
+    initialized,
+    is_settled,
+    place,
+    versions,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +85,21 @@ def test_that_ranks_have_no_place_to_meet_is_said_once_with_what_to_set(
     assert (_rendezvous(2), _rendezvous(2)) == (None, None)
     (said,) = caplog.messages
     assert "the launcher has set no MS_SCHED_HOST and MS_SCHED_PORT. Set MONITOR_STORE=HOST:PORT" in said
+
+
+def test_a_rank_without_a_key_has_no_store_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MONITOR_STORE", "192.0.2.1:29501")
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path))
+    monkeypatch.setattr(communication, "get_local_rank", lambda: 1)
+    (tmp_path / ".store-key").touch(0o644)
+    assert (_store(1, 2), _store(1, 2)) == (None, None)
+    (said,) = caplog.messages
+    assert "its mode is 644, and must be 600. Delete this file" in said
+    assert "Set MONITOR_STORE_KEY" in said
+    (tmp_path / ".store-key").unlink()
+    assert _store(1, 2) is not None
 
 
 def test_the_version_of_mindspore_is_noted() -> None:
