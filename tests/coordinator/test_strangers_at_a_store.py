@@ -21,7 +21,14 @@ from serving import JOB, KEY, RANKS
 from monitor.coordinator.store import Rendezvous, StoreClient, StoreLocator, greet
 from monitor.coordinator.store_memory import LocalStore, StoreCapacity
 from monitor.coordinator.store_messages import Handshake, Hello
-from monitor.coordinator.store_server import CONNECTIONS_OF_A_RANK, MOST_BUFFERED, MOST_WAITING, ServerLimits, StoreServer
+from monitor.coordinator.store_server import (
+    CONNECTIONS_OF_A_RANK,
+    HELLO_S,
+    MOST_BUFFERED,
+    MOST_WAITING,
+    ServerLimits,
+    StoreServer,
+)
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
@@ -338,8 +345,8 @@ def test_the_key_is_not_sent_and_what_was_overheard_opens_nothing() -> None:
             assert "challenge" in answer(thief)
             thief.sendall(proof)
             assert answer(thief) == {"refused": "key"}
-            thief.sendall(request("add", "count", 1))
-            assert is_closed(thief)
+            thief.sendall(proof)
+            assert is_closed(thief, HELLO_S / 2)
         assert client(port).add("count", 1) == 2
 
 
@@ -407,6 +414,47 @@ def _sends_until_closed(connection: socket.socket, sent: bytes) -> bool:
         return False
     except OSError:
         return True
+
+
+class GatedStore(LocalStore):
+    """A store that holds up the server in the first ``add``, until ``gate`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.entered = threading.Event(), threading.Event()
+
+    def add(self, key: str, amount: int, /) -> int:
+        self.entered.set()
+        assert self.gate.wait(30)
+        return super().add(key, amount)
+
+
+def test_of_many_waiting_requests_of_one_rank_a_few_are_answered_before_another_has_its_turn() -> None:
+    held = GatedStore()
+    with serving(held=held) as port, admitted(port, 2) as greedy, admitted(port, 3) as other:
+        greedy.sendall(request("add", "count", 1))
+        assert held.entered.wait(10)
+        greedy.sendall(request("add", "count", 1) * 1_000)
+        other.sendall(request("add", "count", 1))
+        held.gate.set()
+        assert answer(other)["is"] <= 50
+
+
+def test_ranks_that_read_late_get_all_their_answers_and_wait_in_little_memory() -> None:
+    held = LocalStore()
+    held.set("long", "x" * 500_000)
+    number, many = 25, 16  # more than MOST_BUFFERED, if the server kept all answers that it can compute
+    with serving(held=held) as port, ExitStack() as open_ones:
+        late = [open_ones.enter_context(admitted(port, rank)) for rank in range(2, 2 + number)]
+        for one in late:
+            one.sendall(request("get", "long") * many)
+        assert client(port).add("count", 1) == 1
+        time.sleep(0.2)
+        for one in late:
+            received = 0
+            while received < many * 500_000:
+                received += len(more := one.recv(1 << 20))
+                assert more
 
 
 def test_a_rank_that_sends_many_requests_in_one_go_lets_others_have_their_turn() -> None:
