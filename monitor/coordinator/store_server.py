@@ -43,6 +43,9 @@ AT_ONCE: Final = 16
 MOST_BUFFERED: Final = 64 << 20
 """Bytes of all requests that are incomplete and answers that are not sent yet."""
 
+LEAST_RESERVE: Final = 64
+"""Descriptors that are left to training, if a quarter of those that the system allows is less."""
+
 OUT_OF_DESCRIPTORS_S: Final = 0.05
 MOST_HELLO_BYTES: Final = 1 << 10
 """Largest size of a line from a client that has not proved that it knows the key."""
@@ -381,4 +384,4 @@ class _Peer:
 def _descriptors_allowed() -> int:
     """The first number that no connection may have. The system gives the lowest free one, so training has those above."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 31 if limit == resource.RLIM_INFINITY else limit - max(64, limit // 4)
+    return 1 << 31 if limit == resource.RLIM_INFINITY else limit - max(LEAST_RESERVE, limit // 4)
