@@ -56,14 +56,15 @@ def job_key(environment: Mapping[str, str] = os.environ) -> bytes:
 
 def _key_in(path: Path) -> bytes:
     """The key in the file at ``path``, which is created if there is none."""
-    for _ in range(ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         try:
             return _read(path)
         except FileNotFoundError:
+            if attempt > 0:
+                time.sleep(PAUSE_S)  # a network file system may show the file of another host late
             _create(path)
         except OSError as error:
             raise _unusable(path, "it is a link" if path.is_symlink() else error.strerror) from error
-        time.sleep(PAUSE_S)  # a network file system may show the file of another host late
     raise _unusable(path, "it does not appear after it was created")
 
 
