@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-fault check test prove lint bench wheel clean environment numpy2 peer
+.PHONY: help demo demo-fault check test prove drill lint bench wheel clean environment numpy2 peer
 
 # One worker more than cores: tests often wait for processes that wait for each other.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(len(os.sched_getaffinity(0)) + 1, 8))')
@@ -29,7 +29,8 @@ help:
 	@echo "make demo-fault  let something break on one of two ranks, and find out where (ARGS=\"--seed 3\": somewhere else)"
 	@echo "make check       the inner loop: unit tests, linters, types (3 minutes on two cores)"
 	@echo "make test        all that a change can break (12 minutes; ARGS=\"-k csv\": those; ARGS=--mindspore: those of MindSpore)"
-	@echo "make prove       every case that make test takes samples of, and EXAMPLES=2000 generated training loops (an hour)"
+	@echo "make prove       every case that make test takes samples of, and EXAMPLES=2000 generated training loops, then the drills (three hours)"
+	@echo "make drill       an hour of faults: full disks, kills, lost ranks, damaged files (ARGS=\"--minutes 5 --seed 7\")"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       the benchmarks beside mindstudio-probe, which gets an environment of its own (.venv-peer)"
 	@echo "make wheel       the package for other machines, in dist/: with its modules in C, for Python 3.11 and later"
@@ -71,6 +72,12 @@ prove: environment numpy2
 	PROVE=1 .venv/bin/python $(PYTEST) --timeout 0 $(UNIT)
 	GENERATED_LOOPS=$(EXAMPLES) .venv/bin/python -m pytest tests/generated_loops -x
 	GENERATED_LOOPS=$(EXAMPLES) .venv/bin/python -m pytest --mindspore tests/mindspore/generated_loops -x
+	.venv/bin/python tools/drills/drill.py
+	.venv/bin/python tools/drills/soak.py
+
+# Cases of both frameworks, so with the environment that has both.
+drill: environment
+	.venv/bin/python tools/drills/drill.py $(ARGS)
 
 lint: environment
 	.venv/bin/python -m ruff check .

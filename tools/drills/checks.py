@@ -121,6 +121,12 @@ def check_steps(output: Path, trained: Mapping[int, Iterable[int]], rows: Rows, 
     return missing
 
 
+def accounted(record: ManifestRecord) -> set[int]:
+    """The steps that a manifest has as written or as missing."""
+    missing = (one for causes in record.lost.values() for one in causes.values())
+    return listed(record.steps.written, *record.dropped.values(), *missing)
+
+
 def _named(records: Iterable[ManifestRecord], written: set[int], steps: Iterable[int]) -> set[int]:
     """The steps that manifests name as missing: one that is not closed, as nothing could be written, names all later ones."""
     named: set[int] = set()

@@ -69,6 +69,7 @@ def attached(job: Job, training: Any) -> Any:
     module = __import__(MONITORS[job.framework], fromlist=["TrainerMon"])
     monitor = module.TrainerMon(path, params_have_main_grad=False) if job.framework == "torch" else module.TrainerMon(path)
     monitor.set_monitor(training.model, 1, training.optimizer, start_iteration=job.begin)
+    training.compile_again()
     return monitor
 
 

@@ -42,6 +42,9 @@ class MindSporeTraining:
         self.optimizer(gradients)
         return float(loss.asnumpy()).hex()
 
+    def compile_again(self) -> None:
+        """Nothing is compiled."""
+
     def drop_gradients(self) -> None:
         """There are none."""
 

@@ -51,6 +51,11 @@ class TorchTraining:
         self.optimizer.zero_grad()
         return loss.item().hex()
 
+    def compile_again(self) -> None:
+        """The monitor was attached: what was compiled before has none of its operators."""
+        self._called = None
+        torch.compiler.reset()
+
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad()
 
