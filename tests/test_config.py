@@ -96,6 +96,7 @@ class TestDefaults:
             "queue_wait_seconds": 1.0,
             "close_seconds": 30.0,
             "signal_seconds": 5.0,
+            "max_output_bytes": 0,
             "warn_rows_per_step": 10_000_000,
             "warn_bytes_per_step": 1024 * MIB,
             "warn_files_per_step": 10_000,

@@ -154,16 +154,16 @@ class Alarm:
     """A listener of the scanner.
 
     Args:
-        ring: Called for every step in which a rule fired, on the writer thread. Must not wait.
+        ring: Called with every step in which a rule fired, on the writer thread. Must not wait.
     """
 
-    def __init__(self, ring: weakref.WeakMethod[Callable[[], object]]) -> None:
+    def __init__(self, ring: weakref.WeakMethod[Callable[[int], object]]) -> None:
         self._ring = ring
 
     def judged(self, findings: StepFindings) -> None:
         """See ``FindingListener``."""
         if findings.groups and (ring := self._ring()) is not None:
-            ring()
+            ring(findings.step)
 
     def not_judged(self, step: int, reason: str) -> None:
         """Do nothing: no rule saw the step."""

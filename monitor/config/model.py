@@ -418,6 +418,9 @@ class Settings(_StrictModel):
     """How long closing may take."""
     signal_seconds: Annotated[Seconds, LIMITS] = 5.0
     """How long SIGTERM may wait for what is queued to be written."""
+    max_output_bytes: Annotated[Step, LIMITS] = 0
+    """Most bytes of a rank's directory. When it is full, the oldest steps are thinned: every second step stays, then every
+    fourth, and so on. Steps with alerts and the newest steps stay. Not with `tensorboard`. 0: no bound."""
     warn_rows_per_step: Annotated[Step, LIMITS] = 10_000_000
     """Rows a step, over the whole job, above which the start-up line is a warning."""
     warn_bytes_per_step: Annotated[Step, LIMITS] = GIB
@@ -513,6 +516,17 @@ class MonitorConfig(Settings):
         if wanted == "all" and not fields.data.get("mv_distribution"):
             raise ValueError('"all" reads the optimizer\'s moments and needs "mv_distribution": true')
         return wanted
+
+    @field_validator("max_output_bytes")
+    @classmethod
+    def _can_be_thinned(cls, most: int, fields: ValidationInfo) -> int:
+        written = [name for name in fields.data.get("format", ()) if FORMATS[name].bytes_per_row]
+        if most and (unfit := [name for name in written if not FORMATS[name].merged]):
+            raise ValueError(
+                f"it needs csv, hdf5 or parquet: files of {unfit[0]} cannot be thinned. Remove {unfit[0]} from the formats, or "
+                "leave max_output_bytes out"
+            )
+        return most
 
     @field_validator("format")
     @classmethod

@@ -55,6 +55,24 @@ class Estimate:
             f"about {_bytes(self.bytes)} in {_counted(self.files, 'file')}"
         )
 
+    def lasting(self, free: int | None, most: int) -> str:
+        """How long the disk lasts, in steps, since no step has been timed yet; "" if nothing is known.
+
+        Args:
+            free: Bytes that are free on the disk of the output directory; None: not known.
+            most: ``max_output_bytes``; 0: no bound.
+        """
+        if not self.bytes:
+            return ""
+        said = ""
+        if free is not None:
+            room = _counted(_rounded(free / self.bytes), "collected step")
+            said = f". The disk of the output directory has {_bytes(free)} free, about {room} if all ranks write to it"
+        if most:
+            begins = _counted(_rounded(most * self.ranks / self.bytes), "collected step")
+            said += f". After about {begins} a rank reaches max_output_bytes ({_bytes(most)}), and thins its oldest steps"
+        return said
+
     def exceeded(self, bounds: Bounds) -> tuple[str, ...]:
         """One sentence for each exceeded bound."""
         named = (
@@ -106,6 +124,11 @@ def _files_per_record(name: str, loads: Mapping[str, KindLoad], ranks: int) -> i
     if FORMATS[name].files == "kind":
         return sum(load.ranks for load in loads.values() if load.rows)
     return ranks if FORMATS[name].files == "record" else 0
+
+
+def _rounded(number: float) -> float:
+    """A whole number whose first two digits are known."""
+    return float(f"{number // 1:.2g}")
 
 
 def _counted(number: float, noun: str) -> str:

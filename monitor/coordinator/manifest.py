@@ -24,6 +24,7 @@ from monitor.coordinator import manifest_format as schema
 from monitor.coordinator.output import DirectoryLock, JobIdentity, write_whole
 from monitor.coordinator.progress import Pulse, RecordedCounts
 from monitor.coordinator.series_file import MOST_EDGES, Flow, Measured, SeriesFile
+from monitor.coordinator.thinning import DiskBound, ThinnedSteps, ThinningRule
 from monitor.failures import Failures
 from monitor.series import SeriesTable
 from monitor.stats.table import Status, StepRows
@@ -49,6 +50,7 @@ class Timeline:
     Attributes:
         first: The first step that this run has reported; None before.
         killed_before: The steps between the last one of an earlier run that was killed and the first of this run.
+        thinned: The steps that were removed from the files.
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,7 @@ class Timeline:
         self._abandoned = schema.StepRanges()
         self._dropped = schema.StepsByCause()
         self._lost: dict[str, schema.StepsByCause] = {}
+        self.thinned = ThinnedSteps()
 
     @classmethod
     def restored(cls, record: schema.ManifestRecord) -> Timeline:
@@ -76,6 +79,7 @@ class Timeline:
         )
         line._dropped = _restored_by_cause(record.dropped)
         line._lost = {sink: _restored_by_cause(causes) for sink, causes in record.lost.items()}
+        line.thinned = ThinnedSteps.restored(record.thinned)
         return line
 
     @classmethod
@@ -125,6 +129,7 @@ class Timeline:
         self._reach(step)
         self._abandoned.take(step, step)
         self._written.add(step)
+        self.thinned.reach(self._written, step)
         if status == "skipped":
             self._skipped.add(step)
         elif status == "incomplete":
@@ -140,6 +145,11 @@ class Timeline:
         self._reach(step)
         self._lost.setdefault(sink, schema.StepsByCause()).add(step, reason)
 
+    def thin(self, rule: ThinningRule, count: int) -> None:
+        """Enter at least so many steps as removed from the files, or all that can be."""
+        chosen = rule.choose(self._written, self.thinned, count)
+        self.thinned.remove(chosen, (self._written, self._skipped, self._incomplete))
+
     def manifest_fields(self) -> dict[str, Any]:
         """Fields of ``ManifestRecord``."""
         written, skipped, incomplete, abandoned = (
@@ -149,6 +159,7 @@ class Timeline:
             "steps": schema.RecordedSteps(written=written, skipped=skipped, incomplete=incomplete, abandoned=abandoned),
             "dropped": _by_cause(self._dropped),
             "lost": {sink: _by_cause(causes) for sink, causes in self._lost.items()},
+            "thinned": self.thinned.record(self._written),
             "first_step": self.first,
         }
 
@@ -181,6 +192,7 @@ class Timeline:
     def _leave(self, first: int, last: int) -> None:
         """Mark the earlier run's steps in this range as abandoned."""
         self._abandoned.add_all(self._written.take(first, last))
+        self.thinned.leave(first, last, self._abandoned)
         self._skipped.take(first, last)
         self._incomplete.take(first, last)
         for causes in (self._dropped, *self._lost.values()):
@@ -272,7 +284,12 @@ class Manifest:
     Args:
         earlier: What earlier runs recorded to ``directory``; None: nothing.
         lock: The lock of ``directory``, released when the manifest is closed.
+
+    Attributes:
+        bound: The account of the directory's bytes; None: there is no bound.
     """
+
+    bound: DiskBound | None = None
 
     def __init__(
         self,
@@ -318,6 +335,36 @@ class Manifest:
         """One sink does not have the step."""
         self._recorded.lose(step, sink, reason)
 
+    @property
+    def is_bounded(self) -> bool:
+        """See ``monitor.pipeline.delivery.ThinningJournal``."""
+        return self.bound is not None and self.bound.most > 0
+
+    def recount(self) -> None:
+        """See ``monitor.pipeline.delivery.ThinningJournal``."""
+        if self.bound is not None:
+            self.bound.recount()
+
+    def excess(self, grown: int) -> list[int]:
+        """See ``monitor.pipeline.delivery.ThinningJournal``."""
+        steps = self._recorded.to_remove()
+        if steps or self.bound is None or not (count := self.bound.excess(grown, self._recorded.counts()[1])):
+            return steps
+        steps = self._recorded.to_remove(self.bound.rule, count)
+        if steps:
+            self.save()  # before any file changes: the manifest never lists a step as written that was removed
+        else:
+            self.bound.warn(grown)
+        return steps
+
+    def removed(self) -> None:
+        """See ``monitor.pipeline.delivery.ThinningJournal``."""
+        self._recorded.removed()
+
+    def alert(self, step: int) -> None:
+        """A rule has fired in this step: it stays when steps are thinned. Any thread; never waits."""
+        self._recorded.alert(step)
+
     def _warn_of_lost_steps(self) -> None:
         lost = self._recorded.killed_before
         if lost is not None and not self._warned_of_lost:
@@ -346,6 +393,7 @@ class Manifest:
         """Add what a check of bits has found, to be saved with the next step. Any thread; never waits."""
         if len(self._wrong_bits) < MOST_WRONG_BITS:
             self._wrong_bits.append(bits)
+            self.alert(bits.step)
             self._is_urgent = True  # the job may be killed soon
 
     def also_in(self, formats: Sequence[str]) -> None:
@@ -470,6 +518,20 @@ class _RecordedSteps:
     def lose(self, step: int, sink: str, reason: str) -> None:
         with self._lock:
             self._timeline.lose(step, sink, reason)
+
+    def to_remove(self, rule: ThinningRule | None = None, count: int = 0) -> list[int]:
+        """The steps that files may still have, and that are no longer written; with a rule, after it has chosen more."""
+        with self._lock:
+            if rule is not None:
+                self._timeline.thin(rule, count)
+            return list(self._timeline.thinned.unfinished.between(0, schema.LAST_STEP))
+
+    def removed(self) -> None:
+        with self._lock:
+            self._timeline.thinned.unfinished.take(0)
+
+    def alert(self, step: int) -> None:
+        self._timeline.thinned.alert(step)
 
     def counts(self) -> tuple[int, int, int]:
         """The last step written, and the numbers of steps written and dropped."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ MOST_CAUSES: Final = 16
 MOST_CHARACTERS_OF_A_CAUSE: Final = 300
 OTHER_CAUSES: Final = "other causes"
 KILLED: Final = "killed before it was written"
+THINNED: Final = "thinned to stay within max_output_bytes"
 
 
 class StepRange(NamedTuple):
@@ -101,6 +102,27 @@ class StepRanges:
         """Number of steps, those of ``rest`` included."""
         return self._held + (self._rest.count if self._rest else 0)
 
+    def holds(self, step: int) -> bool:
+        """Whether the step is in a range; those of ``rest`` are not."""
+        at = bisect_right(self._ranges, step, key=_first)
+        return at > 0 and self._ranges[at - 1].holds(step)
+
+    def between(self, first: int, last: int) -> Iterator[int]:
+        """The steps of ranges from ``first`` to ``last``, both included, ascending."""
+        for one in self._ranges[max(bisect_right(self._ranges, first, key=_first) - 1, 0) :]:
+            if one.first > last:
+                return
+            if (cut := _between(one, first, last)) is not None:
+                yield from cut.steps()
+
+    def around(self, step: int) -> list[int]:
+        """``step``, and the nearest steps before and after it."""
+        at = bisect_right(self._ranges, step, key=_first)
+        near = [one.steps() for one in self._ranges[max(at - 2, 0) : at + 1]]
+        before = [steps[place - 1] for steps in near if (place := bisect_left(steps, step))]
+        after = [steps[place] for steps in near if (place := bisect_right(steps, step)) < len(steps)]
+        return [*before[-1:], step, *after[:1]]
+
     def add(self, step: int) -> None:
         at = bisect_right(self._ranges, step, key=_first)
         begin, end = max(at - 1, 0), at + 1
@@ -121,7 +143,7 @@ class StepRanges:
         below = [cut for one in self._ranges if (cut := _between(one, 0, first - 1)) is not None]
         above = [cut for one in self._ranges if (cut := _between(one, last + 1, LAST_STEP)) is not None]
         if taken:
-            self._ranges = below + above
+            self._ranges = list(_joined([*below, *above])) if below or above else []
             self._held -= sum(one.size for one in taken)
         return taken
 
@@ -385,6 +407,24 @@ class RecordedSteps(StrictRecord):
     abandoned: StepsRecord = NO_STEPS
 
 
+class ThinnedRecord(StrictRecord):
+    """Steps that were written, and then removed from the files to stay within ``max_output_bytes``.
+
+    Attributes:
+        steps: By level: ``"4"`` has the steps that were removed so that every fourth step stayed.
+        unfinished: Those of them of which files may still have rows. These rows do not count.
+        kept: Steps at which an alert rule fired, or bits were wrong, and their neighbours. They stay.
+    """
+
+    steps: dict[str, StepsRecord] = Field(default_factory=dict)
+    unfinished: StepsRecord = NO_STEPS
+    kept: StepsRecord = NO_STEPS
+
+    def holds(self, step: int) -> bool:
+        """Whether the step was removed."""
+        return any(one.holds(step) for one in self.steps.values())
+
+
 class PipelineRecord(StrictRecord):
     """The position of a rank in its pipeline.
 
@@ -503,6 +543,7 @@ class ManifestRecord(StrictRecord):
         series: The series measured so far; None before the first.
         dropped: Steps that never reached a sink, by reason.
         lost: By sink, steps that it could not write, by reason. Other sinks may have them.
+        thinned: Steps that were removed from the files later.
         failures: The number of failures of each cause.
         notes: What a reader must know of the numbers and the numbers do not show.
         closed: True once the run has ended and everything was written.
@@ -543,6 +584,7 @@ class ManifestRecord(StrictRecord):
     steps: RecordedSteps
     dropped: dict[str, StepsRecord]
     lost: dict[str, dict[str, StepsRecord]]
+    thinned: ThinnedRecord = ThinnedRecord()
     failures: dict[str, Natural]
     configurations: tuple[ConfigurationRecord, ...] = ()
     undecided_since: Natural | None = None

@@ -16,7 +16,7 @@ from typing import Any, Final
 from pydantic import Field
 
 from monitor.coordinator import manifest_format
-from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, Natural, StrictRecord
+from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, Natural, StepsRecord, StrictRecord
 from monitor.coordinator.output import RankDirectory, timestamp_fields
 from monitor.coordinator.resume import Span, in_order, moment, order_of
 from monitor.coordinator.series_file import MeasuredColumns, MeasuredSeries, SeriesColumns, read_columns
@@ -60,7 +60,16 @@ class RankRun:
 
     def counts(self, step: int) -> bool:
         """Whether rows of ``step`` here belong to the course of training that was carried on."""
-        return step < self.end and not self.manifest.steps.abandoned.holds(step)
+        return step < self.end and not any(one.holds(step) for one in self.left_out)
+
+    @property
+    def left_out(self) -> tuple[StepsRecord, ...]:
+        """Steps that do not count, although files may have rows of them."""
+        return self.manifest.steps.abandoned, *self.manifest.thinned.steps.values()
+
+    def thinned(self, step: int) -> bool:
+        """Whether the step was removed to stay within ``max_output_bytes``, and no later directory has it."""
+        return step < self.end and self.manifest.thinned.holds(step)
 
     def series(self) -> tuple[MeasuredSeries, ...]:
         """What was measured here, also by earlier runs.

@@ -612,8 +612,8 @@ class Plan:
         about = [SCHEMA_VERSION, self.suffix, self.job, self._ndigits, columns, steps, window.pieces, len(window.shares)]
         about += [self._digests.get(path) for path in self.catalogues_of(window.kind) if path is not None]
         for one in self.sources(window.kind, steps, range(len(self.runs))):
-            written, abandoned = (record.between(steps.first, steps.last) for record in (one.written, one.abandoned))
-            about += [one.rank, min(one.end, steps.last + 1), written, abandoned, self._places[one.run]]
+            known = [record.between(steps.first, steps.last) for record in (one.written, *one.left_out)]
+            about += [one.rank, min(one.end, steps.last + 1), *known, self._places[one.run]]
             about += [(shard.kind, _identity(shard.path)) for shard in (*one.shards, *one.replicas)]
         return sha256("\n".join(map(repr, about)).encode()).hexdigest()
 
@@ -667,5 +667,4 @@ class Plan:
 
     def _source(self, run: int, shards: tuple[Shard, ...], replicas: tuple[Shard, ...]) -> Source:
         one = self.runs[run]
-        steps = one.manifest.steps
-        return Source(run, one.rank, one.end, steps.abandoned, steps.written, shards, replicas)
+        return Source(run, one.rank, one.end, one.left_out, one.manifest.steps.written, shards, replicas)

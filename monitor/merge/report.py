@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any, Final
 
 from monitor.coordinator.manifest_format import (
+    THINNED,
     StepRange,
     StepRanges,
     StepsRecord,
@@ -52,6 +53,7 @@ class Report:
     steps: set[int] = field(default_factory=set)
     disagreements: list[Disagreement] = field(default_factory=list)
     _newest: dict[str, int] = field(default_factory=dict)  # by directory, the last step of which rows were found
+    _thinned: dict[tuple[int, int | None], bool] = field(default_factory=dict)
     _gaps: _Steps = field(default_factory=dict)
     _duplicates: _Steps = field(default_factory=dict)
     _incomplete: _Steps = field(default_factory=dict)
@@ -68,10 +70,12 @@ class Report:
         self.steps.update(outcome.steps)
         for directory, step in outcome.newest.items():
             self._newest[directory] = max(step, self._newest.get(directory, -1))
+        gaps = {rank: [one for one in steps if not self._is_thinned(one, rank)] for rank, steps in outcome.gaps.items()}
+        incomplete = {name: [one for one in steps if not self._is_thinned(one)] for name, steps in outcome.incomplete.items()}
         for known, found in (
-            (self._gaps, outcome.gaps),
+            (self._gaps, gaps),
             (self._duplicates, outcome.duplicates),
-            (self._incomplete, outcome.incomplete),
+            (self._incomplete, incomplete),
         ):
             for what, steps in found.items():
                 if steps:
@@ -86,6 +90,13 @@ class Report:
         in_bits = bits.FoundBits(outcome.bits_compared, outcome.bits_differing, outcome.bit_differences)
         self._bits.setdefault(kind, bits.BitsOfKind()).add(in_bits)
 
+    def _is_thinned(self, step: int, rank: int | None = None) -> bool:
+        """Whether a rank, or any of them, has removed the step: its rows are not missing for another reason."""
+        if (step, rank) not in self._thinned:
+            own = (run for run in self.runs if rank is None or run.rank == rank)
+            self._thinned[step, rank] = any(run.thinned(step) for run in own)
+        return self._thinned[step, rank]
+
     @property
     def clean(self) -> bool:
         """Whether nothing is missing and everything agrees. Ops that were never recorded are not missed."""
@@ -94,6 +105,7 @@ class Report:
         return (
             not any((*lost, self._without_global, told["first"], told["while_running"]))
             and not any(self._dropped())
+            and not any(self._removed())
             and not any(self._not_closed())
         )
 
@@ -115,6 +127,7 @@ class Report:
             "tensors": dict(sorted(self.tensors.items())),
             "gaps": _listed(self._stepwise(self._gaps, "rank")),
             "dropped": _listed(self._dropped()),
+            "thinned": _listed(self._removed()),
             "not_closed": _listed(self._not_closed()),
             "skipped_steps": _ranges(self._skipped()),
             "duplicate_steps": _listed(self._stepwise(self._duplicates, "rank")),
@@ -189,6 +202,13 @@ class Report:
                 for reason, steps in causes.items():
                     yield {"rank": run.rank, "format": sink, "reason": reason, **_recorded(steps)}
 
+    def _removed(self) -> Iterator[dict[str, Any]]:
+        """What ranks removed to stay within ``max_output_bytes``, level by level."""
+        for run in self.runs:
+            for level, steps in run.manifest.thinned.steps.items():
+                if steps.count and steps.ranges and steps.ranges[0][0] < run.end:
+                    yield {"rank": run.rank, "level": level, **_recorded(steps)}
+
     def _not_closed(self) -> Iterator[dict[str, Any]]:
         """Runs that were killed or still write, and their unknown steps: up to where a later directory continues."""
         for run in self.runs:
@@ -220,7 +240,7 @@ def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if told["missing_ranks"]:
         yield "missing ranks", ", ".join(map(str, told["missing_ranks"][:20])) + _more(len(told["missing_ranks"]) - 20)
     for what, line in _LINES.items():
-        about = told.get(what, _listed(())) if what == "joints" else told[what]  # an earlier version wrote no joints
+        about = told.get(what, _listed(())) if what in ("joints", "thinned") else told[what]  # not in earlier versions
         listed, more = about["listed"], about["count"] - len(about["listed"])
         if what == "set_aside":
             listed = list(_by_reason(listed))
@@ -262,6 +282,7 @@ _LINES: Final = {
     "joints": "job {job_id:.8} continued job {continued:.8} at step {step}; known to be recorded again: {at}",
     "gaps": "rank {rank} has no {kind} at {at}",
     "dropped": "rank {rank}, {at}: {reason}",
+    "thinned": f"rank {{rank}}, {{at}}: {THINNED}",
     "not_closed": "rank {rank}, {directory}: not ended cleanly, or still writing; steps after {after} may be missing",
     "duplicate_steps": "rank {rank} has {kind} twice at {at}; taken once",
     "replaced_steps": "rank {rank}, {at} in {directory}: a later run did them again",

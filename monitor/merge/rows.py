@@ -61,7 +61,7 @@ class Source:
     Attributes:
         run: Place of the directory among those of the job.
         end: Steps from here on do not count.
-        abandoned: Nor do these.
+        left_out: Nor do these.
         shards: Of the kind.
         replicas: To be compared with it.
     """
@@ -69,10 +69,14 @@ class Source:
     run: int
     rank: int
     end: int
-    abandoned: StepsRecord
+    left_out: tuple[StepsRecord, ...]
     written: StepsRecord
     shards: tuple[Shard, ...]
     replicas: tuple[Shard, ...]
+
+    def counts(self, step: int) -> bool:
+        """Whether rows of the step count."""
+        return step < self.end and not any(one.holds(step) for one in self.left_out)
 
 
 @dataclass
@@ -117,7 +121,7 @@ def _rows_that_count(
         column = table["step"].to_numpy()
         there = np.unique(column[starts_of_runs([column])]).tolist()
         told.duplicates.setdefault(source.rank, []).extend(step for step in there if seen.get(step) == form)
-        fresh = [step for step in there if step not in seen and step < source.end and not source.abandoned.holds(step)]
+        fresh = [step for step in there if step not in seen and source.counts(step)]
         seen |= dict.fromkeys(fresh, form)
         directory = shard.path.parent.name
         told.newest[directory] = max(told.newest.get(directory, -1), *fresh, -1)

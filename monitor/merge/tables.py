@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -269,6 +270,10 @@ UNFINISHED: Final = (
     "unfinished: the run still writes it, or was killed. A run with append_output into its directory recovers it"
 )
 
+GONE: Final = (
+    "it was removed while it was read: the run has thinned its steps (max_output_bytes) or done them again. Repeat the command"
+)
+
 _KIND: Final = re.compile(r"[a-z][a-z_]{0,63}")
 _CSV_KINDS: Final = frozenset(map(shown_kind, KINDS))
 
@@ -330,14 +335,14 @@ def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
         if _KIND.fullmatch(named.kind):
             try:
                 found.append(_csv_shard(named))
-            except ForeignError as error:
-                aside.append(SetAside(str(named.path), str(error)))
+            except (ForeignError, OSError) as error:
+                aside.append(SetAside(str(named.path), _reason(error, named.path)))
     for form in EXACT.values():
         for path, steps in (*form.shards_in(directory), *form.parts_in(directory)):
             try:
                 found.extend(_kinds_of(path, form, steps, rank))
             except (ForeignError, NotAShardError, OSError) as error:
-                aside.append(SetAside(str(path), _reason(error)))
+                aside.append(SetAside(str(path), _reason(error, path)))
     return found, aside
 
 
@@ -397,7 +402,7 @@ def _read_exact_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Tab
         read = form.rows_of_part if shard.is_part else form.rows
         rows = read(shard.path, steps, shard.kind)
     except (NotAShardError, OSError) as error:
-        raise ForeignError(_reason(error)) from error
+        raise ForeignError(_reason(error, shard.path)) from error
     _check_steps(rows, shard)
     schema = columns.exact(_IDENTITY)
     if columns.histogram and HISTOGRAM not in rows.column_names:
@@ -413,7 +418,7 @@ def _csv_rows(shard: Shard) -> pa.Table:
         rows = read_csv(shard.path)
         names = rows.column_names
     except (OSError, pa.ArrowInvalid, pa.ArrowKeyError, UnicodeDecodeError) as error:
-        raise ForeignError(_reason(error)) from error
+        raise ForeignError(_reason(error, shard.path)) from error
     if len(set(names)) < len(names):
         raise ForeignError("two of its columns have the same name")
     if not {"vpp_stage", "name", "step"} <= set(names) or any(rows[name].null_count for name in ("vpp_stage", "step")):
@@ -481,5 +486,7 @@ def _check_steps(rows: pa.Table, shard: Shard) -> None:
         )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, path: Path | None = None) -> str:
+    if path is not None and not os.path.lexists(path):
+        return GONE
     return (str(error).splitlines() or [type(error).__name__])[0][:500]

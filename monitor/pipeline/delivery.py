@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from monitor.failures import EarlierFailure, Failures
-from monitor.sinks.protocol import BatchSink, Sink
+from monitor.sinks.protocol import BatchSink, Sink, ThinnableSink
 from monitor.stats.table import StepRows
 
 # --- Interfaces of the pipeline: a sealed copy of the table, the journal of each step's outcome, and watchers of steps.
@@ -53,6 +53,28 @@ class StepJournal(Protocol):
 
     def close(self) -> None:
         """Save for the last time: the run has ended, and every sink has closed."""
+
+
+@runtime_checkable
+class ThinningJournal(Protocol):
+    """A journal that has old steps removed when the files reach a bound on disk. Used like ``StepJournal``."""
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether there is a bound."""
+
+    def recount(self) -> None:
+        """The sinks are others from now on: count the bytes of the directory again before the next answer."""
+
+    def excess(self, grown: int) -> Collection[int]:
+        """The steps to remove now, which are saved as removed; none if the files are within the bound.
+
+        Args:
+            grown: See ``ThinnableSink``; the sum over all sinks.
+        """
+
+    def removed(self) -> None:
+        """No file has rows of the steps that ``excess`` returned last."""
 
 
 class Watcher(Protocol):
@@ -148,6 +170,9 @@ ConsumerFactory = Callable[[], tuple[Mapping[str, Sink], Mapping[str, Watcher]]]
 
 UNREADABLE: Final = "could not be read"
 
+MOST_THINNED: Final = 4
+"""How often steps are removed after each step that is written. Removal must not delay the writer for long."""
+
 BATCH_LIMIT_BYTES: Final = 4 << 20
 """Most bytes of a batch of copies that are read together. Larger batches gain nothing."""
 
@@ -198,6 +223,7 @@ class Delivery(Generic[S]):
         self._sinks = {name: self._guarded_sink(name, sink) for name, sink in sinks.items()}
         self._watchers = [ErrorGuard(name, watcher, failures) for name, watcher in watchers.items()]
         self._journal = ErrorGuard("the manifest", journal, failures)
+        self._thinning = journal if isinstance(journal, ThinningJournal) else None
         self._save_seconds, self._save_at, self._changed = save_seconds, 0.0, False
         self.latest: StepRows | None = None
         self._in_progress = DeliveryProgress()
@@ -250,6 +276,8 @@ class Delivery(Generic[S]):
             if watcher not in self._watchers:
                 watcher.use(_save, last=True)
         self.save()  # the journal records from which step on the change holds
+        if self._thinning is not None:
+            self._thinning.recount()
 
     def flush(self, *, wait: bool = True) -> bool:
         """Make everything delivered so far visible. True if every call succeeded."""
@@ -337,6 +365,18 @@ class Delivery(Generic[S]):
         for name, sink in self._sinks.items():
             in_progress.served[name] = sink.use(lambda sink: sink.write(rows))
         self._journal.use(lambda journal: _enter(journal, rows, in_progress.served))
+        for _ in range(MOST_THINNED):
+            if self._thinning is None or not self._thinning.is_bounded or not self._thin(self._thinning):
+                break
+
+    def _thin(self, thinning: ThinningJournal) -> bool:
+        """Remove old steps if the files reach the bound. False if there was nothing to remove, or it failed."""
+        grown = sum(sink.inner.grown for sink in self._sinks.values() if isinstance(sink.inner, ThinnableSink))
+        steps: list[int] = []
+        self._journal.use(lambda _: steps.extend(thinning.excess(grown)))
+        if not steps or not _all_succeeded([sink.use(lambda sink: _remove(sink, steps)) for sink in self._sinks.values()]):
+            return False
+        return self._journal.use(lambda _: thinning.removed()) is None
 
     def _report_and_save(self, journal: StepJournal) -> None:
         self._save_at = monotonic() + self._save_seconds
@@ -379,6 +419,11 @@ def _batches(submitted: Sequence[tuple[int, S]]) -> Iterator[Sequence[tuple[int,
 def _prepare(sink: Sink, steps: Sequence[StepRows]) -> None:
     if isinstance(sink, BatchSink):
         sink.prepare(steps)
+
+
+def _remove(sink: Sink, steps: Collection[int]) -> None:
+    if isinstance(sink, ThinnableSink):
+        sink.remove(steps)
 
 
 def _guard_of(guarded: Iterable[ErrorGuard[T]], inner: T) -> ErrorGuard[T] | None:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from monitor.coordinator.manifest_format import THINNED
 from monitor.failures import LOGGER
 from monitor.merge.execution import MergeError
 from monitor.merge.finished import Folder
@@ -28,6 +29,7 @@ MISSING: Final = (
     "missing ranks",
     "gaps",
     "dropped",
+    "thinned",
     "not closed",
     "set aside",
     "incomplete",
@@ -361,6 +363,10 @@ class Lacking:
             reasons += [(said.format(**one), ranges_of(one["steps"]) if "steps" in one else [ALL]) for one in own]
             if (more := told[what]["count"] - len(told[what]["listed"])) > 0:
                 reasons.append((f"the report does not list {more} more of {what.replace('_', ' ')}", [ALL]))
+        thinned = told.get("thinned", {"count": 0, "listed": []})  # not in reports of earlier versions
+        reasons += [(f"rank {one['rank']}: {THINNED}", ranges_of(one["steps"])) for one in thinned["listed"]]
+        if (more := thinned["count"] - len(thinned["listed"])) > 0:
+            reasons.append((f"the report does not list {more} more of thinned", [ALL]))
         dropped = [(_dropped(one), ranges_of(one["steps"])) for one in told["dropped"]["listed"]]
         return cls(reasons, dropped)
 

@@ -25,6 +25,7 @@ from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import RecordedModel
 from monitor.coordinator.output import IdentityStore, JobIdentity, agree, prepare, rotate_stale_output
 from monitor.coordinator.resume import RestartedRun, resolve_rank_directory
+from monitor.coordinator.thinning import DiskBound, ThinningRule
 from monitor.failures import Failures
 from monitor.pipeline.delivery import Watcher
 from monitor.pipeline.pipeline import Pipeline, PipelineLimits
@@ -139,6 +140,7 @@ class Run:
             recorded,
         )
         self.manifest = Manifest(self.directory, facts, series, failures, mine.earlier, mine.lock)
+        self.manifest.bound = DiskBound(self.directory, failures, config.max_output_bytes, _thinning(config))
         self._corruption = CorruptionAlerts(place.rank, self.manifest, weakref.WeakMethod(self._alerted))
         self._bit_checks = BitChecks(place.rank, series, self._corruption, failures, config.module_ranks)
         if config.append_output == AUTO:  # a restart finds the directory by its manifest, however early this run is killed
@@ -176,6 +178,8 @@ class Run:
         # Not on the writer thread: loading a library there while the process exits can crash it.
         sinks = self._sinks_for(config)
         self._bit_checks.use(config.module_ranks)
+        if self.manifest.bound is not None:
+            self.manifest.bound.use(config.max_output_bytes, _thinning(config))
         PROCESS.end_first()
         self.pipeline.rearrange(partial(self._arranged, config, sinks))
 
@@ -220,9 +224,10 @@ class Run:
             self._events = EventFiles(self.base, self.directory.name, self._facts, self._series)
             self._events.trained = self._trained  # after the assignment above: training may end on its thread meanwhile
         files = self._corruption.events = self._events if config.alert.dump else None
-        listeners: list[FindingListener] = [Alerts(self._facts.rank, self._series, files.folder if files else None)]
+        shown = Alerts(self._facts.rank, self._series, files.folder if files else None)
+        listeners: list[FindingListener] = [shown, Alarm(weakref.WeakMethod(self.manifest.alert))]
         if config.on_alert is not None:
-            listeners.append(Alarm(weakref.WeakMethod(self._alerted)))  # the writer thread must not keep the run
+            listeners.append(Alarm(weakref.WeakMethod(self._on_alert)))  # the writer thread must not keep the run
         return Scanner(rules, [*listeners, files] if files else listeners)
 
     def trained(self, first: int, last: int) -> None:
@@ -230,6 +235,9 @@ class Run:
         self._trained = first, last
         if self._events is not None:
             self._events.trained = self._trained
+
+    def _on_alert(self, _step: int) -> None:
+        self._alerted()
 
     def _alerted(self) -> None:
         if self._listener is not None and (tell := self._listener()) is not None:
@@ -250,6 +258,10 @@ def identity_of(place: ProcessTopology, name: str, failures: Failures) -> JobIde
     """
     identity = agree(place.store, name, failures)
     return replace(identity, agreed=False) if place.store is None and place.world_size > 1 else identity
+
+
+def _thinning(config: MonitorConfig) -> ThinningRule:
+    return ThinningRule(max(map(config.steps_per_record, config.formats)), config.step_interval)
 
 
 def _as_dict(config: MonitorConfig) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
+from pathlib import Path
+from shutil import disk_usage
 from typing import Final
 
 from monitor.config import MonitorConfig
@@ -200,17 +202,17 @@ def _left_to_others(series: SeriesTable, monitored: Collection[int]) -> int:
 OF_PARAMETERS: Final = tuple(kind for kind in KIND_TABLE if kind.of == "parameter" and kind.estimated)
 
 
-def announce(
-    watch: AttachmentSpec, names: ModelNames, config: MonitorConfig, series: SeriesTable, backend: RecordingBackend
-) -> None:
+def announce(watch: AttachmentSpec, names: ModelNames, base: Path, series: SeriesTable, backend: RecordingBackend) -> None:
     """Log the estimated size of a step and what will be missing, once per job; as a warning above the configured bounds.
 
     The estimate assumes one input and one output tensor per module, since the true number shows only in the first call. It
     assumes a gradient and moments for each parameter that is not frozen, and the same series on every other rank.
 
     Args:
+        base: The output directory.
         series: The series of this rank after attaching, with their placements.
     """
+    config = watch.config
     monitored = frozenset(
         rank for rank in range(watch.ownership.world_size) if not config.module_ranks or rank in config.module_ranks
     )
@@ -231,12 +233,20 @@ def announce(
         LOGGER.warning("%s", gap)
     if not reckoned.rows and not config.cc_distribution.enable:
         return
-    exceeded = reckoned.exceeded(bounds)
+    exceeded, lasting = reckoned.exceeded(bounds), reckoned.lasting(_free_bytes(base), config.max_output_bytes)
     if exceeded:
         advice = "Reduce targets, increase step_interval, or increase step_count_per_record."
-        LOGGER.warning("%s: %s. %s", line, "; ".join(exceeded), advice)
+        LOGGER.warning("%s: %s. %s%s", line, "; ".join(exceeded), advice.rstrip("."), lasting)
     else:
-        LOGGER.info("%s", line)
+        LOGGER.info("%s%s", line, lasting)
+
+
+def _free_bytes(directory: Path) -> int | None:
+    """Of the disk that ``directory`` is on; None if the system does not say."""
+    try:
+        return disk_usage(directory).free
+    except OSError:
+        return None
 
 
 class _Job:

@@ -289,7 +289,7 @@ class ModelMonitor:
 
     def _announce(self, watch: AttachmentSpec, names: ModelNames, recording: Recording) -> None:
         reckon = self._failures.guarded("reckoning what a step will come to", announce)
-        reckon(watch, names, watch.config, recording.series, self._backend)
+        reckon(watch, names, self._base, recording.series, self._backend)
 
     @property
     def step(self) -> int:

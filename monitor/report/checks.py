@@ -13,6 +13,7 @@ import numpy as np
 from monitor.anomalies.corruption import ADVICE
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
+from monitor.coordinator.manifest_format import THINNED
 from monitor.query.sources import RowChoice
 from monitor.report.facts import GLOBAL_NAME, NOT_PICTURED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place, State
@@ -241,6 +242,9 @@ def _steps(facts: Facts) -> CheckFinding:
             BAD, f"Steps are missing: {_few(lost, count)}.", first, "docs/performance.md says why steps are dropped."
         )
     known = {*facts.kinds, *facts.others, *NOT_PICTURED}
+    if thinned := facts.told.get("thinned", {}).get("listed"):  # an earlier version knew none
+        removed = [f"rank {one['rank']}, {one['steps']['count']:,} of {_of(one)}" for one in thinned]
+        return CheckFinding(NOT_LOOKED_AT, f"Steps were {THINNED}: {_few(removed, len(removed))}.")
     if absent := sorted((facts.measured | facts.told["rows"].keys()) - known):
         return CheckFinding(NOT_LOOKED_AT, f"Ranks recorded {_few(absent, len(absent))}, and the files have no rows of it.")
     read = {kind: (rows.read, facts.told["rows"].get(kind, 0)) for kind, rows in facts.kinds.items()}

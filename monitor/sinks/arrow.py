@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
@@ -360,8 +360,11 @@ class ShardMetadata:
 
     def only(self, steps: StepSpan) -> ShardMetadata:
         """The metadata of the steps within ``steps``."""
-        within = ((s for s in marked if steps.first <= s <= steps.last) for marked in (self.skipped, self.incomplete))
-        skipped, incomplete = map(tuple, within)
+        return self.among(range(steps.first, steps.last + 1))
+
+    def among(self, steps: Container[int]) -> ShardMetadata:
+        """The metadata of these steps."""
+        skipped, incomplete = (tuple(s for s in marked if s in steps) for marked in (self.skipped, self.incomplete))
         return replace(self, skipped=skipped, incomplete=incomplete)
 
     def packed(self, **more: object) -> dict[bytes, bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import islice, pairwise
@@ -444,6 +444,15 @@ class CsvSink:
         with self._shards.step(rows.step, headers) as write:
             for kind, text in self._texts(rows):
                 write(shown_kind(kind), text)
+
+    @property
+    def grown(self) -> int:
+        """See ``monitor.sinks.protocol.ThinnableSink``."""
+        return self._shards.grown
+
+    def remove(self, steps: Collection[int]) -> None:
+        """See ``monitor.sinks.protocol.ThinnableSink``."""
+        self._shards.remove(steps)
 
     def flush(self) -> None:
         """Make the open record visible as it is. Later steps of the record are added to it."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -28,7 +28,17 @@ from numpy.typing import NDArray
 from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv as read_arrow  # type: ignore[attr-defined]
 
 from monitor.sinks import files
-from monitor.sinks.files import NamedShard, PartialFile, RecoveredFiles, StepSpan, changed, checked, is_regular, rename_damaged
+from monitor.sinks.files import (
+    NamedShard,
+    PartialFile,
+    RecoveredFiles,
+    StepSpan,
+    changed,
+    checked,
+    is_regular,
+    rename_damaged,
+    size_of,
+)
 
 # --- The rows of a CSV file as bytes, each with its step, so that some can be kept and others removed.
 
@@ -176,6 +186,7 @@ class CsvShards:
         self._within = os.path.join(directory, "")
         self._steps_per_record = steps_per_record
         self._open: dict[str, OpenShard] = {}
+        self._named_bytes = 0  # by which the visible files have grown
         self._since: int | None = None  # the first step that was written since the files were last made visible
         self._there: _FileIndex | None = None
 
@@ -221,6 +232,18 @@ class CsvShards:
                 with suppress(OSError):
                     shard.part.release()
             self._open.clear()
+
+    @property
+    def grown(self) -> int:
+        """See ``monitor.sinks.protocol.ThinnableSink``."""
+        return self._named_bytes + sum(shard.part.size for shard in self._open.values())
+
+    def remove(self, steps: Collection[int]) -> None:
+        """See ``monitor.sinks.protocol.ThinnableSink``."""
+        found = {one for record in set(map(self._record_of, steps)) for one in self._files().with_some_of(record)}
+        gone = np.fromiter(steps, np.int64, len(steps))
+        for one in sorted(found):
+            self._named_bytes -= _keep_rows(one.path, lambda step: ~np.isin(step, gone))
 
     def carried_on(self, named: NamedShard, header: bytes) -> CsvRows:
         """The visible rows, in the columns of ``header``, of the record that an unfinished file belongs to."""
@@ -307,7 +330,7 @@ class CsvShards:
         for one in self._files().with_some_of(self._record_of(steps.first)):
             replaced = any(one.path == shard.replaces for shard in self._open.values())
             if not replaced and one.steps.meets(steps) and among(one.path):
-                _take_out(one.path, steps)
+                self._named_bytes -= _keep_rows(one.path, lambda step: (step < steps.first) | (step > steps.last))
 
     def _publish_one(self, shard: OpenShard) -> OSError | None:
         try:
@@ -323,10 +346,12 @@ class CsvShards:
     def _give_name(self, shard: OpenShard) -> None:
         steps = shard.called_after
         path = self._free_path(shard.kind, steps, shard.replaces)
+        before = size_of(shard.replaces) if shard.replaces else 0
         # First onto the file that it replaces, so that no row is ever visible twice.
         os.replace(shard.part.path, shard.replaces or path)
         if shard.replaces:
             os.replace(shard.replaces, path)
+        self._named_bytes += shard.part.size - before
         self._files().add(shard.kind, steps, path)
 
     def _free_path(self, kind: str, steps: StepSpan, replaces: Path | None) -> str:
@@ -406,15 +431,17 @@ def _joined(found: Iterable[NamedShard], header: bytes) -> tuple[Path | None, Cs
     return None, CsvRows.nothing(header)
 
 
-def _take_out(path: Path, steps: StepSpan) -> None:
+def _keep_rows(path: Path, is_kept: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> int:
+    """Remove the other rows of a file, and return the number of bytes removed. ``is_kept`` takes the step of each row."""
     rows = CsvRows.read(path)
-    if rows is None:
-        return
-    kept = (rows.steps < steps.first) | (rows.steps > steps.last)
-    if not kept.any():
-        path.unlink(missing_ok=True)
-    elif not kept.all():
+    if rows is None or (kept := is_kept(rows.steps)).all():
+        return 0
+    before = size_of(path)
+    if kept.any():
         _replace(path, rows.only(kept).text())
+    else:
+        path.unlink(missing_ok=True)
+    return before - size_of(path)
 
 
 def _replace(path: Path, text: bytes) -> None:

@@ -347,6 +347,14 @@ def changed(path: Path) -> int:
         return 0
 
 
+def size_of(path: Path) -> int:
+    """The size in bytes; 0 if the file does not exist."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def is_regular(path: Path) -> bool:
     """True for a file; false for a link, and for a pipe, which would block the reader."""
     return stat.S_ISREG(os.lstat(path).st_mode)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -56,4 +56,20 @@ class BatchSink(Protocol):
         """Prepare a batch. Each step is then passed to ``write``, in this order, or discarded.
 
         A new batch replaces the one before. If this raises, the steps are passed to ``write`` all the same.
+        """
+
+
+@runtime_checkable
+class ThinnableSink(Protocol):
+    """A sink that can remove old steps from its files, so that the rank's directory stays within ``max_output_bytes``."""
+
+    @property
+    def grown(self) -> int:
+        """Bytes by which the files have grown since the sink was made, unfinished ones included. Removed bytes count down."""
+
+    def remove(self, steps: Collection[int]) -> None:
+        """Remove these steps, which are older than the open record, from the visible files.
+
+        A reader finds the old file or the new one, also after a kill. Steps that are not there are ignored, so the call can be
+        repeated after it has raised.
         """

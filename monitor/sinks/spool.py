@@ -10,7 +10,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -24,7 +24,17 @@ from pyarrow.compute import and_, equal  # type: ignore[attr-defined]
 from pyarrow.ipc import IpcReadOptions, IpcWriteOptions, new_stream, open_stream  # type: ignore[attr-defined]
 
 from monitor.sinks.arrow import FILLED, HISTOGRAM, SCHEMA, Measurements, ShardMetadata, completed
-from monitor.sinks.files import AppendFile, RecoveredFiles, StepSpan, changed, checked, is_regular, opened, rename_damaged
+from monitor.sinks.files import (
+    AppendFile,
+    RecoveredFiles,
+    StepSpan,
+    changed,
+    checked,
+    is_regular,
+    opened,
+    rename_damaged,
+    size_of,
+)
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.table import StepRows
 
@@ -261,6 +271,19 @@ class VisibleShard:
         """The rows of these steps as blocks."""
         return [SpoolBlock(batch, self.facts.only(steps)) for batch in self.rows(steps).combine_chunks().to_batches()]
 
+    def keep(self, steps: frozenset[int]) -> int:
+        """Remove the rows of all other steps, and return the number of bytes removed."""
+        if self.steps.issubset(steps):
+            return 0
+        if self.steps.isdisjoint(steps):
+            self.path.unlink(missing_ok=True)
+            return self.size
+        rows = self.rows(self.span)
+        rows = rows.filter(pa.array(np.isin(rows["step"].to_numpy(), list(steps)))).combine_chunks()
+        facts = self.facts.among(steps)
+        write_hidden(self.path, self.form.image([SpoolBlock(batch, facts) for batch in rows.to_batches()]))
+        return self.size - size_of(self.path)
+
 
 class ShardIndex:
     """The files of a directory, by the records whose steps they hold.
@@ -348,6 +371,7 @@ class ShardSpool:
         self._form = form
         self._steps_per_record = steps_per_record
         self._part: _PartialShard | None = None
+        self._named_bytes = 0  # by which the visible files have grown
         self._names = ShardIndex(directory, form, steps_per_record)
 
     def write(self, step: int, block: SpoolBlock) -> None:
@@ -386,6 +410,17 @@ class ShardSpool:
                 with suppress(OSError):
                     self._part.file.release()
             self._part = None
+
+    @property
+    def grown(self) -> int:
+        """See ``monitor.sinks.protocol.ThinnableSink``."""
+        return self._named_bytes + (0 if self._part is None else self._part.file.size)
+
+    def remove(self, steps: Collection[int]) -> None:
+        """See ``monitor.sinks.protocol.ThinnableSink``."""
+        for record in sorted({StepSpan.of_record(step, self._steps_per_record) for step in steps}):
+            for shard in self._names.shards_of(record, anywhere=True):
+                self._named_bytes -= shard.keep(shard.steps.difference(steps))
 
     def take_up(self, left: Path, record: StepSpan, size: int, rows: pa.Table, facts: ShardMetadata) -> None:
         """Make the part that another process left visible, unless all its steps are.
@@ -467,17 +502,20 @@ class ShardSpool:
         again = StepSpan(part.since, part.record.last)
         for shard in self._names.shards_of(part.record, anywhere=True):
             if shard.path not in part.replaces and shard.span.meets(again):
-                _rewrite(shard, again)
+                kept = (step for step in shard.steps if not again.first <= step <= again.last)
+                self._named_bytes -= shard.keep(frozenset(kept))
 
     def _give_name(self, part: _PartialShard, *, cut: bool) -> None:
         path, steps = self._free_path(part, cut=cut)
         # First remove the other replaced files, then rename over one of them, so that no row is ever visible twice.
+        grown = size_of(Path(part.file.path)) - sum(map(size_of, part.replaces))
         first, *others = part.replaces or [path]
         for other in others:
             other.unlink(missing_ok=True)
         os.replace(part.file.path, first)
         if first != path:
             os.replace(first, path)
+        self._named_bytes += grown
         self._names.add(path, steps)
 
     def _free_path(self, part: _PartialShard, *, cut: bool) -> tuple[Path, StepSpan]:
@@ -508,14 +546,6 @@ def _in_turn(blocks: Sequence[SpoolBlock]) -> Sequence[SpoolBlock]:
     rows, facts = joined(blocks)
     order = pa.array(np.argsort(rows["step"].to_numpy(), kind="stable"))
     return [SpoolBlock(batch, facts) for batch in rows.combine_chunks().take(order).to_batches()]
-
-
-def _rewrite(shard: VisibleShard, without: StepSpan) -> None:
-    kept = [*shard.blocks(StepSpan(0, without.first - 1)), *shard.blocks(StepSpan(without.last + 1, shard.span.last))]
-    if kept:
-        write_hidden(shard.path, shard.form.image(kept))
-    else:
-        shard.path.unlink(missing_ok=True)
 
 
 _PLAIN: Final = pa.schema([(one.name, pa.string() if pa.types.is_dictionary(one.type) else one.type) for one in SCHEMA])
@@ -560,6 +590,15 @@ class SpooledSink:
         """Add one step. If it was written before, it replaces the old one and all later steps in its record."""
         if len(rows):
             self._shards.write(rows.step, SpoolBlock(self._measurements.of(rows), self._facts.of(rows)))
+
+    @property
+    def grown(self) -> int:
+        """See ``monitor.sinks.protocol.ThinnableSink``."""
+        return self._shards.grown
+
+    def remove(self, steps: Collection[int]) -> None:
+        """See ``monitor.sinks.protocol.ThinnableSink``."""
+        self._shards.remove(steps)
 
     def flush(self) -> None:
         """Make the open record visible as it is. Later steps of the record are added to it."""

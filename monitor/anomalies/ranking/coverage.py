@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from monitor.anomalies.ranking.job import Columns, Flags, Member, RankedJob
-from monitor.coordinator.manifest_format import KILLED, EarlierRun, ManifestRecord, StepsRecord
+from monitor.coordinator.manifest_format import KILLED, THINNED, EarlierRun, ManifestRecord, StepsRecord
 from monitor.merge.tables import distinct
 
 # --- Steps of the earlier runs that a resumed run continues. Their events were renamed to directories of their own.
@@ -47,6 +47,13 @@ def earlier_steps(member: Member) -> Iterator[EarlierSteps]:
         if KILLED in manifest.dropped:
             reason = f"an earlier run was killed before they were written{found}"
             yield EarlierSteps(reason, run.first_step, end, manifest.dropped[KILLED])
+        for reason, steps in _thinned(manifest):
+            yield EarlierSteps(f"an earlier run recorded them, later {reason}{found}", run.first_step, end, steps)
+
+
+def _thinned(manifest: ManifestRecord) -> Iterator[tuple[str, StepsRecord]]:
+    """Steps that were removed from the files, with the reason."""
+    return ((f"{THINNED} (level {level})", steps) for level, steps in manifest.thinned.steps.items())
 
 
 def _found_in(member: Member, following: EarlierRun | ManifestRecord) -> str:
@@ -144,7 +151,7 @@ class _Chosen:
     def left_by(self, member: Member) -> list[tuple[str, Columns]]:
         """The steps that a rank has not judged, by reason. Cached, since most ranks have judged the same steps."""
         judged, manifest = member.events.judged, member.manifest
-        dropped = () if manifest is None else (manifest.steps.written, *manifest.dropped.items())
+        dropped = () if manifest is None else (manifest.steps.written, *manifest.dropped.items(), *_thinned(manifest))
         key = (judged.steps, *judged.not_judged.items(), judged.closed, *dropped, *earlier_steps(member))
         if key not in self._known:
             here = _held(self._steps, judged.steps) & self._chosen
@@ -204,6 +211,7 @@ def _reasons(member: Member, steps: Columns, left: Flags) -> Iterator[tuple[str,
     known = dict(judged.not_judged)
     if manifest is not None:
         known |= {reason: lost for reason, lost in manifest.dropped.items() if reason not in known}
+        known |= dict(_thinned(manifest))
         known["they were recorded, but no alert rule was on or could judge them"] = manifest.steps.written
     for reason, listed in known.items():
         here = left & _held(steps, listed)
