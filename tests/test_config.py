@@ -502,6 +502,15 @@ class TestAcrossFields:
     def test_either_of_the_two_will_do(self, name: str) -> None:
         assert MonitorConfig.model_validate({"ur_distribution": True, "format": ["csv", name]}).ur_distribution
 
+    @pytest.mark.parametrize("formats", ["csv", ["hdf5", "api"], ["csv", "parquet"]])
+    def test_a_bound_on_disk_needs_files_that_can_be_thinned(self, load: Load, formats: Any) -> None:
+        assert load({"format": formats, "max_output_bytes": 10**9}).max_output_bytes == 10**9
+
+    def test_a_bound_on_disk_is_refused_beside_event_files(self, problems: Refused) -> None:
+        said = problems({"format": ["csv", "tensorboard"], "max_output_bytes": 10**9})
+        assert "max_output_bytes" in said
+        assert "it needs csv, hdf5 or parquet: files of tensorboard cannot be thinned" in said
+
     def test_both_directions_off_is_left_to_the_caller(self, load: Load) -> None:
         config = load({"xy_distribution": True, "forward_only": True, "backward_only": True})
         assert (config.forward_only, config.backward_only) == (True, True)

@@ -74,6 +74,17 @@ def test_the_line_of_one_small_rank():
     )
 
 
+def test_how_long_the_disk_lasts_is_said_in_steps():
+    of_a_step = Estimate(4096, 512_000, 64 * 2**20, 2.6, 8)
+    assert of_a_step.lasting(2**40, 0) == (
+        ". The disk of the output directory has 1 TiB free, about 16,000 collected steps if all ranks write to it"
+    )
+    assert of_a_step.lasting(None, 2**30) == (
+        ". After about 130 collected steps a rank reaches max_output_bytes (1 GiB), and thins its oldest steps"
+    )
+    assert of_a_step.lasting(None, 0) == Estimate(0, 0, 0, 0, 0).lasting(2**40, 2**30) == ""
+
+
 def test_each_bound_that_is_exceeded_is_named():
     bounds = Bounds(rows=10_000_000, bytes=2**30, files=10_000)
     assert Estimate(1, 20_000_000, 3 * 2**30, 130_000, 1).exceeded(bounds) == (

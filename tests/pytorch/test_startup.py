@@ -54,6 +54,15 @@ def test_where_no_target_matches_it_is_said_that_nothing_is_recorded(
     assert "will write" not in said
 
 
+def test_the_start_says_how_long_the_disk_lasts_and_when_thinning_begins(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = said_at_the_start(output, caplog, wg_distribution=True, max_output_bytes=100_000)
+    (line,) = [one for one in said.splitlines() if "will write" in one]
+    assert re.search(r" free, about [\d,]+ collected steps if all ranks write to it\. After about [\d,]+ collected steps", line)
+    assert line.endswith("a rank reaches max_output_bytes (98 KiB), and thins its oldest steps")
+
+
 def test_where_no_kind_is_switched_on_no_rows_are_estimated(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     said = said_at_the_start(output, caplog)
     assert ("This configuration records nothing" in said, "will write" in said) == (True, False)

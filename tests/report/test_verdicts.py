@@ -10,7 +10,7 @@ from recorded_job import RecordedRank
 from reported_job import LAYERS, NAMES, WHEN, Fault, cells, modelled, record, reported
 from sink_rows import Measured
 
-from monitor.coordinator.manifest_format import WrongBits, read_manifest
+from monitor.coordinator.manifest_format import StepsRecord, ThinnedRecord, WrongBits, read_manifest
 from monitor.report import history
 from monitor.report.checks import CHECKS
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
@@ -139,6 +139,18 @@ def test_a_dropped_record_of_one_rank_is_named(tmp_path: Path) -> None:
     assert (verdict.state, verdict.place.rank, verdict.place.step) == (BAD, 1, 10)
     assert "rank 1 has no actv at steps 10 to 19" in verdict.says
     assert (cells(model, "actv")[:, 10:20] == history.PARTLY).all()
+
+
+def test_steps_that_were_thinned_were_not_looked_at_and_are_not_lost(tmp_path: Path) -> None:
+    record(tmp_path)
+    (directory,) = tmp_path.glob("*-rank1-*")
+    manifest = read_manifest(directory / "manifest.json")
+    thinned = ThinnedRecord(steps={"2": StepsRecord(count=3, ranges=((1, 5, 2),))})
+    (directory / "manifest.json").write_bytes(manifest.model_copy(update={"thinned": thinned}).to_json())
+    with reported(tmp_path) as (_, checks, verdict):
+        (steps,) = [one for one in checks if one.name == "No step missing"]
+        assert (steps.state, verdict.state) == (NOT_LOOKED_AT, NOT_LOOKED_AT)
+        assert steps.finding.says == "Steps were thinned to stay within max_output_bytes: rank 1, 3 of steps 1 to 5."
 
 
 def test_a_rank_without_a_directory_is_named(tmp_path: Path) -> None:
