@@ -102,7 +102,8 @@ def monitor_compare(
     Runs may have any format. It shows the first tensor in execution order that differs, and the largest
     differences.
 
-    Exit status: 0 they are the same, 1 they differ, or there is no tensor to compare, 2 nothing was compared.
+    Exit status: 0 they are the same, 1 they differ, there is no tensor to compare, or steps were thinned, 2 nothing was
+    compared.
     """
     try:
         found = within(compare(left, right), tolerance)
@@ -112,7 +113,7 @@ def monitor_compare(
         say(Console(stderr=True), f"Nothing was compared: {error}", style="red")
         raise typer.Exit(NOTHING) from error
     _show(found)
-    raise typer.Exit(FLAWED if found.findings or found.is_empty else CLEAN)
+    raise typer.Exit(FLAWED if found.findings or found.thinned or found.is_empty else CLEAN)
 
 
 def compare(left: Path, right: Path) -> Compared:
@@ -135,6 +136,8 @@ def within(compared: Compared, tolerance: float) -> Compared:
 
 def _show(found: Compared) -> None:
     console = Console()
+    for line in found.thinned:
+        say(console, f"Not compared: {line}")
     if found.is_empty:
         say(console, "Not looked at: there is no tensor that both sides have in the same step.")
         return

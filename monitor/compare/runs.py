@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from monitor.compare.values import Compared, ComparisonError, Difference, Finding, of_numbers
+from monitor.merge.report import summary
 from monitor.query.batches import IDENTITY, Batch, batch_of, batches, files_of, kinds_in, ops_in, place_of
 from monitor.query.opened import open_source
 from monitor.query.sources import MergedSet, QueryError, RunSource
@@ -49,7 +50,11 @@ def compare(left: Path, right: Path) -> Compared:
             rows += number
             findings += found
     findings.sort(key=lambda finding: (finding.step, finding.order, finding.rank_order))
-    return Compared(rows, findings)
+    return Compared(rows, findings, thinned=(*_thinned(left, sides[0]), *_thinned(right, sides[1])))
+
+
+def _thinned(directory: Path, source: RunSource) -> Iterator[str]:
+    return (f"{directory}: {line}" for what, line in summary(source.told()) if what == "thinned")
 
 
 def _opened(directory: Path) -> RunSource:

@@ -28,17 +28,7 @@ from numpy.typing import NDArray
 from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv as read_arrow  # type: ignore[attr-defined]
 
 from monitor.sinks import files
-from monitor.sinks.files import (
-    NamedShard,
-    PartialFile,
-    RecoveredFiles,
-    StepSpan,
-    changed,
-    checked,
-    is_regular,
-    rename_damaged,
-    size_of,
-)
+from monitor.sinks.files import NamedShard, PartialFile, RecoveredFiles, StepSpan, changed, checked, is_regular, rename_damaged
 
 # --- The rows of a CSV file as bytes, each with its step, so that some can be kept and others removed.
 
@@ -346,7 +336,7 @@ class CsvShards:
     def _give_name(self, shard: OpenShard) -> None:
         steps = shard.called_after
         path = self._free_path(shard.kind, steps, shard.replaces)
-        before = size_of(shard.replaces) if shard.replaces else 0
+        before = files.size_of(shard.replaces) if shard.replaces else 0
         # First onto the file that it replaces, so that no row is ever visible twice.
         os.replace(shard.part.path, shard.replaces or path)
         if shard.replaces:
@@ -436,12 +426,12 @@ def _keep_rows(path: Path, is_kept: Callable[[NDArray[np.int64]], NDArray[np.boo
     rows = CsvRows.read(path)
     if rows is None or (kept := is_kept(rows.steps)).all():
         return 0
-    before = size_of(path)
+    before = files.size_of(path)
     if kept.any():
         _replace(path, rows.only(kept).text())
     else:
         path.unlink(missing_ok=True)
-    return before - size_of(path)
+    return before - files.size_of(path)
 
 
 def _replace(path: Path, text: bytes) -> None:

@@ -24,17 +24,7 @@ from pyarrow.compute import and_, equal  # type: ignore[attr-defined]
 from pyarrow.ipc import IpcReadOptions, IpcWriteOptions, new_stream, open_stream  # type: ignore[attr-defined]
 
 from monitor.sinks.arrow import FILLED, HISTOGRAM, SCHEMA, Measurements, ShardMetadata, completed
-from monitor.sinks.files import (
-    AppendFile,
-    RecoveredFiles,
-    StepSpan,
-    changed,
-    checked,
-    is_regular,
-    opened,
-    rename_damaged,
-    size_of,
-)
+from monitor.sinks.files import AppendFile, RecoveredFiles, StepSpan, changed, checked, is_regular, opened, rename_damaged
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.table import StepRows
 
@@ -282,7 +272,7 @@ class VisibleShard:
         rows = rows.filter(pa.array(np.isin(rows["step"].to_numpy(), list(steps)))).combine_chunks()
         facts = self.facts.among(steps)
         write_hidden(self.path, self.form.image([SpoolBlock(batch, facts) for batch in rows.to_batches()]))
-        return self.size - size_of(self.path)
+        return self.size - self.path.stat().st_size
 
 
 class ShardIndex:
@@ -508,7 +498,7 @@ class ShardSpool:
     def _give_name(self, part: _PartialShard, *, cut: bool) -> None:
         path, steps = self._free_path(part, cut=cut)
         # First remove the other replaced files, then rename over one of them, so that no row is ever visible twice.
-        grown = size_of(Path(part.file.path)) - sum(map(size_of, part.replaces))
+        grown = os.path.getsize(part.file.path) - sum(path.stat().st_size for path in part.replaces if path.exists())
         first, *others = part.replaces or [path]
         for other in others:
             other.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,13 @@ def test_each_level_begins_at_twice_the_age_of_the_level_before() -> None:
     run.train(0, 1000)
     ages = [999 - max(steps) for steps in run.removed.values()]
     assert list(run.removed) == [2, 4, 8, 16]
-    assert [after / before for before, after in zip(ages, ages[1:], strict=False)] == pytest.approx([2, 2, 2], rel=0.1)
+    assert [after / before for before, after in pairwise(ages)] == pytest.approx([2, 2, 2], rel=0.1)
 
 
 def test_the_older_a_step_the_fewer_of_its_neighbours_stay() -> None:
     run = Run(64)
     run.train(0, 5000)
-    gaps = [after - before for before, after in zip(run.written, run.written[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(run.written)]
     assert gaps == sorted(gaps, reverse=True)
     assert set(gaps) <= {2**power for power in range(12)}
 
@@ -125,7 +126,7 @@ def test_if_no_more_can_be_removed_the_newest_and_some_older_steps_stay() -> Non
     assert 0 in run.written
 
 
-def test_a_run_that_resumes_goes_on_where_the_earlier_one_stopped(tmp_path: Path) -> None:
+def test_a_run_that_resumes_goes_on_where_the_earlier_one_stopped() -> None:
     whole, first, second = Run(64), Run(64), Run(64)
     whole.train(0, 400, 33)
     first.train(0, 200, 33)

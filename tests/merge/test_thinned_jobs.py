@@ -28,7 +28,7 @@ class Thinned(RecordedRank):
 
     def thin(self, count: int, *, interrupted: bool = False) -> list[int]:
         bound = DiskBound(self.directory, Failures(), 1, ThinningRule(1, 1))
-        bound.excess = lambda grown, steps: count  # type: ignore[method-assign]
+        bound.excess = lambda *_: count  # type: ignore[method-assign]
         self.manifest.bound = bound
         steps = self.manifest.excess(0)
         if not interrupted:

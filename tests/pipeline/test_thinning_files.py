@@ -1,4 +1,4 @@
-"""When the journal has steps removed, every sink removes them; a failure is reported once, and the same steps are tried again."""
+"""If the journal has steps removed, every sink removes them. After a failure the same steps are tried again."""
 
 from __future__ import annotations
 
