@@ -10,7 +10,9 @@ from sink_rows import Measured
 from test_following import Following, assert_as_merged_at_once
 
 from monitor import open_run
+from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import read_manifest
+from monitor.coordinator.output import JobIdentity
 from monitor.coordinator.resume import resolve_rank_directory
 from monitor.coordinator.thinning import DiskBound, ThinningRule
 from monitor.failures import Failures
@@ -18,6 +20,10 @@ from monitor.merge import rows as merge_rows
 from monitor.merge.report import summary
 from monitor.merge.tables import GONE
 from monitor.series import Placement, Shard
+from monitor.sinks.csv import CsvSink
+from monitor.sinks.csv_files import held
+from monitor.sinks.files import ALL_STEPS
+from monitor.sinks.protocol import SinkContext
 
 STEPS = 40
 FORMATS = pytest.mark.parametrize("format", ["csv", "hdf5", "parquet"])
@@ -132,11 +138,20 @@ def test_a_resumed_run_removes_them_first(tmp_path: Path) -> None:
     rank.flush()
     span = ["Jan01_00-00-00", "Dec31_23-59-59"]
     resolved = resolve_rank_directory(tmp_path, 0, "Dec03_22-00-00", 0, span, ["csv"], Failures())
-    assert resolved.lock is not None
-    resolved.lock.release()
-    record = resolved.earlier.timeline.manifest_fields()["thinned"]
-    assert list(record.unfinished.steps()) == list(range(1, 12, 2))
-    assert resolved.earlier.timeline.newest == STEPS - 1
+    facts = RankFacts(JobIdentity("2b" * 16, "Dec03_22-00-00"), 0, 1, {}, {}, {}, "", ["csv"])
+    manifest = Manifest(rank.directory, facts, rank.series, Failures(), resolved.earlier, resolved.lock)
+    manifest.bound = DiskBound(rank.directory, Failures(), 10**9, ThinningRule(1, 1))
+    sink = CsvSink(SinkContext(rank.directory, 0, rank.series, 6, 1, 1e-8))
+    left = manifest.excess(0)
+    assert left == list(range(1, 12, 2))
+    assert (rank.directory / "param_origin_1-1.csv").exists()
+    sink.remove(left)
+    manifest.removed()
+    manifest.close()
+    assert held(rank.directory, ALL_STEPS) == set(range(STEPS)) - set(left)
+    record = read_manifest(rank.directory / "manifest.json")
+    assert (record.thinned.unfinished.count, record.thinned.steps["2"].count) == (0, 6)
+    assert manifest.excess(0) == []
 
 
 @FORMATS

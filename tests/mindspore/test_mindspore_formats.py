@@ -17,6 +17,7 @@ from training import Net, inputs
 from typer.testing import CliRunner
 
 from monitor.anomalies.ranking.cli import app
+from monitor.coordinator.manifest_format import read_manifest
 from monitor.series import NO_MICRO_STEP, Series
 from monitor.sinks.csv import read_csv
 from monitor.sinks.hdf5 import read_hdf5
@@ -175,3 +176,21 @@ def test_an_alert_brings_a_closer_look_for_some_steps(output: Output, monkeypatc
             step_with(net, optimizer, number)
     first, second = steps_of(output, "actv")
     assert FAULT < first == second - 1
+
+
+def test_a_bound_on_disk_thins_the_oldest_steps_of_mindspore_too(output: Output) -> None:
+    net = Net()
+    optimizer = nn.SGD(net.trainable_params(), 0.01)
+    config = {"wg_distribution": True, "format": "csv", "ops": EVERYTHING["ops"], "max_output_bytes": 30_000}
+    with attached(output, net, optimizer, **config):
+        for number in range(60):
+            step_with(net, optimizer, number)
+    manifest = read_manifest(output.directory() / "manifest.json")
+    written = set(manifest.steps.written.steps())
+    thinned = {step for steps in manifest.thinned.steps.values() for step in steps.steps()}
+    assert written | thinned == set(range(60))
+    assert thinned
+    assert not written & thinned
+    assert set(range(52, 60)) <= written
+    assert set(steps_of(output, "grad_reduced")) == written
+    assert sum(path.stat().st_size for path in output.directory().iterdir()) <= 30_000
