@@ -38,6 +38,9 @@ FORMATS: Final = (["csv"], ["hdf5"], ["parquet"], ["csv", "hdf5", "parquet", "te
 CHECKPOINT: Final = 5
 """A checkpoint is left every so many steps."""
 
+BOUND: Final = 500_000
+"""Bytes of a rank's directory, in some of the cases."""
+
 CHAIN: Final = 10
 CHAIN_STEPS: Final = 600
 
@@ -141,7 +144,9 @@ def _runs(framework: str) -> bool:
 
 
 def _config(random_: random.Random) -> dict[str, Any]:
-    return {**EVERYTHING, "format": random_.choice(FORMATS), "step_count_per_record": random_.choice((1, 2, 5))}
+    formats = random_.choice(FORMATS)
+    bound = {"max_output_bytes": BOUND} if random_.random() < 0.3 and "tensorboard" not in formats else {}
+    return {**EVERYTHING, **bound, "format": formats, "step_count_per_record": random_.choice((1, 2, 5))}
 
 
 def _through(ground: Ground, place: Path, jobs: Sequence[Job], fault: type[Fault]) -> Outcome:

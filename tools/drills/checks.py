@@ -103,7 +103,7 @@ def check_steps(output: Path, trained: Mapping[int, Iterable[int]], rows: Rows, 
         gone_until: The rows of steps up to this one were deleted by somebody else.
 
     Returns:
-        How many steps are named, of all ranks.
+        How many steps of all ranks are named, and have no rows in any format.
     """
     with_rows: dict[int, set[int]] = {}
     for _, rank, _, _, step, *_ in rows:
@@ -117,21 +117,25 @@ def check_steps(output: Path, trained: Mapping[int, Iterable[int]], rows: Rows, 
         require(not absent, f"rank {rank}: nothing is said of steps {sorted(absent)[:10]}")
         unwritten = {step for step in written - with_rows.get(rank, set()) if step > gone_until}
         require(not unwritten, f"rank {rank}: steps without rows are called written: {sorted(unwritten)[:10]}")
-        missing += len(named & set(steps))
+        missing += len(named.intersection(steps) - with_rows.get(rank, set()))
     return missing
 
 
 def accounted(record: ManifestRecord) -> set[int]:
     """The steps that a manifest has as written or as missing."""
-    missing = (one for causes in record.lost.values() for one in causes.values())
-    return listed(record.steps.written, *record.dropped.values(), *missing)
+    return listed(record.steps.written) | _missing(record)
+
+
+def _missing(record: ManifestRecord) -> set[int]:
+    lost = (one for causes in record.lost.values() for one in causes.values())
+    return listed(*record.dropped.values(), *lost, *record.thinned.steps.values())
 
 
 def _named(records: Iterable[ManifestRecord], written: set[int], steps: Iterable[int]) -> set[int]:
     """The steps that manifests name as missing: one that is not closed, as nothing could be written, names all later ones."""
     named: set[int] = set()
     for record in records:
-        named |= listed(*record.dropped.values(), *(one for causes in record.lost.values() for one in causes.values()))
+        named |= _missing(record)
         if not record.closed:
             named |= {step for step in steps if step > max(written, default=-1)}
     return named
@@ -166,4 +170,5 @@ def check_merge(output: Path, merged: Path, missing: int) -> None:
     if missing:
         require(done.returncode == 1, f"{missing} steps are missing, and a merge ends with 0: {done.stdout[-800:]}")
         report = json.loads((merged / "report.json").read_text())
-        require(report["dropped"] or report["gaps"] or report["lost"], "the report of the merge names no missing step")
+        about = ("dropped", "gaps", "thinned", "not_closed")
+        require(any(report[what]["count"] for what in about), "the report of the merge names no missing step")
