@@ -108,7 +108,7 @@ class Timeline:
             cut: Steps that the files held only partly.
         """
         held = {sink: frozenset(steps) for sink, steps in held.items()}
-        for first, last in ranges:
+        for first, last in sorted(ranges):
             within = {sink: {step for step in steps if first <= step <= last} for sink, steps in held.items()}
             somewhere = set[int]().union(*within.values())
             known = {step for taken in self._written.take(first, last) for step in taken.steps()}
@@ -164,7 +164,8 @@ class Timeline:
         }
 
     def _find(self, step: int, missing: Collection[str]) -> None:
-        """The files of all sinks but ``missing`` have the step."""
+        """The files of all sinks but ``missing`` have the step. Of the steps before it a killed run may have said nothing."""
+        self._miss(step)
         if not missing:
             self._written.add(step)
         for sink in missing:
@@ -181,7 +182,7 @@ class Timeline:
             self.first = step
 
     def _miss(self, step: int) -> None:
-        """Mark the steps between a killed run's last step and this run's first one as dropped: the killed run had them."""
+        """Mark the steps between a killed run's last known step and ``step`` as dropped: the killed run had them."""
         if self.first is not None or not self._killed:
             return
         known = max(self._written.newest, self._dropped.newest, *(causes.newest for causes in self._lost.values()), -1)

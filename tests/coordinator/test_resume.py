@@ -259,6 +259,18 @@ class TestTimeline:
         told = line.manifest_fields()["dropped"]
         assert {cause: listed(steps) for cause, steps in told.items()} == ({KILLED: lost} if lost else {})
 
+    def test_what_a_killed_run_lost_is_dropped_though_the_next_run_was_killed_before_it_could_say_so(self):
+        line = Timeline()
+        for step in range(6):
+            line.write(step, "complete")
+        line = Timeline.restored(record_with(**line.manifest_fields()))
+        line.correct([(10, 11), (4, 5)], {"csv": {4, 5, 10}}, [])  # the next run began with step 10
+        line = Timeline.restored(record_with(**line.manifest_fields()))
+        line.write(12, "complete")
+        told = line.manifest_fields()
+        assert listed(told["steps"].written) == [0, 1, 2, 3, 4, 5, 10, 12]
+        assert listed(told["dropped"][KILLED]) == [6, 7, 8, 9, 11]
+
     def test_a_run_that_ended_cleanly_has_lost_nothing(self):
         line = Timeline()
         line.write(0, "complete")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -35,6 +38,7 @@ EVERYTHING: Final[dict[str, Any]] = {
     "append_output": "auto",
 }
 FORMATS: Final = (["csv"], ["hdf5"], ["parquet"], ["csv", "hdf5", "parquet", "tensorboard"])
+ROOT: Final = Path(__file__).resolve().parents[2]
 CHECKPOINT: Final = 5
 """A checkpoint is left every so many steps."""
 
@@ -67,6 +71,7 @@ class Ground:
     directory: Path
     preload: Preload
     _lock: Lock = field(default_factory=Lock)
+    _numbers: Iterator[int] = field(default_factory=count)
     _alone: dict[Job, list[list[str]]] = field(default_factory=dict)
     _healthy: dict[Job, checks.Rows] = field(default_factory=dict)
 
@@ -81,7 +86,7 @@ class Ground:
             key = replace(key, at=0, until=0)
         with self._lock:
             if key not in self._alone:
-                place = self._place("alone", len(self._alone))
+                place = self._place("alone")
                 ended = a_job([replace(job, told=str(place / f"{job.rank}")) for job in plain], self.preload, _only_wait)
                 require(all(one.status == 0 for one in ended), f"training alone fails: {ended[0].said[-1500:]}")
                 self._alone[key] = [one.told for one in ended]
@@ -94,15 +99,15 @@ class Ground:
         key = plain[0]
         with self._lock:
             if key not in self._healthy:
-                place = self._place("healthy", len(self._healthy))
+                place = self._place("healthy")
                 where = [replace(one, output=str(place / "out"), told=str(place / f"{one.rank}")) for one in plain]
                 ended = a_job([replace(job, config=config) for job in where], self.preload, _only_wait)
                 check_end(ended)
                 self._healthy[key] = checks.rows_below(place / "out", range(key.world))
             return self._healthy[key]
 
-    def _place(self, name: str, number: int) -> Path:
-        place = self.directory / f"{name}{number}"
+    def _place(self, name: str) -> Path:
+        place = self.directory / f"{name}{next(self._numbers)}"
         place.mkdir()
         return place
 
@@ -128,7 +133,7 @@ def of_a_fault(name: str, ground: Ground, place: Path, random_: random.Random, w
     fault = FAULTS[name]
     world = random_.choice([one for one in worlds if one in fault.worlds])
     framework = random_.choice(("torch", "torch", *filter(_runs, fault.frameworks))) if world == 1 else "torch"
-    at = random_.randrange(3, 20)
+    at = random_.randrange(CHECKPOINT + 2, 22)
     given = Job(
         output=str(place / "out"), told="", framework=framework, world=world, at=at, until=at + random_.randrange(3, 15),
         compiled=framework == "torch" and random_.random() < 0.3, seed=random_.randrange(2**30), config=_config(random_),
@@ -317,6 +322,8 @@ def resumed_over_damage(ground: Ground, place: Path, random_: random.Random, _wo
     said = damaged(place / "out", random_)
     begin = _checkpoint([first])
     (again,) = a_job([replace(given, fault="none", begin=begin, told=str(place / "again"))], ground.preload, _only_wait)
+    if again.status == 1 and "OutputError" in again.said:  # it was refused with a message before it trained
+        return Outcome(len(first.steps), 0, 1)
     try:
         check_end([again])
         checks.check_losses(again.told, expected[0])
@@ -331,6 +338,20 @@ def resumed_over_damage(ground: Ground, place: Path, random_: random.Random, _wo
     return Outcome(len(first.steps) + len(again.steps), 0, 1)
 
 
+# --- The modules in C.
+
+
+def sanitized(_ground: Ground, place: Path, _random: random.Random, _worlds: Sequence[int]) -> Outcome:
+    """Their tests, with the sanitizers of the compiler."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={place / 'tests'}"]
+    test = ROOT / "tests" / "pytorch" / "test_sanitized.py"
+    done = subprocess.run(
+        [*command, test], cwd=ROOT, env=os.environ | {"PROVE": "1"}, capture_output=True, text=True, check=False
+    )
+    require(done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:])
+    return Outcome()
+
+
 # --- All of them.
 
 Run = Callable[[Ground, Path, random.Random, Sequence[int]], Outcome]
@@ -342,12 +363,15 @@ class Drill:
 
     Attributes:
         needs_preload: Whether it needs ``disk.c``.
+        several_ranks: Whether it needs two ranks at least.
+        once: Whether one case of it suffices, in runs of ten minutes and more.
     """
 
     name: str
     run: Run
     needs_preload: bool = False
     several_ranks: bool = False
+    once: bool = False
 
 
 def all_drills() -> list[Drill]:
@@ -361,4 +385,5 @@ def all_drills() -> list[Drill]:
         Drill("the store is gone", store_gone, several_ranks=True),
         Drill("commands read damaged files", damaged_files),
         Drill("a restart finds damaged files", resumed_over_damage),
+        Drill("the code in C under sanitizers", sanitized, once=True),
     ]

@@ -32,6 +32,9 @@ from cases import Drill, Ground, Outcome, all_drills
 from checks import DrillError
 from running import Preload
 
+LONG = 10
+"""Minutes of a run that includes drills of which one case suffices."""
+
 
 @dataclass(slots=True)
 class Record:
@@ -98,10 +101,11 @@ def run_cases(drills: Sequence[Drill], records: dict[str, Record], ground: Groun
 
 def order(drills: Sequence[Drill], seed: int) -> Iterator[tuple[Drill, int]]:
     """All drills in a drawn order, over and over, each time with a seed of its own."""
-    drawn = random.Random(seed)
-    while True:
-        for drill in drawn.sample(drills, len(drills)):
+    drawn, every = random.Random(seed), list(drills)
+    while every:
+        for drill in drawn.sample(every, len(every)):
             yield drill, drawn.randrange(2**30)
+        every = [drill for drill in every if not drill.once]
 
 
 def _finish(record: Record, future: Future[Outcome], place: Path) -> None:
@@ -121,6 +125,8 @@ def _skipped(drill: Drill, ground: Ground, options: argparse.Namespace, records:
         reason = "needs a C compiler, on Linux"
     if drill.several_ranks and max(options.ranks) < 2:
         reason = "needs several ranks"
+    if drill.once and options.minutes < LONG:
+        reason = f"only in runs of {LONG} minutes"
     records[drill.name].skipped = reason
     return bool(reason)
 
