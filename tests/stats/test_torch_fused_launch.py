@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +124,13 @@ def test_without_triton_nothing_is_logged(caplog: pytest.LogCaptureFixture, monk
     monkeypatch.setattr(logging.getLogger("monitor"), "propagate", True)
     assert engine_for(CPU) is None
     assert not caplog.records
+
+
+def test_without_triton_the_monitor_is_imported() -> None:
+    """Builds of torch for CPUs do not bring it."""
+    without = "import sys; sys.modules['triton'] = None; import monitor.pytorch"
+    done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_triton_without_knobs_is_asked_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

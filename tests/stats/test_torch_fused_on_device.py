@@ -11,8 +11,8 @@ from reference import assert_agrees
 
 from monitor.stats.partials import COLUMNS
 from monitor.stats.torch.dispatch import DeviceKernels, reduce_into
-from monitor.stats.triton.elements import FORMATS
 from monitor.stats.triton.launch import FusedKernel
+from monitor.stats.triton.reading import FORMATS
 
 EPS = 1e-8
 

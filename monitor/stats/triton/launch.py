@@ -18,7 +18,7 @@ from monitor.stats.partials import COLUMNS
 from monitor.stats.torch.device_kernel import TorchDeviceKernel
 from monitor.stats.torch.memory import made_here, persistent
 from monitor.stats.torch.tensors import BYPASSED_KEYS, PLAIN, beneath, has_memory, in_memory_order, readable
-from monitor.stats.triton.elements import FORMATS, READ, Blocks, Cut, ElementFormat, cut
+from monitor.stats.triton.reading import FORMATS, READ, Blocks, Cut, ElementFormat, cut
 
 # --- Launches that cost little more than the driver's call.
 #

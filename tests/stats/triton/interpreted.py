@@ -14,8 +14,8 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import ModuleType
 
-from monitor.stats.triton.elements import Blocks
 from monitor.stats.triton.launch import Driver, FusedEngine, FusedKernel
+from monitor.stats.triton.reading import Blocks
 
 SOURCE = "monitor.stats.triton.source"
 KERNELS = (SOURCE, "monitor.stats.triton.elements", "monitor.stats.triton.rows")

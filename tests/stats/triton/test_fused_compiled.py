@@ -19,8 +19,8 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from monitor.stats.partials import COSTLY  # noqa: E402
 from monitor.stats.triton import source as torch_fused_source  # noqa: E402
-from monitor.stats.triton.elements import FORMATS, Blocks  # noqa: E402
 from monitor.stats.triton.launch import FIELDS, constants, options  # noqa: E402
+from monitor.stats.triton.reading import FORMATS, Blocks  # noqa: E402
 from monitor.stats.triton.rows import COLUMNS  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)

@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 from interpreted import SMALL, fused
 
 from monitor.stats.partials import COLUMNS
-from monitor.stats.triton.elements import FORMATS, Blocks
 from monitor.stats.triton.launch import FusedKernel
+from monitor.stats.triton.reading import FORMATS, Blocks
 
 COARSE = Blocks(lanes=8192, rows=16, parts=4, tiles=4)
 """The interpreter counts operations, not elements."""

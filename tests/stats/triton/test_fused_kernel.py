@@ -26,8 +26,8 @@ from interpreted import HOST, SMALL, engine, fused, source
 
 from monitor.stats.partials import COLUMNS, SUM
 from monitor.stats.torch.device_kernel import TorchDeviceKernel
-from monitor.stats.triton.elements import FORMATS, Blocks, cut
 from monitor.stats.triton.launch import PART_COLUMNS, FusedEngine, FusedKernel
+from monitor.stats.triton.reading import FORMATS, Blocks, cut
 
 EPS = 1e-8
 KERNEL = fused(EPS)
