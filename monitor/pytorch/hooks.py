@@ -58,6 +58,10 @@ def _skip_strategy() -> Any:
         return None
 
 
+_is_exporting: Final[Callable[[], bool]] = getattr(torch.compiler, "is_exporting", lambda: False)
+"""Whether a compiler traces for an export. Versions of torch that cannot say it leave no operators in compiled code either."""
+
+
 class ModuleHook:
     """A hook in a module's dictionaries, which ``copy.deepcopy`` and ``torch.save`` visit.
 
@@ -75,7 +79,7 @@ class ModuleHook:
     @not_compiled_alone
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
-            return None if self._traced is None or torch.compiler.is_exporting() else self._traced(*args)
+            return None if self._traced is None or _is_exporting() else self._traced(*args)
         if torch._C._get_tracing_state() is None:
             self._call(*args)
         return None

@@ -28,6 +28,7 @@ from monitor.pytorch.compiled.operators import (
     TracedInputs,
     TracedOutputs,
     device_of,
+    unobserved,
 )
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording import arguments
@@ -109,7 +110,7 @@ class CompilableHooks:
         if HOOK_GUARDS.came_late(module):
             failures.warn("compiled before", f"{name or type(module).__name__!r} {EARLIER}")
         if not TRACEABLE:
-            _hook(module, before, after, hooks)
+            _hook(module, before, after, hooks, unobserved(failures))
             return None
         observer = GuardedObserver(CompiledModule(watcher), failures, name)
         observed = ObservedHook(observer, device_of(module, self._collector.roots.get(watcher.chunk)))
@@ -123,7 +124,7 @@ class CompilableHooks:
     ) -> None:
         HOOK_GUARDS.meet(root)
         if not TRACEABLE:
-            _hook(root, before, after, hooks)
+            _hook(root, before, after, hooks, unobserved(self._collector.failures))
             return
         compiled = CompiledRoot(self._collector, chunk, before, after)
         observed = ObservedHook(GuardedObserver(compiled, self._collector.failures, ""), device_of(root))
@@ -155,8 +156,8 @@ def _hook(
     before: Callable[..., None],
     after: Callable[..., None],
     hooks: HookSet,
-    begins: TracedHook | None = None,
-    ends: TracedHook | None = None,
+    begins: Callable[..., None] | None = None,
+    ends: Callable[..., None] | None = None,
 ) -> None:
     hooks.add(module_hooks.before_forward(module, before, begins))
     hooks.add(module_hooks.after_forward(module, after, ends, always=True))

@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -196,11 +196,16 @@ def value_of(x: Tensor) -> int:
     """The value number: equal for tensors of a trace that hold the same numbers, and only for these. ``NO_VALUE`` outside a
     trace.
     """
-    return NO_VALUE if get_proxy_mode() is None else _VALUES.number(x)
+    return NO_VALUE if proxy_tensor.get_proxy_mode() is None else _VALUES.number(x)
 
 
 TRACEABLE: Final = hasattr(torch.library, "_register_effectful_op")
 """Whether this version of torch keeps operators with side effects in order. Otherwise compiled code is not observed."""
+
+NOT_OBSERVED: Final = (
+    f"torch {torch.__version__} does not keep operators with side effects in order: the activations of compiled modules and "
+    "their gradients have no rows. Use torch 2.10 or later, or train without torch.compile."
+)
 
 FAILURES: Final = Failures()
 """Failures while tracing. One for the process: code is traced once for all monitors."""
@@ -402,7 +407,7 @@ def _local(x: Tensor) -> Tensor | None:
 @contextmanager
 def _saved() -> Iterator[None]:
     """Operators traced inside are excluded from checkpoints, so backward does not repeat them."""
-    mode = get_proxy_mode()
+    mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         yield
         return
@@ -471,6 +476,20 @@ class TracedHook:
             end([], self._handle, [], [], 0)
         else:
             begin([], self._handle, [], [], 0)
+
+
+def unobserved(failures: Failures) -> Callable[..., None]:
+    """A hook for compilers of versions that are not ``TRACEABLE``: it warns, and leaves nothing in the graph."""
+
+    def warn() -> None:
+        failures.warn("compiled code", NOT_OBSERVED)
+
+    traced: Callable[[], None] = torch.compiler.assume_constant_result(warn)  # called while a compiler traces, not afterwards
+
+    def hook(*_: Any) -> None:
+        traced()
+
+    return hook
 
 
 class TracedInputs(TracedHook):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from watching import EVERYTHING, Output, attached, train, warnings_in
 
 from monitor.pytorch import modules
-from monitor.pytorch.compiled.operators import HookGuards
+from monitor.pytorch.compiled.operators import NOT_OBSERVED, HookGuards
 
 
 class Branches(nn.Module):
@@ -221,3 +221,21 @@ def test_activations_that_are_switched_on_later_have_their_rows(
     assert {row.step for row in rows} == {1}
     assert not [message for message in warnings_in(caplog) if "compiled before" in message]
     assert {"first.input", "layers.0.norm.output", "layers.1.mlp.2.input", "last.output"} <= {row.name for row in rows}
+
+
+def test_a_torch_that_cannot_keep_operators_says_once_that_compiled_code_has_no_rows(
+    output: Output, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules, "TRACEABLE", False)
+    torch._dynamo.reset()
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    before = breaks.total()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(output, model, optimizer, **EVERYTHING):
+        train(model, optimizer, 2, torch.randn(3, 4))
+    assert [message for message in warnings_in(caplog) if NOT_OBSERVED in message] == [f"[rank 0] {NOT_OBSERVED}"]
+    assert breaks.total() == before
+    assert {row.name for row in output.rows("actv")}.isdisjoint({"0.input", "1.input", "2.input"})
+    assert len(output.rows("grad_reduced")) == 2 * 4
