@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, Final, TypeVar
 
+import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor, mint
+from mindspore import Parameter, Tensor, _c_expression, mint
 from mindspore.common import _no_grad
 from mindspore.nn.cell import _pynative_executor
 
@@ -57,8 +58,17 @@ class RecomputeRepetitions:
 # inputs. A query about a tensor's graph waits until earlier calls were issued, though not until they were computed. It may
 # raise an error of those calls: then ``EarlierFailure`` is raised.
 
-GRAPH_IS_THERE: Final = hasattr(Tensor, "_grad_node") and hasattr(_pynative_executor, "get_current_autodiff_engine_id")
+GRAPH_IS_THERE: Final = (
+    hasattr(Tensor, "_grad_node")
+    and hasattr(_pynative_executor, "get_current_autodiff_engine_id")
+    and hasattr(getattr(_c_expression, "BackwardNodePy", None), "_unique_id")
+)
 """Whether this version of MindSpore shows its graph. If not, ``requires_grad`` returns False for every tensor."""
+
+NO_GRAPH: Final = (
+    f"MindSpore {mindspore.__version__} does not show its autograd graph: gradients of activations have no rows, nor have "
+    "recomputed cells. Use MindSpore 2.9 or later."
+)
 LEAF: Final = 2**64 - 1
 """The sequence number of a tensor that no operation has made."""
 

@@ -55,6 +55,9 @@ class CellHooks:
     def hook_module(
         self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
     ) -> None:
+        wanted = watcher.wanted
+        if not autograd.GRAPH_IS_THERE and (wanted.input_grad.wanted or wanted.output_grad.wanted):
+            self._failures.warn("no graph", autograd.NO_GRAPH)
         self.hook_root(watcher.chunk, watcher.module, before, after, hooks)
 
     def hook_root(

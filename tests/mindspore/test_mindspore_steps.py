@@ -247,3 +247,15 @@ def test_cells_that_are_recomputed_are_left_out_where_a_repetition_cannot_be_tol
     assert [name for name, _ in modules.observable(net).cells] == ["", "a", "b"]
     net.b.recompute()
     assert [name for name, _ in modules.observable(net).cells] == ["", "a"]
+
+
+def test_a_graph_that_cannot_be_asked_costs_the_gradients_of_activations_and_a_warning(
+    output: Output, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules.autograd, "GRAPH_IS_THERE", False)
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    with attached(output, net, optimizer, **EVERYTHING):
+        step_with(net, optimizer)
+    assert [said for said in warnings_in(caplog) if "2.9" in said] == [f"[rank 0] {modules.autograd.NO_GRAPH}"]
+    assert [kind for kind in KINDS if not output.rows(kind)] == ["actv_grad"]
