@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-fault check test prove drill lint bench wheel clean environment numpy2 peer
+.PHONY: help demo demo-fault check test prove drill lint bench versions wheel clean environment numpy2 peer
 
 # One worker more than cores: tests often wait for processes that wait for each other.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(len(os.sched_getaffinity(0)) + 1, 8))')
@@ -33,6 +33,7 @@ help:
 	@echo "make drill       an hour of faults: full disks, kills, lost ranks, damaged files (ARGS=\"--minutes 5 --seed 7\")"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       the benchmarks beside mindstudio-probe, which gets an environment of its own (.venv-peer)"
+	@echo "make versions    a short contract under old and new Pythons, torches and MindSpores (gigabytes; ARGS=\"--only python3.12\")"
 	@echo "make wheel       the package for other machines, in dist/: with its modules in C, for Python 3.11 and later"
 	@echo "make clean       remove the environments and caches; recordings stay"
 
@@ -99,6 +100,9 @@ bench: environment peer
 	.venv/bin/python bench/mindspore_overhead.py
 	.venv/bin/python bench/mindspore_precision_dump.py
 	.venv/bin/python bench/overhead.py --peer-python .venv-peer/bin/python $(ARGS)
+
+versions:
+	$(PYTHON) tools/versions.py $(ARGS)
 
 wheel: environment
 	.venv/bin/python -m build --wheel --outdir dist
