@@ -32,6 +32,11 @@ from monitor.training.step import NoCounterError, Number, Tokens
 # --- Copies of current values, which another thread reads later.
 
 
+def is_spread(x: Any) -> bool:
+    """Whether ``x`` is a DTensor. Versions of torch have its class in different modules."""
+    return hasattr(x, "_local_tensor")
+
+
 def kept(x: Any) -> Number:
     """See ``Backend.kept``. A number on the host is read at once; a number on a device is copied in the stream that computes
     it.
@@ -40,7 +45,7 @@ def kept(x: Any) -> Number:
     """
     if isinstance(x, int | float):
         return float(x)
-    if hasattr(x, "_local_tensor"):
+    if is_spread(x):
         raise TypeError("the value of a DTensor is spread over its ranks: pass its full_tensor()")
     if isinstance(x, Tensor) and x.numel() == 1:
         there = arriving(x)

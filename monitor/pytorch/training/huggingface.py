@@ -8,12 +8,11 @@ from typing import Any, Final
 
 from accelerate import Accelerator
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.training import TrainingMetrics
-from monitor.pytorch.training.backend import GradNorm, rows_of
+from monitor.pytorch.training.backend import GradNorm, is_spread, rows_of
 from monitor.recording.patches import CallListener
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.step import Step
@@ -100,8 +99,8 @@ class TrainingMetricsCallback(TrainerCallback):
             self._step.batch_size = None if rows is None else rows * args.world_size
             self._step.local_losses = self._losses.take()
             norm = self._grad_norm.take()
-            self._step.grad_norm = None if isinstance(norm, DTensor) else norm
-            if isinstance(norm, DTensor) and not control.should_log and self.metrics is not None:
+            self._step.grad_norm = None if is_spread(norm) else norm
+            if is_spread(norm) and not control.should_log and self.metrics is not None:
                 self.metrics.warn_once(OF_LOGGED_STEPS)
         if not control.should_log:
             self._end()

@@ -9,11 +9,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.training import TrainingMetrics
-from monitor.pytorch.training.backend import NormOfOptimizer, rows_of
+from monitor.pytorch.training.backend import NormOfOptimizer, is_spread, rows_of
 from monitor.recording.arguments import only
 from monitor.training import TrainingConfig, load_training_config
 from monitor.training.step import Step
@@ -112,7 +111,7 @@ class TrainingMetricsCallback(Callback):
             self._steps, self._step = trainer.global_step, None
             step.loss = sum(step.local_losses) if step.local_losses else None
             norm = self._grad_norm.take()
-            if isinstance(norm, DTensor):
+            if is_spread(norm):
                 self.metrics.warn_once(OF_PARTS)
             elif len(trainer.optimizers) == 1:
                 step.grad_norm = norm
