@@ -58,8 +58,11 @@ def _skip_strategy() -> Any:
         return None
 
 
-_is_exporting: Final[Callable[[], bool]] = getattr(torch.compiler, "is_exporting", lambda: False)
-"""Whether a compiler traces for an export. Versions of torch that cannot say it leave no operators in compiled code either."""
+TRACEABLE: Final = hasattr(torch.library, "_register_effectful_op")
+"""Whether this version of torch keeps operators with side effects in order. Otherwise compiled code is not observed."""
+
+_is_exporting: Final[Callable[[], bool]] = torch.compiler.is_exporting if TRACEABLE else lambda: False
+"""Whether a compiler traces for an export. Earlier versions of torch cannot say it, or say it of every trace."""
 
 
 class ModuleHook:

@@ -20,7 +20,6 @@ from monitor.pytorch.autograd import CheckpointRepetitions
 from monitor.pytorch.compiled.operators import (
     COMPILED_HOOK_ADVICE as EARLIER,
     HOOK_GUARDS,
-    TRACEABLE,
     CallObserver,
     GuardedObserver,
     ObservedHook,
@@ -30,6 +29,7 @@ from monitor.pytorch.compiled.operators import (
     device_of,
     unobserved,
 )
+from monitor.pytorch.hooks import TRACEABLE
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher

@@ -33,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from monitor.failures import Failures
 from monitor.pytorch import autograd
 from monitor.pytorch.autograd import Target, sequence_nr
+from monitor.pytorch.hooks import TRACEABLE
 from monitor.pytorch.tensors import TENSOR_PATHS
 from monitor.recording.backend import Autograd, Removable
 from monitor.recording.gradient_edges import follow_inputs, follow_result, slots_of
@@ -198,9 +199,6 @@ def value_of(x: Tensor) -> int:
     """
     return NO_VALUE if proxy_tensor.get_proxy_mode() is None else _VALUES.number(x)
 
-
-TRACEABLE: Final = hasattr(torch.library, "_register_effectful_op")
-"""Whether this version of torch keeps operators with side effects in order. Otherwise compiled code is not observed."""
 
 NOT_OBSERVED: Final = (
     f"torch {torch.__version__} does not keep operators with side effects in order: the activations of compiled modules and "
