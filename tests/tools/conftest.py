@@ -5,4 +5,4 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / folder) for folder in ("sinks", "merge")]
-sys.path += [str(TESTS.parent / "tools" / folder) for folder in (".", "pictures", "contract")]
+sys.path += [str(TESTS.parent / "tools" / folder) for folder in (".", "pictures", "contract", "drills")]

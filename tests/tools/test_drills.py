@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import verdicts
+from damage import DAMAGES
 from reading_back import Output
+from spec import Job
 
 from monitor.coordinator.manifest_format import read_manifest
 
 DRILLS = Path(__file__).resolve().parents[2] / "tools" / "drills"
 sys.path.append(str(DRILLS))
 
-import checks  # noqa: E402
-from damage import DAMAGES  # noqa: E402
-from spec import Job  # noqa: E402
 
 SAMPLE = ("errors of the disk", "no descriptors", "killed", "raises in forward", "commands read damaged files")
 
@@ -55,32 +55,32 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_losses_of_a_job_that_ended_are_one_a_step(recorded: Path) -> None:
-    *steps, end = checks.losses(recorded / "told")
+    *steps, end = verdicts.losses(recorded / "told")
     assert [line.split()[0] for line in steps] == ["0", "1", "2", "3"]
     assert end == "end"
-    checks.check_losses(steps, steps)
-    with pytest.raises(checks.DrillError, match="step 2 has another loss"):
-        checks.check_losses([steps[0], f"2 {(1.0).hex()}"], steps)
+    verdicts.check_losses(steps, steps)
+    with pytest.raises(verdicts.DrillError, match="step 2 has another loss"):
+        verdicts.check_losses([steps[0], f"2 {(1.0).hex()}"], steps)
 
 
 def test_a_row_that_differs_from_a_healthy_one_is_found(recorded: Path) -> None:
-    rows = checks.rows_below(recorded / "out", [0])
-    checks.check_rows(rows, rows)
+    rows = verdicts.rows_below(recorded / "out", [0])
+    verdicts.check_rows(rows, rows)
     key, row = next(iter(rows.items()))
-    with pytest.raises(checks.DrillError, match="another one than in a healthy run"):
-        checks.check_rows(rows, rows | {key: ("1e9", *row[1:])})
-    with pytest.raises(checks.DrillError, match="no such row"):
-        checks.check_rows(rows, {other: row for other, row in rows.items() if other != key})
+    with pytest.raises(verdicts.DrillError, match="another one than in a healthy run"):
+        verdicts.check_rows(rows, rows | {key: ("1e9", *row[1:])})
+    with pytest.raises(verdicts.DrillError, match="no such row"):
+        verdicts.check_rows(rows, {other: row for other, row in rows.items() if other != key})
 
 
 def test_a_step_of_which_nothing_is_known_and_one_without_its_rows_are_found(recorded: Path) -> None:
-    rows = checks.rows_below(recorded / "out", [0])
-    assert checks.check_steps(recorded / "out", {0: range(4)}, rows) == 0
-    with pytest.raises(checks.DrillError, match=r"nothing is said of steps \[4, 5\]"):
-        checks.check_steps(recorded / "out", {0: range(6)}, rows)
-    with pytest.raises(checks.DrillError, match=r"steps without rows are called written: \[3\]"):
-        checks.check_steps(recorded / "out", {0: range(4)}, {key: row for key, row in rows.items() if key[4] != 3})
-    assert checks.accounted(read_manifest(Output(recorded / "out").directory() / "manifest.json")) == set(range(4))
+    rows = verdicts.rows_below(recorded / "out", [0])
+    assert verdicts.check_steps(recorded / "out", {0: range(4)}, rows) == 0
+    with pytest.raises(verdicts.DrillError, match=r"nothing is said of steps \[4, 5\]"):
+        verdicts.check_steps(recorded / "out", {0: range(6)}, rows)
+    with pytest.raises(verdicts.DrillError, match=r"steps without rows are called written: \[3\]"):
+        verdicts.check_steps(recorded / "out", {0: range(4)}, {key: row for key, row in rows.items() if key[4] != 3})
+    assert verdicts.accounted(read_manifest(Output(recorded / "out").directory() / "manifest.json")) == set(range(4))
 
 
 def test_every_damage_changes_a_file(tmp_path: Path) -> None:

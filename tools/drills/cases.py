@@ -19,12 +19,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
-import checks
-from checks import require
+import verdicts
 from damage import damaged, look_at_everything
 from faults import FAULTS, Fault, OfDisk
 from running import Ended, Preload, a_job, check_end
 from spec import Job
+from verdicts import require
 
 EVERYTHING: Final[dict[str, Any]] = {
     "xy_distribution": True,
@@ -73,7 +73,7 @@ class Ground:
     _lock: Lock = field(default_factory=Lock)
     _numbers: Iterator[int] = field(default_factory=count)
     _alone: dict[Job, list[list[str]]] = field(default_factory=dict)
-    _healthy: dict[Job, checks.Rows] = field(default_factory=dict)
+    _healthy: dict[Job, verdicts.Rows] = field(default_factory=dict)
 
     def alone(self, jobs: Sequence[Job]) -> list[list[str]]:
         """The losses of each rank without a monitor, with the faults of training."""
@@ -92,7 +92,7 @@ class Ground:
                 self._alone[key] = [one.told for one in ended]
             return self._alone[key]
 
-    def healthy(self, jobs: Sequence[Job]) -> checks.Rows:
+    def healthy(self, jobs: Sequence[Job]) -> verdicts.Rows:
         """The rows of a run without faults."""
         config = {**EVERYTHING, "format": ["csv"], "step_count_per_record": 10}
         plain = [_plain(job) for job in jobs]
@@ -103,7 +103,7 @@ class Ground:
                 where = [replace(one, output=str(place / "out"), told=str(place / f"{one.rank}")) for one in plain]
                 ended = a_job([replace(job, config=config) for job in where], self.preload, _only_wait)
                 check_end(ended)
-                self._healthy[key] = checks.rows_below(place / "out", range(key.world))
+                self._healthy[key] = verdicts.rows_below(place / "out", range(key.world))
             return self._healthy[key]
 
     def _place(self, name: str) -> Path:
@@ -176,20 +176,24 @@ def _checkpoint(ended: Sequence[Ended]) -> int:
 
 
 def _checked(
-    place: Path, lives: Sequence[Sequence[Ended]], expected: list[list[str]], healthy: checks.Rows | None, gone_until: int = -1
+    place: Path,
+    lives: Sequence[Sequence[Ended]],
+    expected: list[list[str]],
+    healthy: verdicts.Rows | None,
+    gone_until: int = -1,
 ) -> Outcome:
     output = place / "out"
     trained: dict[int, set[int]] = {}
     for ended in lives:
         for one, alone in zip(ended, expected, strict=True):
-            checks.check_losses(one.told, alone)
+            verdicts.check_losses(one.told, alone)
             trained.setdefault(one.job.rank, set()).update(one.steps)
     _put_back(output)
-    rows = checks.rows_below(output, trained) if list(output.glob("*-rank*-*/manifest.json")) else {}
+    rows = verdicts.rows_below(output, trained) if list(output.glob("*-rank*-*/manifest.json")) else {}
     if healthy is not None:
-        checks.check_rows(rows, healthy)
-    named = checks.check_steps(output, trained, rows, gone_until)
-    checks.check_merge(output, place / "merged", named)
+        verdicts.check_rows(rows, healthy)
+    named = verdicts.check_steps(output, trained, rows, gone_until)
+    verdicts.check_merge(output, place / "merged", named)
     kills = sum(one.status < 0 for ended in lives for one in ended)
     return Outcome(sum(map(len, trained.values())), named, kills)
 
@@ -226,7 +230,7 @@ def _killer(jobs: Sequence[Job], random_: random.Random) -> Callable[[Sequence[s
     wanted, rank = random_.randrange(1, 50), random_.randrange(len(jobs))
 
     def watch(running: Sequence[subprocess.Popen[bytes]]) -> None:
-        if len(checks.losses(Path(jobs[rank].told))) >= wanted:
+        if len(verdicts.losses(Path(jobs[rank].told))) >= wanted:
             for process in running:
                 if process.poll() is None:
                     process.send_signal(signal.SIGKILL)
@@ -259,7 +263,7 @@ def _apart(ground: Ground, place: Path, random_: random.Random, worlds: Sequence
     done: list[str] = []
 
     def watch(running: Sequence[subprocess.Popen[bytes]]) -> None:
-        steps = len(checks.losses(Path(jobs[ending].told)))
+        steps = len(verdicts.losses(Path(jobs[ending].told)))
         if steps >= change and "changed" not in done:
             done.append("changed")
             changed = {**config, "mv_distribution": False, "dynamic_on": True}
@@ -278,13 +282,13 @@ def _apart(ground: Ground, place: Path, random_: random.Random, worlds: Sequence
         )
         require("Traceback" not in one.said, f"rank {one.job.rank} printed a traceback: {one.said[-2000:]}")
     for one, alone in zip(ended, expected, strict=True):
-        checks.check_losses(one.told, alone)
-    rows = checks.rows_below(place / "out", range(world))
-    begun = {rank: min(one.first_step or 0 for one in found) for rank, found in checks.manifests(place / "out").items()}
+        verdicts.check_losses(one.told, alone)
+    rows = verdicts.rows_below(place / "out", range(world))
+    begun = {rank: min(one.first_step or 0 for one in found) for rank, found in verdicts.manifests(place / "out").items()}
     others = [one for one in ended if one.job.rank != ending]
     trained = {one.job.rank: {step for step in one.steps if step >= begun[one.job.rank]} for one in others}
-    named = checks.check_steps(place / "out", trained, rows)
-    checks.check_merge(place / "out", place / "merged", 0)
+    named = verdicts.check_steps(place / "out", trained, rows)
+    verdicts.check_merge(place / "out", place / "merged", 0)
     return Outcome(sum(map(len, trained.values())), named, 1)
 
 
@@ -296,7 +300,7 @@ def damaged_files(ground: Ground, place: Path, random_: random.Random, _worlds: 
     job = Job(output=str(place / "out"), told=str(place / "told"), steps=12, config=_config(random_))
     check_end(a_job([job], ground.preload, _only_wait))
     merged = place / "merged"
-    checks.check_merge(place / "out", merged, 0)
+    verdicts.check_merge(place / "out", merged, 0)
     for number in range(4):
         copy = place / f"copy{number}"
         copy.mkdir()
@@ -326,15 +330,15 @@ def resumed_over_damage(ground: Ground, place: Path, random_: random.Random, _wo
         return Outcome(len(first.steps), 0, 1)
     try:
         check_end([again])
-        checks.check_losses(again.told, expected[0])
+        verdicts.check_losses(again.told, expected[0])
         require(again.told[-1:] == ["end"], "the second life did not train to its end")
         newest = max((path for path in place.glob("out/*-rank0-*")), key=lambda path: path.stat().st_mtime)
-        record = checks.read_manifest(newest / "manifest.json")
-        missing = set(again.steps) - checks.accounted(record)
+        record = verdicts.read_manifest(newest / "manifest.json")
+        missing = set(again.steps) - verdicts.accounted(record)
         require(not missing, f"nothing is said of steps {sorted(missing)[:10]}")
         look_at_everything(place, place / "looked", said, random_)
-    except checks.DrillError as error:
-        raise checks.DrillError(f"with {said}: {error}") from None
+    except verdicts.DrillError as error:
+        raise verdicts.DrillError(f"with {said}: {error}") from None
     return Outcome(len(first.steps) + len(again.steps), 0, 1)
 
 

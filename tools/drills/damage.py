@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from checks import DrillError, run_command
+from verdicts import DrillError, run_command
 
 BOMB: Final = b"[" * 200_000
 TEXTS: Final = (b"", b"{}", b"[]", b"null", BOMB, b"\xff" * 100, b'{"schema_version": 99}', b'{"schema_version": 1e400}')

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cases import Drill, Ground, Outcome, all_drills
-from checks import DrillError
 from running import Preload
+from verdicts import DrillError
 
 LONG = 10
 """Minutes of a run that includes drills of which one case suffices."""

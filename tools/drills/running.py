@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from checks import DrillError, losses, require
 from faults import FAULTS
 from spec import Job
+from verdicts import DrillError, losses, require
 
 HERE: Final = Path(__file__).resolve().parent
 LONGEST_S: Final = 240.0
