@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from monitor.failures import EarlierFailure, Failures
-from monitor.sinks.protocol import BatchSink, Sink, ThinnableSink
+from monitor.sinks.protocol import BatchSink, RemovedFileError, Sink, ThinnableSink
 from monitor.stats.table import StepRows
 
 # --- Interfaces of the pipeline: a sealed copy of the table, the journal of each step's outcome, and watchers of steps.
@@ -45,8 +45,12 @@ class StepJournal(Protocol):
     def dropped(self, step: int, reason: str) -> None:
         """No sink has the step: the queue was full, or the step could not be read."""
 
-    def lost(self, step: int, sink: str, reason: str) -> None:
-        """One sink does not have the step."""
+    def lost(self, step: int, sink: str, reason: str, *, was_written: bool = False) -> None:
+        """One sink does not have the step.
+
+        Args:
+            was_written: The step was reported as written; the sink has lost it since.
+        """
 
     def save(self) -> None:
         """Make all entries so far visible."""
@@ -440,6 +444,8 @@ def _enter(journal: StepJournal, rows: StepRows, errors: Mapping[str, BaseExcept
     for name, error in errors.items():
         if error is not None:
             journal.lost(rows.step, name, repr(error))
+        for step in error.steps if isinstance(error, RemovedFileError) else ():
+            journal.lost(step, name, repr(error), was_written=True)
 
 
 def _save(watcher: Watcher) -> None:

@@ -12,12 +12,11 @@ there twice, and no step mixes old and new rows. Files of other programs are nev
 
 from __future__ import annotations
 
-import errno
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -29,6 +28,7 @@ from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv as r
 
 from monitor.sinks import files
 from monitor.sinks.files import NamedShard, PartialFile, RecoveredFiles, StepSpan, changed, checked, is_regular, rename_damaged
+from monitor.sinks.protocol import RemovedFileError
 
 # --- The rows of a CSV file as bytes, each with its step, so that some can be kept and others removed.
 
@@ -137,6 +137,7 @@ class OpenShard:
         replaces: The file whose rows it carries over, if any.
         shares_record: Whether the record has other files too, so that this one must be named after its own steps.
         first, last: The steps that it holds; ``last`` is None until a step was written.
+        steps: Those that were written to it.
     """
 
     kind: str
@@ -147,10 +148,12 @@ class OpenShard:
     shares_record: bool
     first: int | None
     last: int | None = None
+    steps: list[int] = field(default_factory=list)
 
     def keep(self, step: int) -> None:
         """Commit the rows of ``step``."""
         self.part.keep()
+        self.steps.append(step)
         self.first, self.last = step if self.first is None else self.first, step
 
     def takes(self, step: int, header: bytes) -> bool:
@@ -272,10 +275,11 @@ class CsvShards:
             self._since = None
 
     def _check_removed(self) -> None:
-        removed = [kind for kind, shard in self._open.items() if shard.part.gone()]
+        removed = [shard for shard in self._open.values() if shard.part.gone()]
         if removed:
-            paths = [self._drop(kind).path for kind in removed]
-            raise FileNotFoundError(errno.ENOENT, "the file was removed while the monitor wrote to it", paths[0])
+            for shard in removed:
+                self._drop(shard.kind)
+            raise RemovedFileError(removed[0].part.path, [step for shard in removed for step in shard.steps])
 
     def _keep(self, step: int, kinds: Iterable[str]) -> None:
         for kind in kinds:

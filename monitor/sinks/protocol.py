@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import errno
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from monitor.series import SeriesTable
 from monitor.stats.table import StepRows
+
+
+class RemovedFileError(FileNotFoundError):
+    """Somebody has removed the file of the open record, or its directory.
+
+    Attributes:
+        steps: The earlier steps that were in it.
+    """
+
+    def __init__(self, path: str, steps: Iterable[int]) -> None:
+        super().__init__(errno.ENOENT, "the file was removed while the monitor wrote to it", path)
+        self.steps = tuple(sorted(set(steps)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from pyarrow.ipc import IpcReadOptions, IpcWriteOptions, new_stream, open_stream
 
 from monitor.sinks.arrow import FILLED, HISTOGRAM, SCHEMA, Measurements, ShardMetadata, completed
 from monitor.sinks.files import AppendFile, RecoveredFiles, StepSpan, changed, checked, is_regular, opened, rename_damaged
-from monitor.sinks.protocol import SinkContext
+from monitor.sinks.protocol import RemovedFileError, SinkContext
 from monitor.stats.table import StepRows
 
 # --- The part: a hidden file that collects the steps of a record.
@@ -336,6 +336,7 @@ class _PartialShard:
         since: The first new step. Visible rows of it and of later steps in the record are to be removed.
         last: The last new step; None while there is none.
         replaces: The shards whose rows it carries over.
+        steps: Those that were written to it.
     """
 
     file: AppendFile
@@ -344,6 +345,7 @@ class _PartialShard:
     since: int
     last: int | None = None
     replaces: list[Path] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
     def takes(self, step: int) -> bool:
         """Whether ``step`` can be appended."""
@@ -374,6 +376,7 @@ class ShardSpool:
             self._forget(part)
             raise
         part.file.keep()
+        part.steps.append(step)
         part.last = step
         if step == part.record.last or part.file.size >= self._form.most_bytes:
             self.flush()
@@ -434,7 +437,7 @@ class ShardSpool:
         part = self._part
         if part is not None and part.file.gone():
             self._drop(part)
-            raise FileNotFoundError(errno.ENOENT, "the file was removed while the monitor wrote to it", part.file.path)
+            raise RemovedFileError(part.file.path, part.steps)
         if part is not None and not part.takes(step):
             self.flush()
 

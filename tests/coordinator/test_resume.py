@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from monitor.coordinator import resume
-from monitor.coordinator.manifest import MOST_EARLIER_RUNS, Earlier, Manifest, RankFacts, Timeline
+from monitor.coordinator.manifest import Manifest, RankFacts
 from monitor.coordinator.manifest_format import KILLED, ManifestRecord, RecordedModel, newest_step, read_manifest
 from monitor.coordinator.output import JobIdentity, lock_directory, remove_drafts, write_whole
 from monitor.coordinator.resume import RestartedRun, directories, last_manifest, preferred, resolve_rank_directory
+from monitor.coordinator.timeline import MOST_EARLIER_RUNS, Earlier, Timeline
 from monitor.failures import Failures
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COLUMNS, Partials
@@ -253,7 +254,7 @@ class TestTimeline:
         line = Timeline()
         for step in range(6):
             line.write(step * interval, "complete")
-        line = Timeline.restored(record_with(**line.manifest_fields()))
+        line = Timeline.restored(record_with(**line.manifest_fields(), config={"step_interval": interval}))
         line.write(resumed, "complete")
         line.write(resumed + interval, "complete")
         told = line.manifest_fields()["dropped"]
@@ -270,6 +271,27 @@ class TestTimeline:
         told = line.manifest_fields()
         assert listed(told["steps"].written) == [0, 1, 2, 3, 4, 5, 10, 12]
         assert listed(told["dropped"][KILLED]) == [6, 7, 8, 9, 11]
+
+    def test_a_step_that_a_sink_has_lost_is_missing_until_a_restart_finds_it_in_a_file(self):
+        line = Timeline()
+        for step in range(3):
+            line.write(step, "complete")
+        line.remove(1, "csv", "its file was removed")
+        told = line.manifest_fields()
+        assert (listed(told["steps"].written), listed(told["lost"]["csv"]["its file was removed"])) == ([0, 2], [1])
+        line = Timeline.restored(record_with(**told))
+        line.correct([(0, 2)], {"csv": {0, 1, 2}}, [])
+        told = line.manifest_fields()
+        assert listed(told["steps"].written) == [0, 1, 2]
+        assert not any(steps.count for steps in told["lost"]["csv"].values())
+
+    def test_steps_that_happen_to_lie_equally_far_apart_do_not_hide_those_between_them(self):
+        line = Timeline()
+        for step in (0, 25):  # the only steps that two killed runs had written
+            line.write(step, "complete")
+        line = Timeline.restored(record_with(**line.manifest_fields()))
+        line.write(29, "complete")
+        assert listed(line.manifest_fields()["dropped"][KILLED]) == [26, 27, 28]
 
     def test_a_run_that_ended_cleanly_has_lost_nothing(self):
         line = Timeline()

@@ -9,6 +9,8 @@ import pytest
 from launching import EVERY_STEP, Launcher
 from recorded import listed, only_recording, rank_directories
 
+from monitor.coordinator.manifest_format import read_manifest
+
 UNTIL_RESTORED = {
     "replaced": "NotADirectoryError",
     "read-only": "Permission is missing: allow this user to write there.",
@@ -35,6 +37,17 @@ def test_while_nothing_can_be_written_training_continues_and_afterwards_writing_
     assert UNTIL_RESTORED[fault] in warning
 
 
+@pytest.mark.parametrize("format_", ["csv", "hdf5", "parquet"])
+def test_steps_of_a_file_that_was_taken_away_unfinished_are_lost_with_it(
+    launcher: Launcher, plain_losses: list[str], format_: str
+) -> None:
+    ended = launcher.run("faulty_disk.py", "replaced", config=EVERY_STEP | {"step_count_per_record": 5, "format": format_})
+    assert (ended.status, ended.losses) == (0, plain_losses[:12]), ended.err
+    manifest = read_manifest(rank_directories(launcher.base)[0] / "manifest.json")
+    assert listed(manifest.steps.written) == [8, 9, 10, 11]
+    assert listed(*manifest.lost[format_].values()) == list(range(8))
+
+
 @pytest.mark.parametrize("fault", UNTIL_RESTORED)
 def test_a_place_that_never_comes_back_changes_neither_training_nor_its_exit_status(
     launcher: Launcher, plain_losses: list[str], fault: str
@@ -49,7 +62,7 @@ def test_a_place_that_never_comes_back_changes_neither_training_nor_its_exit_sta
 
 
 @pytest.mark.parametrize("fault", ["removed", "base-removed"])
-@pytest.mark.parametrize(("steps_per_record", "lost"), [(1, []), (5, [4])])
+@pytest.mark.parametrize(("steps_per_record", "lost"), [(1, []), (5, [0, 1, 2, 3, 4])])
 def test_a_directory_that_is_removed_is_made_again(
     launcher: Launcher, plain_losses: list[str], fault: str, steps_per_record: int, lost: list[int]
 ) -> None:
