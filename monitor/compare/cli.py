@@ -17,6 +17,8 @@ from monitor.cli import Version, command_app
 from monitor.compare import dumps, runs
 from monitor.compare.values import Compared, ComparisonError, Finding
 from monitor.coordinator.output import write_whole
+from monitor.merge.execution import MergeError
+from monitor.query.sources import QueryError
 from monitor.terminal import CLEAN, FLAWED, NOTHING, plain, say
 
 # --- What a comparison has found, as a table of CSV and for a terminal.
@@ -125,7 +127,10 @@ def compare(left: Path, right: Path) -> Compared:
     kinds = [dumps.is_dump(side) for side in (left, right)]
     if any(kinds):
         return dumps.compare(left, right)
-    return runs.compare(left, right)
+    try:
+        return runs.compare(left, right)
+    except (MergeError, QueryError) as error:
+        raise ComparisonError(str(error)) from error
 
 
 def within(compared: Compared, tolerance: float) -> Compared:

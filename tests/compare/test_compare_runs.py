@@ -109,3 +109,16 @@ def test_steps_of_one_side_alone_are_left_out_and_rows_of_one_side_alone_are_nam
     compared(tmp_path / "a", tmp_path / "b", "-o", tmp_path / "found.csv")
     found = [(row["step"], row["name"], row["what"]) for row in csv.DictReader((tmp_path / "found.csv").open())]
     assert found == [("3", "grad_reduced/0:v", "missing"), ("3", "grad_reduced/0:x", "added")]
+
+
+@pytest.mark.parametrize("damaged", [b"", bytes(200), b"PAR1" + bytes(200) + b"PAR1"])
+def test_a_merged_set_with_a_damaged_file_is_not_compared_and_the_file_is_named(tmp_path: Path, damaged: bytes) -> None:
+    for side in "ab":
+        plain(tmp_path / side)
+    merged(tmp_path / "b", format="parquet")
+    path = next((tmp_path / "b" / "merged" / "per_rank").glob("*.parquet"))
+    path.write_bytes(damaged)
+    status, said = compared(tmp_path / "a", tmp_path / "b" / "merged")
+    assert status == 2
+    assert path.name in "".join(said.split())
+    assert "Nothing was compared" in said

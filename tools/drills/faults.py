@@ -249,6 +249,8 @@ class Killed(Fault):
     of_training = True
 
     def begins(self) -> None:
+        if self.job.compiled:  # in which nothing can be placed afterwards
+            os.kill(os.getpid(), signal.SIGKILL)
         self.training.in_forward(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -260,7 +262,7 @@ class Terminated(Killed):
 
 
 class Interrupted(Killed):
-    ends_with = (-signal.SIGINT, 1, 130)
+    ends_with = (-signal.SIGINT, -signal.SIGTERM, 1, 130)  # MindSpore makes a SIGTERM of it
 
     def begins(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)

@@ -58,8 +58,8 @@ def soaked(base: Path, steps: int) -> list[int]:
             optimizer.zero_grad()
             if (step + 1) % max(1, steps // POINTS) == 0:
                 monitor.flush(60.0)
-                for path in base.glob("out/*/*_*-*.*"):
-                    path.unlink()
+                for path in base.glob("out/*/[!.]*_*-*.*"):
+                    path.unlink(missing_ok=True)
                 gc.collect()
                 curve.append(resident())
                 print(f"step {step + 1:6d}: {curve[-1] / 1e6:.1f} MB", flush=True)
