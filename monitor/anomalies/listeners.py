@@ -19,9 +19,9 @@ from typing import Final
 
 from monitor.anomalies.events import EVENTS_FOLDER, Event, ScanSummary, events_file, judged_file, message
 from monitor.anomalies.scanner import FindingGroup, RuleFinding, StepFindings, earliest, time_of
-from monitor.coordinator.manifest import RankFacts
 from monitor.coordinator.manifest_format import SCHEMA_VERSION, PipelineRecord, StepRanges, StepsByCause, StepsRecord
 from monitor.coordinator.output import write_whole
+from monitor.coordinator.rank_facts import RankFacts
 from monitor.failures import LOGGER
 from monitor.series import SeriesTable
 from monitor.terminal import plain

@@ -6,14 +6,11 @@ only while numbers are changed or copied, never during I/O.
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import socket
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from threading import Lock
@@ -21,49 +18,245 @@ from time import thread_time
 from typing import Any, Final
 
 from monitor.coordinator import manifest_format as schema
-from monitor.coordinator.output import DirectoryLock, JobIdentity, write_whole
+from monitor.coordinator.output import DirectoryLock, write_whole
 from monitor.coordinator.progress import Pulse, RecordedCounts
+from monitor.coordinator.rank_facts import MOST_CHARACTERS, Note, RankFacts, fixed_fields, plain
 from monitor.coordinator.series_file import MOST_EDGES, Flow, Measured, SeriesFile
-from monitor.coordinator.thinning import DiskBound, ThinningRule
-from monitor.coordinator.timeline import Earlier, Timeline
+from monitor.coordinator.thinning import DiskBound, ThinnedSteps, ThinningRule
 from monitor.failures import Failures
 from monitor.series import SeriesTable
-from monitor.stats.table import StepRows
+from monitor.stats.table import Status, StepRows
 
 MOST_NOTES: Final = 256
 MOST_WRONG_BITS: Final = 100
 MOST_FAILURES: Final = 100
-MOST_CHARACTERS: Final = 1000
 MOST_CONFIGURATIONS: Final = 100
 MORE_NOTES: Final = "more notes were left out"
 
-Note = str | int | float | bool
+
+# --- The steps of all runs that record to one directory, as one timeline. A later run replaces the steps that it repeats.
+
+MOST_EARLIER_RUNS: Final = 100
+
+
+class Timeline:
+    """The outcome of each step. Not safe across threads.
+
+    Attributes:
+        first: The first step that this run has reported; None before.
+        killed_before: The steps between the last one of an earlier run that was killed and the first of this run.
+        thinned: The steps that were removed from the files.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.killed_before: schema.StepRange | None = None
+        self._resumed, self._killed, self._interval = False, False, 0  # 0: it may have changed while the run went on
+        self._written, self._skipped, self._incomplete = (
+            schema.StepRanges(),
+            schema.StepRanges(),
+            schema.StepRanges(),
+        )
+        self._abandoned = schema.StepRanges()
+        self._dropped = schema.StepsByCause()
+        self._lost: dict[str, schema.StepsByCause] = {}
+        self.thinned = ThinnedSteps()
+
+    @classmethod
+    def restored(cls, record: schema.ManifestRecord) -> Timeline:
+        """The timeline of an earlier run, to be continued by this run."""
+        line = cls()
+        line._resumed, line._killed = True, schema.was_killed(record)
+        line._interval = 0 if record.configurations else schema.collected_every(record)
+        steps = record.steps
+        line._written, line._skipped, line._incomplete, line._abandoned = (
+            one.restored() for one in (steps.written, steps.skipped, steps.incomplete, steps.abandoned)
+        )
+        line._dropped = _restored_by_cause(record.dropped)
+        line._lost = {sink: _restored_by_cause(causes) for sink, causes in record.lost.items()}
+        line.thinned = ThinnedSteps.restored(record.thinned)
+        return line
+
+    @classmethod
+    def found(cls) -> Timeline:
+        """The timeline of an earlier run that left no manifest."""
+        line = cls()
+        line._resumed = line._killed = True
+        return line
+
+    @property
+    def newest(self) -> int:
+        """The last of the steps written; -1 if there are none."""
+        return self._written.newest
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many steps were written, and how many dropped."""
+        return self._written.count, sum(steps.count for _, steps in self._dropped.items())
+
+    def correct(self, ranges: Iterable[tuple[int, int]], held: Mapping[str, Collection[int]], cut: Iterable[int]) -> None:
+        """Correct the timeline by the earlier run's files: it may have been killed after its last save.
+
+        Args:
+            ranges: First and last steps.
+            held: By sink, the steps in these ranges that its files hold. A step in the files of all sinks was written.
+            cut: Steps that the files held only partly.
+        """
+        held = {sink: frozenset(steps) for sink, steps in held.items()}
+        for first, last in sorted(ranges):
+            within = {sink: {step for step in steps if first <= step <= last} for sink, steps in held.items()}
+            somewhere = set[int]().union(*within.values())
+            known = {step for taken in self._written.take(first, last) for step in taken.steps()}
+            abandoned = {step for taken in self._abandoned.take(first, last) for step in taken.steps()}
+            for step in sorted(somewhere):
+                missing = [sink for sink, steps in within.items() if step not in steps]
+                if missing and step in abandoned:  # one sink wrote the step again, another did not yet
+                    self._abandoned.add(step)
+                else:
+                    self._find(step, missing)
+            for step in known - somewhere:
+                self._dropped.add(step, schema.KILLED)
+        for step in cut:
+            self._dropped.add(step, schema.KILLED)
+
+    def write(self, step: int, status: Status) -> None:
+        """Every sink has the step."""
+        self._reach(step)
+        self._abandoned.take(step, step)
+        self._written.add(step)
+        if self.thinned.alerts:
+            self.thinned.reach(self._written, step)
+        if status == "skipped":
+            self._skipped.add(step)
+        elif status == "incomplete":
+            self._incomplete.add(step)
+
+    def drop(self, step: int, reason: str) -> None:
+        """No sink has the step."""
+        self._reach(step)
+        self._dropped.add(step, reason)
+
+    def lose(self, step: int, sink: str, reason: str) -> None:
+        """One sink does not have the step."""
+        self._reach(step)
+        self._lost.setdefault(sink, schema.StepsByCause()).add(step, reason)
+
+    def remove(self, step: int, sink: str, reason: str) -> None:
+        """One sink no longer has the step."""
+        self._written.take(step, step)
+        self.lose(step, sink, reason)
+
+    def thin(self, rule: ThinningRule, count: int) -> None:
+        """Enter at least so many steps as removed from the files, or all that can be."""
+        chosen = rule.choose(self._written, self.thinned, count)
+        self.thinned.remove(chosen, (self._written, self._skipped, self._incomplete))
+
+    def manifest_fields(self) -> dict[str, Any]:
+        """Fields of ``ManifestRecord``."""
+        written, skipped, incomplete, abandoned = (
+            schema.StepsRecord.of(steps) for steps in (self._written, self._skipped, self._incomplete, self._abandoned)
+        )
+        return {
+            "steps": schema.RecordedSteps(written=written, skipped=skipped, incomplete=incomplete, abandoned=abandoned),
+            "dropped": _by_cause(self._dropped),
+            "lost": {sink: _by_cause(causes) for sink, causes in self._lost.items()},
+            "thinned": self.thinned.record(self._written) if self._thins else schema.ThinnedRecord(),
+            "first_step": self.first,
+        }
+
+    @property
+    def _thins(self) -> bool:
+        return bool(self.thinned.removed or self.thinned.alerts or self.thinned.kept.count)
+
+    def _find(self, step: int, missing: Collection[str]) -> None:
+        """The files of all sinks but ``missing`` have the step. Of the steps before it a killed run may have said nothing."""
+        if self._interval:  # it is known which steps were collected
+            self._miss(step)
+        if not missing:
+            self._written.add(step)
+            for causes in self._lost.values():
+                causes.take(step, step)
+        for sink in missing:
+            causes = self._lost.setdefault(sink, schema.StepsByCause())
+            if step not in causes:
+                causes.add(step, schema.KILLED)
+
+    def _reach(self, step: int) -> None:
+        """Note a step of this run. Steps may be reported in any order."""
+        if self.first is None or step < self.first:
+            if self._resumed:
+                self._leave(step, schema.LAST_STEP if self.first is None else self.first - 1)
+                self._miss(step)
+            self.first = step
+
+    def _miss(self, step: int) -> None:
+        """Mark the steps between a killed run's last known step and ``step`` as dropped: the killed run had them."""
+        if self.first is not None or not self._killed:
+            return
+        known = max(self._written.newest, self._dropped.newest, *(causes.newest for causes in self._lost.values()), -1)
+        if known >= 0 and (gap := schema.steps_between(known, step, self._interval or self._written.interval or 1)) is not None:
+            self.killed_before = gap
+            self._dropped.add_range(gap, schema.KILLED)
+
+    def _leave(self, first: int, last: int) -> None:
+        """Mark the earlier run's steps in this range as abandoned."""
+        self._abandoned.add_all(self._written.take(first, last))
+        self.thinned.leave(first, last, self._abandoned)
+        self._skipped.take(first, last)
+        self._incomplete.take(first, last)
+        for causes in (self._dropped, *self._lost.values()):
+            causes.take(first, last)
+        self._lost = {sink: causes for sink, causes in self._lost.items() if any(steps.count for _, steps in causes.items())}
 
 
 @dataclass(frozen=True, slots=True)
-class RankFacts:
-    """The facts of a rank that are known when it begins to record, and do not change.
+class Earlier:
+    """The record of the earlier runs in a directory, which a run continues.
 
     Attributes:
-        groups: Ranks of the groups that this rank belongs to, by role: ``{"dp": [0, 1]}``.
-        chunks: Number of model chunks on this rank.
-        recording: How many recordings the process had begun before this one.
-        watched: The recorded model, identified so that ranks can match their recordings.
-        versions: Versions of the framework and the monitor: ``{"torch": "2.13.0"}``.
-        config: The configuration as used. Values that JSON cannot hold are converted by ``str``.
+        timeline: The outcome of the steps so far.
+        runs: The known runs, oldest first.
+        failures: The number of failures of each cause.
     """
 
-    identity: JobIdentity
-    rank: int
-    world_size: int
-    groups: Mapping[str, Sequence[int]]
-    versions: Mapping[str, str]
-    config: Mapping[str, Any]
-    config_path: str
-    formats: Sequence[str]
-    chunks: int = 1
-    recording: int = 0
-    watched: schema.RecordedModel | None = None
+    timeline: Timeline = field(default_factory=Timeline)
+    runs: tuple[schema.EarlierRun, ...] = ()
+    failures: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    wrong_bits: tuple[schema.WrongBits, ...] = ()
+
+    @classmethod
+    def of(cls, record: schema.ManifestRecord | None) -> Earlier:
+        """From the last run's manifest; None: it left no manifest."""
+        if record is None:
+            return cls(Timeline.found())
+        shared = schema.EarlierRun.model_fields.keys() & schema.ManifestRecord.model_fields.keys()
+        last = schema.EarlierRun(**{name: getattr(record, name) for name in shared})
+        runs = (*record.resumed, last)[-MOST_EARLIER_RUNS:]
+        earlier = cls(Timeline.restored(record), runs, record.failures, record.notes, record.wrong_bits)
+        return earlier.ended()
+
+    def ended(self) -> Earlier:
+        """The same record, in which the last run ends with the newest step of the timeline."""
+        *before, last = self.runs
+        newest = self.timeline.newest
+        return replace(self, runs=(*before, last.model_copy(update={"last_step": newest if newest >= 0 else None})))
+
+    @property
+    def series_files(self) -> frozenset[str]:
+        """The series files that the manifest still points at."""
+        return frozenset(run.series.file for run in self.runs if run.series is not None)
+
+
+def _restored_by_cause(causes: Mapping[str, schema.StepsRecord]) -> schema.StepsByCause:
+    steps = schema.StepsByCause()
+    for cause, record in causes.items():
+        steps.restore(cause, record.restored(schema.MOST_RANGES_OF_A_CAUSE))
+    return steps
+
+
+def _by_cause(steps: schema.StepsByCause) -> dict[str, schema.StepsRecord]:
+    return {cause: schema.StepsRecord.of(ranges) for cause, ranges in steps.items()}
 
 
 class Manifest:
@@ -93,7 +286,7 @@ class Manifest:
         self._directory = directory
         self._failures = failures
         self._pid = os.getpid()
-        self._fixed = _fixed(facts)
+        self._fixed = fixed_fields(facts) | {"started": _now()}
         self._earlier = Earlier() if earlier is None else earlier
         self._directory_lock = lock
         self._notes: dict[str, Note] = dict(self._earlier.notes)
@@ -137,9 +330,11 @@ class Manifest:
 
     def excess(self, grown: int) -> list[int]:
         """See ``monitor.pipeline.delivery.ThinningJournal``."""
-        steps = self._recorded.to_remove()
-        if steps or self.bound is None or not (count := self.bound.excess(grown, self._recorded.counts()[1])):
+        if steps := self._recorded.to_remove():
+            self.save()  # the last time it may have failed
             return steps
+        if self.bound is None or not (count := self.bound.excess(grown, self._recorded.counts()[1])):
+            return []
         steps = self._recorded.to_remove(self.bound.rule, count)
         if steps:
             self.save()  # before any file changes: the manifest never lists a step as written that was removed
@@ -154,6 +349,7 @@ class Manifest:
     def alert(self, step: int) -> None:
         """A rule has fired in this step: it stays when steps are thinned. Any thread; never waits."""
         self._recorded.alert(step)
+        self._is_urgent = self._is_urgent or self.is_bounded  # a restart must know that the step stays
 
     def _warn_of_lost_steps(self) -> None:
         lost = self._recorded.killed_before
@@ -172,7 +368,7 @@ class Manifest:
         key = key[:MOST_CHARACTERS]
         if key not in self._notes and len(self._notes) >= MOST_NOTES:
             key, value = MORE_NOTES, True
-        self._notes[key] = _plain(value)
+        self._notes[key] = plain(value)
 
     @property
     def notes(self) -> Mapping[str, Note]:
@@ -307,8 +503,7 @@ class _RecordedSteps:
 
     def lose(self, step: int, sink: str, reason: str, *, was_written: bool) -> None:
         with self._lock:
-            lose = self._timeline.remove if was_written else self._timeline.lose
-            lose(step, sink, reason)
+            (self._timeline.remove if was_written else self._timeline.lose)(step, sink, reason)
 
     def to_remove(self, rule: ThinningRule | None = None, count: int = 0) -> list[int]:
         """The steps that files may still have, and that are no longer written; with a rule, after it has chosen more."""
@@ -335,29 +530,6 @@ class _RecordedSteps:
             return self._timeline.manifest_fields(), self._measured.file()
 
 
-def _fixed(facts: RankFacts) -> dict[str, Any]:
-    return {
-        "schema_version": schema.SCHEMA_VERSION,
-        "job_id": facts.identity.job_id,
-        "job_agreed": facts.identity.agreed,
-        "timestamp": facts.identity.timestamp,
-        "started": _now(),
-        "rank": facts.rank,
-        "world_size": facts.world_size,
-        "groups": {role: tuple(ranks) for role, ranks in facts.groups.items()},
-        "pipeline": schema.PipelineRecord.of(facts.rank, facts.groups.get("pp", ()), facts.chunks),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "versions": dict(facts.versions),
-        "config_path": facts.config_path,
-        "config": json.loads(json.dumps(facts.config, default=str)),
-        "formats": tuple(facts.formats),
-        "recording": facts.recording,
-        "launch": facts.identity.launch,
-        "watched": None if facts.watched is None else schema.WatchedRecord.of(facts.watched),
-    }
-
-
 def _not_written(lost: schema.StepRange) -> str:
     one = lost.size == 1
     steps = f"step {lost.first}. It has" if one else f"steps {lost.first} to {lost.last}. They have"
@@ -367,13 +539,6 @@ def _not_written(lost: schema.StepRange) -> str:
 def _most_frequent(failures: Counter[str]) -> dict[str, int]:
     counts = sorted(failures.items(), key=lambda item: -item[1])
     return {cause[:MOST_CHARACTERS]: count for cause, count in counts[:MOST_FAILURES]}
-
-
-def _plain(value: Note) -> Note:
-    """A value that JSON can hold: text of bounded length; NaN and Inf become text."""
-    if isinstance(value, str):
-        return value[:MOST_CHARACTERS]
-    return value if math.isfinite(value) else str(value)
 
 
 def _now() -> str:

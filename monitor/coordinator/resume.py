@@ -12,6 +12,7 @@ from typing import Final
 
 from monitor.config import AUTO
 from monitor.coordinator import manifest_format as schema
+from monitor.coordinator.manifest import Earlier
 from monitor.coordinator.output import (
     OUTPUT_VARIABLE,
     DirectoryLock,
@@ -21,7 +22,6 @@ from monitor.coordinator.output import (
     remove_drafts,
     timestamp_fields,
 )
-from monitor.coordinator.timeline import Earlier
 from monitor.failures import LOGGER, Failures
 from monitor.formats import FORMATS
 from monitor.sinks import recovery_of

@@ -33,13 +33,14 @@ class ThinnedSteps:
         removed: By level: 4 for steps that were removed so that every fourth stayed.
         unfinished: Those of them that files may still hold.
         kept: Steps with alerts and their neighbours, which stay.
+        alerts: Steps with alerts, of which the neighbours may not be written yet.
     """
 
     def __init__(self) -> None:
         self.removed: dict[int, StepRanges] = {}
         self.unfinished = StepRanges()
         self.kept = StepRanges()
-        self._alerts: deque[int] = deque(maxlen=MOST_WAITING)
+        self.alerts: deque[int] = deque(maxlen=MOST_WAITING)
 
     @classmethod
     def restored(cls, record: ThinnedRecord) -> ThinnedSteps:
@@ -51,7 +52,7 @@ class ThinnedSteps:
 
     def record(self, written: StepRanges) -> ThinnedRecord:
         """For the manifest. ``written`` are the steps in the files."""
-        self._keep(written, list(self._alerts))
+        self._keep(written, list(self.alerts))
         return ThinnedRecord(
             steps={str(level): StepsRecord.of(steps) for level, steps in sorted(self.removed.items()) if steps.count},
             unfinished=StepsRecord.of(self.unfinished),
@@ -60,16 +61,16 @@ class ThinnedSteps:
 
     def alert(self, step: int) -> None:
         """There is an alert at this step, which may not be written yet. Any thread; never waits."""
-        self._alerts.append(step)
+        self.alerts.append(step)
 
     def reach(self, written: StepRanges, step: int) -> None:
         """``step`` was written: steps with alerts before it have both neighbours now."""
-        for _ in range(len(self._alerts)):
-            alert = self._alerts.popleft()
+        for _ in range(len(self.alerts)):
+            alert = self.alerts.popleft()
             if alert < step:
                 self._keep(written, [alert])
             else:
-                self._alerts.append(alert)
+                self.alerts.append(alert)
 
     def _keep(self, written: StepRanges, alerts: Iterable[int]) -> None:
         for alert in alerts:

@@ -5,10 +5,12 @@ holds a no-op of the standard library in place of a hook, so a checkpoint loads 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from types import FunctionType
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -65,6 +67,14 @@ _is_exporting: Final[Callable[[], bool]] = torch.compiler.is_exporting if TRACEA
 """Whether a compiler traces for an export. Earlier versions of torch cannot say it, or say it of every trace."""
 
 
+_NO_CONTEXT: Final = contextlib.nullcontext()
+
+
+def _is_of_the_monitor(hook: object) -> bool:
+    """Also in a copied or loaded model, where it does nothing."""
+    return isinstance(hook, ModuleHook) or isinstance(getattr(hook, "__self__", None), contextlib.nullcontext)
+
+
 class ModuleHook:
     """A hook in a module's dictionaries, which ``copy.deepcopy`` and ``torch.save`` visit.
 
@@ -77,7 +87,7 @@ class ModuleHook:
     def __init__(self, call: Callable[..., Any], traced: Callable[..., Any] | None = None) -> None:
         self._call = call
         self._traced = traced
-        self._hidden = _hidden_from_scripting()
+        self._hidden = _hidden_hooks()
 
     @not_compiled_alone
     def __call__(self, *args: Any) -> Any:
@@ -88,43 +98,86 @@ class ModuleHook:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")
+        return getattr, (_NO_CONTEXT, "__exit__")
 
 
-class _HiddenFromScripting(patches.CallListener):
-    """Hides the monitor's hooks from ``torch.jit.script``, which compiles the hooks of every module, and keeps them for ever.
+class _HiddenHooks(patches.CallListener):
+    """Hides the monitor's hooks from torch where they would change what it compiles. Every hook keeps this object alive.
 
-    Every hook keeps this object alive.
+    - ``torch.jit.script`` compiles the hooks of every module, and keeps them for ever.
+    - After a graph break, dynamo compiles the forward of a module of torch's own only if the module has hooks. A model that is
+      compiled in other parts has other bits.
     """
 
     def __init__(self) -> None:
-        self._calls: list[list[tuple[dict[str, Any], str, Any]]] = []  # one within another
-        if _SCRIPTING.fits:
-            _SCRIPTING.add(self)
+        self._scripting = threading.RLock()  # one thread at a time hides hooks from scripting, and shows them again
+        self._calls = threading.local()
+        for patch in (_SCRIPTING, _frame_check()):
+            if patch is not None and patch.fits:
+                patch.add(self)
 
     def call_begins(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        del patch
-        modules = (args[0] if args else kwargs["nn_module"]).modules()
-        held = [(vars(module), name) for module in modules for name in ("_forward_hooks", "_forward_pre_hooks")]
-        self._calls.append([(fields, name, fields[name]) for fields, name in held if fields.get(name)])
-        for fields, name, hooks in self._calls[-1]:
-            fields[name] = OrderedDict(one for one in hooks.items() if not isinstance(one[1], ModuleHook))
+        if patch is _SCRIPTING:
+            self._scripting.acquire()
+            modules = (args[0] if args else kwargs["nn_module"]).modules()
+        else:
+            modules = _module_of(args[2] if len(args) > 2 else kwargs.get("frame"))
+        shown: list[tuple[dict[str, Any], str, Any]] = []
+        for fields in (module.__dict__ for module in modules):
+            for hooks, *flags in _HOOKS_OF_MODULES:
+                ours = {key for key, hook in fields.get(hooks, {}).items() if _is_of_the_monitor(hook)}
+                for name in (hooks, *flags) if ours else ():
+                    shown.append((fields, name, fields[name]))
+                    fields[name] = OrderedDict(one for one in fields[name].items() if one[0] not in ours)
+        self._stack.append(shown)
 
     def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> None:
-        del patch, args, kwargs, result
-        for fields, name, hooks in self._calls.pop():
+        del args, kwargs, result
+        for fields, name, hooks in self._stack.pop():
             fields[name] = hooks
+        if patch is _SCRIPTING:
+            self._scripting.release()
 
     call_raised = call_ended
 
+    @property
+    def _stack(self) -> list[list[tuple[dict[str, Any], str, Any]]]:
+        """The calls of this thread, one within another."""
+        stack: list[list[tuple[dict[str, Any], str, Any]]] = vars(self._calls).setdefault("stack", [])
+        return stack
+
+
+_HOOKS_OF_MODULES: Final = (
+    ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+"""Fields of modules: hooks by number, and flags by the same numbers."""
 
 _SCRIPTING: Final = patches.CallPatch(torch.jit._recursive, "create_script_module", ("nn_module",))
-_HIDING: Final = weakref.WeakValueDictionary[object, _HiddenFromScripting]()
+
+
+@cache
+def _frame_check() -> patches.CallPatch | None:
+    """Of the function that says whether dynamo skips a frame. The first step of an optimizer imports dynamo anyway."""
+    try:
+        from torch._dynamo import trace_rules
+    except ImportError:
+        return None
+    return patches.CallPatch(trace_rules, "check_verbose", ("obj", "is_inlined_call", "frame"))
+
+
+def _module_of(frame: Any) -> list[nn.Module]:
+    """The module whose forward begins in this frame; none if another function does."""
+    module = frame.f_locals.get("self") if frame is not None and frame.f_code.co_name == "forward" else None
+    return [module] if isinstance(module, nn.Module) else []
+
+
+_HIDING: Final = weakref.WeakValueDictionary[object, _HiddenHooks]()
 """The one that the living hooks share. Without hooks it is gone, and torch has its own function again."""
 
 
-def _hidden_from_scripting() -> _HiddenFromScripting:
-    return _HIDING.get(None) or _HIDING.setdefault(None, _HiddenFromScripting())
+def _hidden_hooks() -> _HiddenHooks:
+    return _HIDING.get(None) or _HIDING.setdefault(None, _HiddenHooks())
 
 
 def takes_hooks(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
 from monitor.merge.discovery import SetAside
 from monitor.merge.tables import Shard, order_by
-from monitor.query.sources import MergedScan, RankScan, RowChoice, RunSource
+from monitor.query.sources import MergedScan, QueryError, RankScan, RowChoice, RunSource
 from monitor.series import DIRECTION_KIND, KINDS, REPLICA_KIND, shown_kind
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import COLUMNS_OF, as_scalar
@@ -65,11 +65,17 @@ class Batch:
         to give.
 
         The columns are ``IDENTITY`` and the ops that the files show; null where there is no value.
+
+        Raises:
+            QueryError: A file of a merged set is damaged.
         """
         tables: list[pa.Table] = [pa.schema(IDENTITY).empty_table()]
         set_aside: list[SetAside] = []
         for kind, scan in self.scans:
-            rows, torn = scan.read()
+            try:
+                rows, torn = scan.read()
+            except pa.ArrowException as error:
+                raise QueryError(str(error)) from error
             set_aside += torn
             if len(rows):
                 tables.append(_shown(rows, kind, self.ops))

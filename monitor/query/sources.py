@@ -383,15 +383,8 @@ class MergedScan(NamedTuple):
     choice: RowChoice
 
     def read(self) -> tuple[pa.Table, list[SetAside]]:
-        """The rows, and the files that have none to give: a merged set is read whole or not at all.
-
-        Raises:
-            QueryError: A file is damaged.
-        """
-        try:
-            return self.source.rows(self.choice), []
-        except pa.ArrowException as error:
-            raise QueryError(f"the merged set is damaged: {error}") from error
+        """The rows, and the files that have none to give: a merged set is read whole or not at all."""
+        return self.source.rows(self.choice), []
 
 
 def _row_groups(footer: Any, choice: RowChoice) -> Iterator[int]:

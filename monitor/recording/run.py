@@ -21,9 +21,10 @@ from monitor.anomalies.rules import RULES
 from monitor.anomalies.scanner import FindingListener, Scanner
 from monitor.config import AUTO, MonitorConfig
 from monitor.coordinator.job_store import StoreConnection
-from monitor.coordinator.manifest import Manifest, RankFacts
+from monitor.coordinator.manifest import Manifest
 from monitor.coordinator.manifest_format import RecordedModel
 from monitor.coordinator.output import IdentityStore, JobIdentity, agree, prepare, rotate_stale_output
+from monitor.coordinator.rank_facts import RankFacts
 from monitor.coordinator.resume import RestartedRun, resolve_rank_directory
 from monitor.coordinator.thinning import DiskBound, ThinningRule
 from monitor.failures import Failures

@@ -15,8 +15,8 @@ from converted_job import at, files, job, plain, query
 
 import monitor
 from monitor.convert import ConversionError, Converted, CSV2DBConfig, csv2db, csv2tensorboard_by_step
+from monitor.coordinator.manifest import Earlier
 from monitor.coordinator.manifest_format import read_manifest
-from monitor.coordinator.timeline import Earlier
 
 ROOT = Path(monitor.__path__[0]).parent
 OTHER_JOB = "f" * 32

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from monitor.coordinator import resume
-from monitor.coordinator.manifest import Manifest, RankFacts
+from monitor.coordinator.manifest import MOST_EARLIER_RUNS, Earlier, Manifest, RankFacts, Timeline
 from monitor.coordinator.manifest_format import KILLED, ManifestRecord, RecordedModel, newest_step, read_manifest
 from monitor.coordinator.output import JobIdentity, lock_directory, remove_drafts, write_whole
 from monitor.coordinator.resume import RestartedRun, directories, last_manifest, preferred, resolve_rank_directory
-from monitor.coordinator.timeline import MOST_EARLIER_RUNS, Earlier, Timeline
 from monitor.failures import Failures
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COLUMNS, Partials

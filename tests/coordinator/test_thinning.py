@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from monitor.coordinator.manifest import Timeline
 from monitor.coordinator.manifest_format import StepRanges
 from monitor.coordinator.thinning import MOST_KEPT, DiskBound, ThinningRule
-from monitor.coordinator.timeline import Timeline
 from monitor.failures import Failures
 
 

@@ -10,9 +10,8 @@ import numpy as np
 import pyarrow as pa
 from sink_rows import SIX_OPS, Measured, table_rows
 
-from monitor.coordinator.manifest import Manifest, RankFacts
+from monitor.coordinator.manifest import Earlier, Manifest, RankFacts
 from monitor.coordinator.output import JobIdentity, RankDirectory
-from monitor.coordinator.timeline import Earlier
 from monitor.failures import Failures
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.outputs import read_merged

@@ -13,8 +13,8 @@ import pytest
 from recorded_job import FORMATS, RecordedRank, merged, table, tensors
 from sink_rows import SIX_OPS, Measured
 
+from monitor.coordinator.manifest import Earlier
 from monitor.coordinator.manifest_format import WrongBits
-from monitor.coordinator.timeline import Earlier
 from monitor.merge.report import Report, summary
 from monitor.series import Placement, Shard
 

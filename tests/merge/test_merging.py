@@ -10,8 +10,8 @@ import pytest
 from recorded_job import FORMATS, JOB, VALUES, RecordedRank, alone, merged, sharded, table, tensors
 from sink_rows import Measured, partials_of
 
+from monitor.coordinator.manifest import Earlier
 from monitor.coordinator.manifest_format import read_manifest
-from monitor.coordinator.timeline import Earlier
 from monitor.merge.execution import MergeError
 from monitor.merge.outputs import read_merged
 from monitor.series import Placement, Shard

@@ -431,7 +431,7 @@ def test_a_model_is_scripted_with_the_hooks_of_the_user_and_without_those_of_the
     handle = model[1].register_forward_hook(plus_one)
 
     def script() -> None:
-        scripted.append(torch.jit.script(model))
+        scripted.extend(map(torch.jit.script, (model, copy.deepcopy(model))))
         with pytest.raises(AttributeError):  # a hook of the user that no compiler takes
             torch.jit.script(nn.Sequential(nn.Tanh(), refusing))
         model(values(3, 4))
@@ -441,6 +441,7 @@ def test_a_model_is_scripted_with_the_hooks_of_the_user_and_without_those_of_the
     found = observed(output, model, script)
 
     assert torch.equal(scripted[0](values(3, 4)), model(values(3, 4)))
+    assert torch.equal(scripted[1](values(3, 4)), model(values(3, 4)))
     assert found.names("actv") == [".input", "0.input", "0.output", "1.input", "1.output", ".output"]
     handle.remove()
     assert [*model[1]._forward_hooks] == []

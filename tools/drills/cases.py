@@ -136,7 +136,8 @@ def of_a_fault(name: str, ground: Ground, place: Path, random_: random.Random, w
     at = random_.randrange(CHECKPOINT + 2, 22)
     given = Job(
         output=str(place / "out"), told="", framework=framework, world=world, at=at, until=at + random_.randrange(3, 15),
-        compiled=framework == "torch" and random_.random() < 0.3, seed=random_.randrange(2**30), config=_config(random_),
+        compiled=framework == "torch" and world < 3 and random_.random() < 0.3,  # docs/compiled.md: the order of DDP's sums
+        seed=random_.randrange(2**30), config=_config(random_),
     )  # fmt: skip
     on = range(world) if fault.of_all else [random_.randrange(world)]
     jobs = [replace(given, rank=rank, fault=name if rank in on else "none") for rank in range(world)]

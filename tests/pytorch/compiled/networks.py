@@ -99,6 +99,19 @@ class Interrupted(InPlace):
         return y
 
 
+class AroundTorchsOwn(nn.Module):
+    """Cannot be compiled, and calls modules of torch, which can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
+
+    @torch._dynamo.disable(recursive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
 class Fork(nn.Module):
     """Uses what it is given several times, and looks at whether that is what it was given."""
 

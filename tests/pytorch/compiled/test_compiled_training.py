@@ -12,7 +12,7 @@ import torch
 import torch._inductor.config
 from compiling import WAYS, Compile, Make, Place, Trained, Ways, batch, recorded, trained
 from evidence import sampled
-from networks import Attention, Checkpointed, Forked, InPlace, Interrupted, NoLayer, OneLayer, Shared
+from networks import AroundTorchsOwn, Attention, Checkpointed, Forked, InPlace, Interrupted, NoLayer, OneLayer, Shared
 from observing import seeded
 from watching import EVERYTHING, Output, attached, train
 
@@ -94,6 +94,15 @@ def test_compiled_code_has_the_rows_of_eager_code_and_nothing_is_compiled_becaus
     )
 
     assert (monitored.graphs, monitored.breaks) == (alone.graphs, alone.breaks)
+    assert all(map(torch.equal, alone.numbers, monitored.numbers))
+
+
+def test_modules_of_torch_are_not_compiled_because_they_have_hooks_of_the_monitor(output: Output) -> None:
+    alone = trained(AroundTorchsOwn, WAYS["whole"], backend="aot_eager")
+
+    monitored = assert_rows_are_those_of_eager_code(AroundTorchsOwn, WAYS["whole"], output, backend="aot_eager")
+
+    assert (monitored.graphs, alone.graphs) == (0, 0)
     assert all(map(torch.equal, alone.numbers, monitored.numbers))
 
 
