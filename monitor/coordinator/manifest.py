@@ -45,12 +45,14 @@ class Timeline:
     Attributes:
         first: The first step that this run has reported; None before.
         killed_before: The steps between the last one of an earlier run that was killed and the first of this run.
+        begins: The step with which training begins in this run, if it is known. It may be collected later, or never.
         thinned: The steps that were removed from the files.
     """
 
     def __init__(self) -> None:
         self.first: int | None = None
         self.killed_before: schema.StepRange | None = None
+        self.begins: int | None = None
         self._resumed, self._killed, self._interval = False, False, 0  # 0: it may have changed while the run went on
         self._written, self._skipped, self._incomplete = (
             schema.StepRanges(),
@@ -193,6 +195,7 @@ class Timeline:
         """Mark the steps between a killed run's last known step and ``step`` as dropped: the killed run had them."""
         if self.first is not None or not self._killed:
             return
+        step = step if self.begins is None else min(step, self.begins)
         known = max(self._written.newest, self._dropped.newest, *(causes.newest for causes in self._lost.values()), -1)
         if known >= 0 and (gap := schema.steps_between(known, step, self._interval or self._written.interval or 1)) is not None:
             self.killed_before = gap

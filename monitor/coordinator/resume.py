@@ -194,6 +194,8 @@ def resolve_rank_directory(
         return _in_span(base, rank, (span[0], span[1]), recording, known.watched)
 
     taken = _reuse_earlier(choose, rank, formats, failures) if span else None
+    if taken is not None and this is not None:
+        taken.earlier.timeline.begins = this.start_step
     return taken or _new(base / str(RankDirectory.new(timestamp, rank)), failures)
 
 

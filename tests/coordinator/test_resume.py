@@ -284,6 +284,15 @@ class TestTimeline:
         assert listed(told["steps"].written) == [0, 1, 2]
         assert not any(steps.count for steps in told["lost"]["csv"].values())
 
+    def test_steps_that_the_resumed_run_trains_without_collecting_them_are_not_called_missing(self):
+        line = Timeline()
+        for step in range(6):
+            line.write(step, "complete")
+        line = Timeline.restored(record_with(**line.manifest_fields()))
+        line.begins = 8
+        line.write(20, "complete")
+        assert listed(line.manifest_fields()["dropped"][KILLED]) == [6, 7]
+
     def test_steps_that_happen_to_lie_equally_far_apart_do_not_hide_those_between_them(self):
         line = Timeline()
         for step in (0, 25):  # the only steps that two killed runs had written
