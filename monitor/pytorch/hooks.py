@@ -161,7 +161,7 @@ def _frame_check() -> patches.CallPatch | None:
     """Of the function that says whether dynamo skips a frame. The first step of an optimizer imports dynamo anyway."""
     try:
         from torch._dynamo import trace_rules
-    except ImportError:
+    except Exception:  # it imports much, and a process may have little memory left
         return None
     return patches.CallPatch(trace_rules, "check_verbose", ("obj", "is_inlined_call", "frame"))
 
