@@ -168,6 +168,7 @@ class Timeline:
 
     @property
     def _thins(self) -> bool:
+        """Whether there is something to say of thinning: most runs have no bound, and save the manifest often."""
         return bool(self.thinned.removed or self.thinned.alerts or self.thinned.kept.count)
 
     def _find(self, step: int, missing: Collection[str]) -> None:

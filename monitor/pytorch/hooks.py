@@ -67,9 +67,6 @@ _is_exporting: Final[Callable[[], bool]] = torch.compiler.is_exporting if TRACEA
 """Whether a compiler traces for an export. Earlier versions of torch cannot say it, or say it of every trace."""
 
 
-_NO_CONTEXT: Final = contextlib.nullcontext()
-
-
 def _is_of_the_monitor(hook: object) -> bool:
     """Also in a copied or loaded model, where it does nothing."""
     return isinstance(hook, ModuleHook) or isinstance(getattr(hook, "__self__", None), contextlib.nullcontext)
@@ -98,7 +95,7 @@ class ModuleHook:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (_NO_CONTEXT, "__exit__")
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class _HiddenHooks(patches.CallListener):
@@ -158,10 +155,10 @@ _SCRIPTING: Final = patches.CallPatch(torch.jit._recursive, "create_script_modul
 
 @cache
 def _frame_check() -> patches.CallPatch | None:
-    """Of the function that says whether dynamo skips a frame. The first step of an optimizer imports dynamo anyway."""
+    """The patch of the function that says whether dynamo skips a frame. Making an optimizer imports dynamo anyway."""
     try:
         from torch._dynamo import trace_rules
-    except Exception:  # it imports much, and a process may have little memory left
+    except Exception:  # then nothing is compiled here
         return None
     return patches.CallPatch(trace_rules, "check_verbose", ("obj", "is_inlined_call", "frame"))
 
@@ -173,7 +170,7 @@ def _module_of(frame: Any) -> list[nn.Module]:
 
 
 _HIDING: Final = weakref.WeakValueDictionary[object, _HiddenHooks]()
-"""The one that the living hooks share. Without hooks it is gone, and torch has its own function again."""
+"""All hooks share one object. It is gone with the last hook, and torch then has its own functions again."""
 
 
 def _hidden_hooks() -> _HiddenHooks:

@@ -90,7 +90,11 @@ DAMAGES: Final[tuple[Callable[[Path, random.Random], None], ...]] = (
 
 
 def look_at_everything(directory: Path, scratch: Path, said: str, random_: random.Random) -> None:
-    """Have commands read the recording and the merged set. None of them hangs, aborts or prints a traceback."""
+    """Read the recording and the merged set with four commands.
+
+    Raises:
+        DrillError: A command hangs, aborts, or prints a traceback.
+    """
     scratch.mkdir()
     output, merged = str(directory / "out"), str(directory / "merged")
     commands = [

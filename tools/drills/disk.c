@@ -82,16 +82,15 @@ static int fails(int creates, int writes) {
     return 0;
 }
 
-static int opened(const char *path, int flags, int descriptor) {
-    (void)flags;
+static int opened(const char *path, int descriptor) {
     if (descriptor >= 0 && descriptor < MOST_DESCRIPTORS) {
         ours[descriptor] = (char)is_below(path);
     }
     return descriptor;
 }
 
-#define OPEN(name)                                                                                                                        \
-    int name(const char *path, int flags, ...) {                                                                                          \
+#define OPENING(name, parameters, arguments)                                                                                              \
+    int name parameters {                                                                                                                 \
         va_list more;                                                                                                                     \
         va_start(more, flags);                                                                                                            \
         mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(more, mode_t) : 0;                                                           \
@@ -99,20 +98,11 @@ static int opened(const char *path, int flags, int descriptor) {
         if (is_below(path) && fails(flags & O_CREAT, (flags & O_ACCMODE) != O_RDONLY && (control[0] & READ_ONLY))) {                      \
             return -1;                                                                                                                    \
         }                                                                                                                                 \
-        return opened(path, flags, REAL(name)(path, flags, mode));                                                                        \
+        return opened(path, REAL(name) arguments);                                                                                        \
     }
 
-#define OPEN_AT(name)                                                                                                                     \
-    int name(int directory, const char *path, int flags, ...) {                                                                           \
-        va_list more;                                                                                                                     \
-        va_start(more, flags);                                                                                                            \
-        mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(more, mode_t) : 0;                                                           \
-        va_end(more);                                                                                                                     \
-        if (is_below(path) && fails(flags & O_CREAT, (flags & O_ACCMODE) != O_RDONLY && (control[0] & READ_ONLY))) {                      \
-            return -1;                                                                                                                    \
-        }                                                                                                                                 \
-        return opened(path, flags, REAL(name)(directory, path, flags, mode));                                                             \
-    }
+#define OPEN(name) OPENING(name, (const char *path, int flags, ...), (path, flags, mode))
+#define OPEN_AT(name) OPENING(name, (int directory, const char *path, int flags, ...), (directory, path, flags, mode))
 
 OPEN(open)
 OPEN(open64)

@@ -30,6 +30,9 @@ from pathlib import Path
 
 from cases import Drill, Ground, Outcome, all_drills
 from running import Preload
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
+from tables import Progress, aligned
 from verdicts import DrillError
 
 LONG = 10
@@ -83,9 +86,14 @@ def run_cases(drills: Sequence[Drill], records: dict[str, Record], ground: Groun
     drawn = order(drills, options.seed)
     running: dict[Future[Outcome], tuple[Drill, Path]] = {}
     began = 0
+
+    def begins() -> bool:
+        return bool(drills) and (time.monotonic() < deadline or began < options.least * len(drills))
+
+    progress = Progress()
     with ThreadPoolExecutor(options.beside) as pool:
-        while running or (drills and (time.monotonic() < deadline or began < options.least * len(drills))):
-            more = time.monotonic() < deadline or began < options.least * len(drills)
+        while running or begins():
+            more = begins()
             while more and len(running) < options.beside:
                 drill, seed = next(drawn)
                 place = ground.directory / f"case{began}"
@@ -96,7 +104,8 @@ def run_cases(drills: Sequence[Drill], records: dict[str, Record], ground: Groun
                 drill, place = running.pop(future)
                 _finish(records[drill.name], future, place)
                 if not options.quiet:
-                    show(records, deadline)
+                    progress.show("drills", how_far(records, deadline))
+    progress.end()
 
 
 def order(drills: Sequence[Drill], seed: int) -> Iterator[tuple[Drill, int]]:
@@ -131,18 +140,16 @@ def _skipped(drill: Drill, ground: Ground, options: argparse.Namespace, records:
     return bool(reason)
 
 
-def show(records: dict[str, Record], deadline: float) -> None:
+def how_far(records: dict[str, Record], deadline: float) -> str:
     cases, failed = (sum(counts) for counts in zip(*((one.cases, len(one.failed)) for one in records.values()), strict=True))
     left = max(0.0, deadline - time.monotonic()) / 60
-    print(f"\r{cases} cases, {failed} failed, {left:.0f} min left ", end="", file=sys.stderr, flush=True)
+    return f"{cases} cases, {failed} failed, {left:.0f} min left"
 
 
 def table(records: dict[str, Record]) -> str:
     header = ("drill", "cases", "passed", "steps", "named missing", "killed")
     body = [(name, *map(str, row_of(one))) for name, one in records.items()]
-    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
-    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *body)]
-    return "\n".join(["", lines[0], "-|-".join("-" * width for width in widths), *lines[1:]])
+    return f"\n{aligned(header, body)}\n"
 
 
 def row_of(one: Record) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""What a process of a drill is told."""
+"""The arguments of a drill's process."""
 
 from __future__ import annotations
 

@@ -48,9 +48,6 @@ class MindSporeTraining:
     def drop_gradients(self) -> None:
         """There are none."""
 
-    def forward_only(self) -> None:
-        raise NotImplementedError("MindSpore cannot be used in a forked process")
-
     def in_forward(self, call: Callable[[], None] | None) -> None:
         """See ``TorchTraining``."""
         self.model[1].during = call

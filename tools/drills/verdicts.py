@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +139,6 @@ def _named(records: Iterable[ManifestRecord], written: set[int], steps: Iterable
         if not record.closed:
             named |= {step for step in steps if step > max(written, default=-1)}
     return named
-
-
-def leftovers(output: Path) -> Iterator[Path]:
-    """Files that are not finished."""
-    for path in output.rglob(".*"):
-        if path.is_file() and path.parent != output and path.name != ".lock":
-            yield path
 
 
 # --- Commands.
