@@ -63,8 +63,11 @@ def _skip_strategy() -> Any:
 TRACEABLE: Final = hasattr(torch.library, "_register_effectful_op")
 """Whether this version of torch keeps operators with side effects in order. Otherwise compiled code is not observed."""
 
-_is_exporting: Final[Callable[[], bool]] = torch.compiler.is_exporting if TRACEABLE else lambda: False
-"""Whether a compiler traces for an export. Earlier versions of torch cannot say it, or say it of every trace."""
+
+@torch.compiler.assume_constant_result
+def _is_exporting() -> bool:
+    """Whether a compiler traces for an export. ``torch.compiler.is_exporting`` says so of every trace in torch 2.10 to 2.12."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def _is_of_the_monitor(hook: object) -> bool:

@@ -191,7 +191,7 @@ class TensorPaths:
             return [TensorPath("", 0, value)]
         if isinstance(value, (tuple, list)) and len(value) == 1 and isinstance(value[0], self._tensor):
             return [TensorPath("", 0, value[0])]
-        return _distinct(self._walk(children(value) or ()))
+        return _distinct(self._walk(_parts_of(value)))
 
     def held(self, value: Any) -> list[Any]:
         """Every tensor in a result, including those that ``outputs`` does not find.
@@ -219,19 +219,22 @@ class TensorPaths:
 
     def length(self, value: Any) -> int:
         """Number of elements of a result: 1 for a tensor."""
-        return 1 if isinstance(value, self._tensor) else len(list(children(value) or ()))
+        return 1 if isinstance(value, self._tensor) else len(list(_parts_of(value)))
 
     def _walk(self, parts: Iterable[tuple[Any, Any]]) -> Iterator[TensorPath]:
         for position, (key, child) in enumerate(parts):
             for suffix, tensor in self._below(child, f"_{key}", ()):
                 yield TensorPath(suffix, position, tensor)
 
-    def _below(self, value: Any, suffix: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    def _below(self, value: Any, suffix: str, above: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, self._tensor):
             yield suffix, value
-        elif len(above) < MAX_DEPTH and id(value) not in above:
-            for key, child in children(value) or ():
-                yield from self._below(child, f"{suffix}_{key}", (*above, id(value)))
+        elif value is not None and len(above) < MAX_DEPTH and (parts := children(value)) is not None:
+            for one in above:
+                if one is value:
+                    return
+            for key, child in parts:
+                yield from self._below(child, f"{suffix}_{key}", (*above, value))
 
 
 def described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -248,6 +251,11 @@ def children(value: Any) -> Iterable[tuple[Any, Any]] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
     return None
+
+
+def _parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    parts = children(value)
+    return () if parts is None else parts  # compilers cannot say whether an iterator is true
 
 
 def _distinct(leaves: Iterable[TensorPath]) -> list[TensorPath]:
