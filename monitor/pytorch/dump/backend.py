@@ -26,6 +26,7 @@ from monitor.recording.backend import Autograd, Removable
 from monitor.stats.partials import COLUMNS, Floats
 from monitor.stats.torch.dispatch import reduce_into
 from monitor.stats.torch.host_kernel import TorchHostKernel
+from monitor.stats.torch.memory import pinned
 from monitor.stats.torch.tensors import beneath, has_memory, is_plain, local_shard, unseen
 
 # --- Tensors in a dump. A tensor in host memory is reduced at once, and copied if its elements are wanted. For a tensor on a
@@ -91,7 +92,7 @@ class _PendingCopy:
     """A pending copy from a device."""
 
     def __init__(self, x: Tensor) -> None:
-        self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self._host = pinned(x.shape, x.dtype)
         self._host.copy_(x, non_blocking=True)
         self._arrived = torch.accelerator.current_stream(x.device).record_event()
 

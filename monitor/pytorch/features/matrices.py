@@ -12,6 +12,7 @@ from torch import Tensor
 from monitor.recording.features import krylov
 from monitor.recording.features.krylov import CERTAIN, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
 from monitor.recording.features.reading import Norms, Routing, Similarity
+from monitor.stats.torch.memory import sent
 from monitor.stats.torch.tensors import working_precision
 
 BLOCK: Final = 1 << 18
@@ -62,7 +63,7 @@ def _lanczos(matrix: Tensor, dtype: torch.dtype, factor: float | None = None) ->
     """Multiply until the spectral norm is certain. Needs free reads."""
     columns = matrix.shape[1]
     found, vector = Tridiagonal(columns), _start(matrix, dtype)
-    basis = torch.empty((min(MOST, columns), columns), dtype=dtype)
+    basis = torch.empty((min(MOST, columns), columns), dtype=dtype, device="cpu")
     for size in range(1, len(basis) + 1):
         basis[size - 1] = vector
         along, before, rest, length = _beyond(basis[:size], _times(matrix, vector, factor))
@@ -118,7 +119,7 @@ def _is_certain(projected: Tensor, beyond: Tensor, largest: Tensor, columns: int
 
 
 def _start(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(krylov.start(matrix.shape[1])).to(matrix.device, dtype)
+    return sent(krylov.start(matrix.shape[1]), matrix.device).to(dtype)
 
 
 def _times(matrix: Tensor, vector: Tensor, factor: Tensor | float | None) -> Tensor:

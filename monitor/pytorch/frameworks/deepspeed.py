@@ -102,7 +102,7 @@ def loss_scale_of(engine: Any) -> Tensor | None:
     if scaler is not None:
         scale: Tensor | None = scaler._scale
         return scale
-    return torch.tensor(float(engine.optimizer.loss_scale)) if _scales(engine) else None
+    return torch.tensor(float(engine.optimizer.loss_scale), device="cpu") if _scales(engine) else None
 
 
 def is_scaled(engine: Any) -> bool:

@@ -25,6 +25,7 @@ from monitor.pytorch.trainer_mon import TrainerMon
 from monitor.recording.backend import HookSet
 from monitor.recording.patches import CallListener
 from monitor.selection import clean_name, without_module
+from monitor.stats.torch.memory import pinned
 from monitor.stats.torch.tensors import local_shard
 from monitor.training.metrics import NotARouterError
 from monitor.training.step import NoCounterError, Number, Tokens
@@ -60,7 +61,7 @@ def arriving(x: Tensor) -> Callable[[], Tensor]:
     x = x.detach()
     if x.device.type == "cpu":
         return lambda: x
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host = pinned(x.shape, x.dtype)
     host.copy_(x, non_blocking=True)
     return partial(_arrived, host, torch.accelerator.current_stream(x.device).record_event())
 

@@ -39,7 +39,7 @@ from monitor.stats.partials import (
     SUMSQ,
     WRITES,
 )
-from monitor.stats.torch.memory import persistent
+from monitor.stats.torch.memory import persistent, sent
 from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, pieces, readable, words_in, working_precision
 
 CHUNK: Final = 1 << 22
@@ -279,13 +279,8 @@ def count_magnitudes_on_device(x: Tensor) -> Tensor | None:
 
 @cache
 def _edges(device: torch.device) -> Tensor:
-    """The bin edges on a device, copied once from pinned memory, without waiting for earlier launches."""
-    there = device.type != "cpu"
-
-    def make() -> Tensor:
-        return torch.tensor(UPPER, dtype=torch.float32, pin_memory=there).to(device, non_blocking=there)
-
-    return persistent(device, make)
+    """The bin edges on a device, copied once."""
+    return persistent(device, lambda: sent(UPPER.astype(np.float32), device))
 
 
 def _bins_of(magnitudes: Tensor, edges: Tensor) -> Tensor:

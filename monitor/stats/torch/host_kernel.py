@@ -104,7 +104,7 @@ class TorchHostKernel:
         starts = np.cumsum(lengths) - lengths
         rows, hold = reduce_segments(numbers, starts, lengths, self._bound, np.empty(len(numbers)), higher=self.higher)
         for place in np.flatnonzero(~hold).tolist():
-            rows[place] = self.reduce(torch.tensor(numbers[starts[place] : starts[place] + lengths[place]]))
+            rows[place] = self.reduce(torch.from_numpy(numbers[starts[place] : starts[place] + lengths[place]]))
         return rows
 
     def reduce(self, x: Tensor) -> Row | Floats | None:

@@ -6,9 +6,10 @@ it. A side stream then copies the slot to pinned memory, and the writer waits fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,17 @@ def persistent(
         stream.wait_event(done)
         made.record_stream(stream)  # once freed, its memory is reused only after this stream's work on it
     return made
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Host memory that a device copies to and from without a wait. ``torch.set_default_device`` does not move it."""
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+
+def sent(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    """A tensor with these numbers on ``device``. Does not wait for earlier work there."""
+    there = torch.from_numpy(numbers)
+    return there if device.type == "cpu" else there.pin_memory().to(device, non_blocking=True)
 
 
 def made_here(_device: torch.device, make: Callable[[], Tensor]) -> Tensor:
@@ -135,7 +147,7 @@ class TorchDevicePageCopy:
         self._page = page
         self._side = side
         self._sealed = persistent(live.device, lambda: torch.empty_like(live))
-        self._host = torch.empty(live.shape, dtype=live.dtype, pin_memory=True)
+        self._host = pinned(live.shape, live.dtype)
         self._taken = torch.Event(device=live.device)
         self._arrived = torch.Event(device=live.device)
         self.nbytes = 2 * live.nbytes
