@@ -32,6 +32,7 @@ REQUESTS: pytest.StashKey[Requests] = pytest.StashKey()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--mindspore", action="store_true", help="run the tests of MindSpore, and only those")
+    parser.addoption("--device", help="make the tensors of tests/pytorch there, as far as a test does not name a place (cuda)")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -7,6 +7,8 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,8 +20,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from stepping import rotated
 
 AHEAD = 256 << 20
-"""Bytes copied before each measurement: what is measured is then queued before its turn comes, so that its time is the device's
-alone; and none of it is left in a cache."""
+"""Bytes copied before each measurement, as often as it takes the host to queue what is measured: it is queued before its turn
+comes, so that its time is the device's alone; and none of it is left in a cache."""
+
+MARGIN = 1.5
 
 
 def add_arguments(parser: argparse.ArgumentParser, quick: str) -> None:
@@ -60,29 +64,57 @@ class Clock:
         self._device = device
         on_host = device.type == "cpu"
         self._ahead = None if on_host else torch.empty(AHEAD, dtype=torch.uint8, device=device)
+        self._copy = 0.0 if on_host else min(self.times(self._copy_ahead)[0] for _ in range(5))
 
-    def seconds(self, call: Callable[[], object]) -> float:
+    def _copy_ahead(self) -> None:
+        assert self._ahead is not None
+        self._ahead[: AHEAD // 2].copy_(self._ahead[AHEAD // 2 :])
+
+    def times(self, call: Callable[[], object], queued: float = 0.0) -> tuple[float, float]:
+        """Seconds of the device and of the host.
+
+        Args:
+            queued: Seconds that the host is expected to take.
+        """
         if self._ahead is None:
             begun = time.perf_counter()
             call()
-            return time.perf_counter() - begun
-        begun, ended = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        self._ahead[: AHEAD // 2].copy_(self._ahead[AHEAD // 2 :])
-        begun.record()
+            took = time.perf_counter() - begun
+            return took, took
+        first, last = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        self._copy_ahead()
+        for _ in range(ceil(MARGIN * queued / self._copy) if queued else 0):
+            self._copy_ahead()
+        first.record()
+        begun = time.perf_counter()
         call()
-        ended.record()
-        ended.synchronize()
-        return begun.elapsed_time(ended) / 1e3
+        took = time.perf_counter() - begun
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3, took
 
-    def medians(self, ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-        """Seconds by way: each once a round, in an order that changes, after two rounds to warm up."""
-        took: dict[str, list[float]] = {name: [] for name in ways}
+    def laps(self, call: Callable[[], object], count: int) -> list[float]:
+        """Seconds of each of ``count`` calls in a row, from the end of one to the end of the next. The host does not wait."""
+        if self._ahead is None:
+            return [self.times(call)[0] for _ in range(count)]
+        ends = [torch.Event(self._device, enable_timing=True) for _ in range(count + 1)]
+        ends[0].record()
+        for end in ends[1:]:
+            call()
+            end.record()
+        ends[-1].synchronize()
+        return [one.elapsed_time(other) / 1e3 for one, other in pairwise(ends)]
+
+    def medians(self, ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
+        """Seconds of the device and of the host, by way: each once a round, in an order that changes, after two to warm up."""
+        took: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        queued = dict.fromkeys(ways, 0.0)
         for number in range(-2, rounds):
             for name in rotated(list(ways), number):
-                seconds = self.seconds(ways[name])
-                if number >= 0:
-                    took[name].append(seconds)
-        return {name: median(each) for name, each in took.items()}
+                took[name].append(self.times(ways[name], queued[name]))
+                if number < 0:
+                    queued[name] = took[name].pop()[1]
+        return {name: (median(one[0] for one in each), median(one[1] for one in each)) for name, each in took.items()}
 
 
 def sizes_between(least: int, most: int) -> Sequence[int]:

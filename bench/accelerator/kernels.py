@@ -7,7 +7,8 @@ ways, which is what memory gives: the stricter of the two bounds that one could 
 
 Beside the monitor's kernel stand the portable one, `torch._foreach_norm`, which is one statistic, and five operators of torch
 one after the other, which are what users write. Lists have the sizes of a transformer's parameters. Times are the device's, by
-events, medians over rounds in which every way has its turn.
+events, medians over rounds in which every way has its turn; the last column is what the training thread takes to start the
+monitor's.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Speed:
 
     Attributes:
         copy: Bytes a second that a copy of as much moves, both ways.
-        seconds: By way.
+        seconds: The device's, by way.
+        host: Seconds that the host takes to start them, by way.
     """
 
     what: str
@@ -49,6 +51,7 @@ class Speed:
     bytes: int
     copy: float
     seconds: dict[str, float]
+    host: dict[str, float]
 
 
 def main() -> int:
@@ -131,18 +134,20 @@ def rows(count: int, device: torch.device) -> Tensor:
 
 def speed(what: str, x: Tensor, size: int, ways: dict[str, Callable[[], object]], clock: Clock, rounds: int) -> Speed:
     took = clock.medians(ways, rounds)
-    return Speed(what, str(x.dtype).removeprefix("torch."), size, 2 * size / took.pop("copy"), took)
+    device, host = ({way: each[which] for way, each in took.items()} for which in (0, 1))
+    return Speed(what, str(x.dtype).removeprefix("torch."), size, 2 * size / device.pop("copy"), device, host)
 
 
 def table(speeds: Sequence[Speed]) -> str:
     ways = list(dict.fromkeys(way for each in speeds for way in each.seconds))
-    header = ["what", "dtype", "MB", "copy, GB/s both ways", "monitor, GB/s", "share", *(f"{way}, µs" for way in ways)]
+    header = ["what", "dtype", "MB", "copy, GB/s both ways", "monitor, GB/s", "share"]
+    header += [*(f"{way}, µs" for way in ways), "host, µs"]
     lines = []
     for each in speeds:
         read = each.bytes / each.seconds["monitor"]
         times = [f"{each.seconds[way] * 1e6:.1f}" if way in each.seconds else "" for way in ways]
         shown = [f"{each.bytes / MEGABYTE:.2f}", f"{each.copy / 1e9:.0f}", f"{read / 1e9:.0f}", f"{read / each.copy:.0%}"]
-        lines.append([each.what, each.dtype, *shown, *times])
+        lines.append([each.what, each.dtype, *shown, *times, f"{each.host['monitor'] * 1e6:.1f}"])
     return aligned(header, lines, names=2)
 
 

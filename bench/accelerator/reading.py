@@ -41,5 +41,5 @@ def bandwidth(device: torch.device, rounds: int = 20) -> float:
     size = COPIED if device.type != "cpu" else COPIED >> 5
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     clock = Clock(device)
-    seconds = sorted(clock.seconds(lambda: target.copy_(source)) for _ in range(rounds))[rounds // 2]
+    seconds = sorted(clock.times(lambda: target.copy_(source))[0] for _ in range(rounds))[rounds // 2]
     return 2 * size / seconds

@@ -64,10 +64,12 @@ TRACEABLE: Final = hasattr(torch.library, "_register_effectful_op")
 """Whether this version of torch keeps operators with side effects in order. Otherwise compiled code is not observed."""
 
 
-@torch.compiler.assume_constant_result
-def _is_exporting() -> bool:
-    """Whether a compiler traces for an export. ``torch.compiler.is_exporting`` says so of every trace in torch 2.10 to 2.12."""
+def _exporting_now() -> bool:
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
+_is_exporting: Final[Callable[[], bool]] = torch.compiler.assume_constant_result(_exporting_now)
+"""Whether a compiler traces for an export. ``torch.compiler.is_exporting`` says so of every trace in torch 2.11."""
 
 
 def _is_of_the_monitor(hook: object) -> bool:

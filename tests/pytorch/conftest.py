@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -27,6 +29,19 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     """The way of the test, if it has one (``ways``)."""
     if hasattr(request, "param"):
         use(request.param, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The device of ``--device``. What is computed there depends on nothing but what goes in, if torch can tell it so."""
+    if (name := request.config.getoption("--device")) is None:
+        yield
+        return
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with torch.device(name):
+        yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from monitor.failures import LOGGER
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS
 from monitor.stats.torch.device_kernel import TorchDeviceKernel
-from monitor.stats.torch.memory import made_here, persistent
-from monitor.stats.torch.tensors import BYPASSED_KEYS, PLAIN, beneath, has_memory, in_memory_order, readable
+from monitor.stats.torch.memory import made_here, persistent, pinned
+from monitor.stats.torch.tensors import BYPASSED_KEYS, PLAIN, beneath, in_memory_order, readable
 from monitor.stats.triton.reading import FORMATS, READ, Blocks, Cut, ElementFormat, cut
 
 # --- Launches that cost little more than the driver's call.
@@ -295,13 +295,13 @@ class FusedKernel:
 
     def reduces(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None = None) -> bool:
         """``reduce_into`` without the portable kernel. False, and nothing written, if ``x`` is unsupported or has no data."""
-        if type(x) in PLAIN and x.layout is torch.strided and x.is_contiguous() and not x.is_neg() and not x.is_meta:
+        if is_dense(x):
             return self._dense(x, x.numel(), 1, page, row, offset)
         return self._other(x, page, row, offset)
 
     def _dense(self, x: Tensor, n: int, repeats: int, page: Tensor, row: int, offset: Tensor | None) -> bool:
         address = x.data_ptr()
-        if n and address <= x.storage_offset() * x.itemsize:  # freed: ``has_memory``
+        if is_freed(x, address, n):
             return False
         key = (x.dtype, x.get_device(), not address % READ, not n % EVEN)
         known = self._known.get(key) or self._meet(key)
@@ -478,10 +478,13 @@ def _gathered(
     left: list[int] = []
     bases: dict[int, int] = {}
     for place, (x, page, row) in enumerate(zip(tensors, pages, rows, strict=True)):
-        if not is_listed(x):
+        if not is_dense(x) or x.dtype not in FORMATS:
             left.append(place)
             continue
         address, n = x.data_ptr(), x.numel()
+        if is_freed(x, address, n):
+            left.append(place)
+            continue
         kind = (x.get_device(), x.dtype, not address % READ, not n % EVEN)
         group = groups.get(kind)
         if group is None:
@@ -496,10 +499,19 @@ def _gathered(
     return groups, left
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether ``x`` is of torch's own types, and its elements lie side by side in memory, as they are."""
+    return type(x) in PLAIN and x.layout is torch.strided and x.is_contiguous() and not x.is_neg() and not x.is_meta
+
+
+def is_freed(x: Tensor, address: int, n: int) -> bool:
+    """Whether the ``n`` elements of a dense tensor, from ``address`` on, are in no memory."""
+    return n > 0 and address <= x.storage_offset() * x.itemsize
+
+
 def is_listed(x: Tensor) -> bool:
     """Whether ``x`` can be in a list: a dense tensor of torch's own types, in memory, of a dtype that the kernel reads."""
-    plain = type(x) in PLAIN and x.layout is torch.strided and x.dtype in FORMATS
-    return plain and x.is_contiguous() and not x.is_neg() and not x.is_meta and has_memory(x)
+    return is_dense(x) and x.dtype in FORMATS and not is_freed(x, x.data_ptr(), x.numel())
 
 
 def contents(group: TensorGroup, lane: int, engine: FusedEngine) -> tuple[NDArray[np.int64], int]:
@@ -516,9 +528,9 @@ def _sent(numbers: NDArray[np.int64], device: torch.device, room: Tensor | None)
     """``numbers`` in the device's memory, in ``room`` if they fit. Does not wait."""
     if device.type == "cpu":
         return persistent(device, lambda: torch.from_numpy(numbers))
-    pinned = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
-    pinned.numpy()[:] = numbers
+    sent = pinned([len(numbers)], torch.int64)
+    sent.numpy()[:] = numbers
     if room is None or len(room) < len(numbers):
         room = persistent(device, lambda: torch.empty(len(numbers), dtype=torch.int64, device=device))
-    room[: len(numbers)].copy_(pinned, non_blocking=True)
+    room[: len(numbers)].copy_(sent, non_blocking=True)
     return room
