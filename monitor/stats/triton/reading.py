@@ -94,13 +94,18 @@ class Blocks:
     Attributes:
         lanes: Threads of a program, each with its own running columns; a multiple of the threads of a warp.
         rows: Parts that are combined at once.
-        parts: Number of programs that fills any device. With fewer tiles than this, each part is one tile.
+        parts: Number of programs that fills any device.
+        few: Number of programs above which parts of one tile cost more time than they save: each program ends with a sum over
+            its lanes.
+        least: Tiles of a part that suffice to hide this cost.
         tiles: Most tiles of a part.
     """
 
     lanes: int = 128
     rows: int = 128
     parts: int = 512
+    few: int = 128
+    least: int = 4
     tiles: int = 64
 
 
@@ -119,6 +124,6 @@ def cut(elements: int, lane: int, blocks: Blocks) -> Cut:
         lane: Elements of one lane in one tile.
     """
     tiles = -(-elements // (lane * blocks.lanes))
-    wanted = -(-tiles // blocks.parts)
+    wanted = max(-(-tiles // blocks.parts), min(blocks.least, tiles // blocks.few))
     each = min(blocks.tiles, 1 << max(0, wanted - 1).bit_length())
     return Cut(max(1, -(-tiles // each)), each)
