@@ -54,13 +54,19 @@ class DeviceSteps:
     def __init__(self, captures: Callable[[torch.device], bool] = capturing) -> None:
         self.captures = captures
         self._tensors: dict[tuple[torch.device, int], Tensor] = {}
+        self._begun: dict[int, tuple[int, int]] = {}
         self.active = False
 
     def make(self, device: torch.device, chunk: int) -> None:
-        """Allocate the tensor before any capture: a tensor made in a capture would be made anew by every replay."""
+        """Allocate the tensor before any capture: a tensor made in a capture would be made anew by every replay.
+
+        Forwards that began earlier in the step are counted.
+        """
         if (device, chunk) not in self._tensors and not self.captures(device):
-            self._tensors[device, chunk] = persistent(device, lambda: torch.full((3,), OFF, dtype=torch.int64, device=device))
-            self._fill(self._tensors[device, chunk])
+            place = persistent(device, lambda: torch.full((3,), OFF, dtype=torch.int64, device=device))
+            self._fill(place)
+            self._count(place, *self._begun.get(chunk, (0, 0)))
+            self._tensors[device, chunk] = place
 
     def has(self, device: torch.device, chunk: int) -> bool:
         return (device, chunk) in self._tensors
@@ -76,17 +82,23 @@ class DeviceSteps:
     def step_begins(self, active: bool) -> None:
         """Reset to "no micro-step has begun"."""
         self.active = active
+        self._begun.clear()
         for place in self._tensors.values():
             self._fill(place)
 
     def micro_step_begins(self, chunk: int, micro_steps: int) -> None:
         """Count another forward of a chunk's root. Forwards beyond the last row are not recorded."""
+        begun, _ = self._begun.get(chunk, (0, 0))
+        self._begun[chunk] = begun + 1, micro_steps
+        for (_, other), place in self._tensors.items():
+            if other == chunk:
+                self._count(place, 1, micro_steps)
+
+    def _count(self, place: Tensor, forwards: int, micro_steps: int) -> None:
         with beneath():
-            for (_, other), place in self._tensors.items():
-                if other == chunk:
-                    count = place[_COUNT].add_(1)
-                    wanted = (place[_STEP] == 0) & (count < micro_steps)
-                    place[_MICRO_STEP].copy_(torch.where(wanted, count, OFF))
+            count = place[_COUNT].add_(forwards)
+            wanted = (place[_STEP] == 0) & (count < micro_steps)
+            place[_MICRO_STEP].copy_(torch.where(wanted, count, OFF))
 
     def _fill(self, place: Tensor) -> None:
         with beneath():

@@ -137,6 +137,20 @@ def test_what_was_not_seen_before_a_capture_has_no_row(captured: Captured) -> No
     assert ("late", 0) not in captured.step([1.0])
 
 
+def test_a_place_that_is_made_within_a_step_has_counted_its_forwards() -> None:
+    steps = DeviceSteps(lambda _: False)
+    steps.step_begins(True)
+    steps.micro_step_begins(0, 3)
+    steps.micro_step_begins(0, 3)
+    steps.make(HOST, 0)
+    assert steps.micro_step(HOST, 0) == 1
+    steps.micro_step_begins(0, 3)
+    assert steps.micro_step(HOST, 0) == 2
+    steps.step_begins(True)
+    steps.micro_step_begins(0, 3)
+    assert steps.micro_step(HOST, 0) == 0
+
+
 def test_in_a_capture_no_place_is_made(captured: Captured) -> None:
     with captured.tape:
         captured.reader.device_steps.make(HOST, 1)
