@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import platform
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -40,6 +42,18 @@ def device_of(options: argparse.Namespace) -> torch.device:
     if device is None:
         sys.exit("There is no accelerator that torch can use here. `--device cpu --quick` shows that the benchmark runs.")
     return device
+
+
+@contextmanager
+def until_stopped() -> Iterator[None]:
+    """A context that SIGINT and SIGTERM end, so that what was measured until then is printed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("Stopped: what was measured until now follows.", file=sys.stderr)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def named(device: torch.device) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 import torch
-from devices import Clock, add_arguments, device_of, named, sizes_between
+from devices import Clock, add_arguments, device_of, named, sizes_between, until_stopped
 from tables import Progress, aligned, save
 from torch import Tensor
 
@@ -60,13 +60,14 @@ def main() -> int:
     progress, clock = Progress(), Clock(device)
     torch.manual_seed(0)
     speeds = []
-    for dtype in options.dtypes:
-        for size in options.sizes:
-            progress.show(f"{dtype}, {size / MEGABYTE:g} MB")
-            speeds.append(of_one(size, dtype, device, clock, options.rounds))
-        for size in options.lists:
-            progress.show(f"{dtype}, a list of {size / MEGABYTE:g} MB")
-            speeds.append(of_list(size, dtype, device, clock, options.rounds))
+    with until_stopped():
+        for dtype in options.dtypes:
+            for size in options.sizes:
+                progress.show(f"{dtype}, {size / MEGABYTE:g} MB")
+                speeds.append(of_one(size, dtype, device, clock, options.rounds))
+            for size in options.lists:
+                progress.show(f"{dtype}, a list of {size / MEGABYTE:g} MB")
+                speeds.append(of_list(size, dtype, device, clock, options.rounds))
     progress.end()
     facts = named(device) | {"fused": KERNELS.list(EPS, device) is not None}
     print(", ".join(f"{name} {value}" for name, value in facts.items()) + f"; {options.rounds} rounds\n")

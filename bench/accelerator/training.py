@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from devices import add_arguments, device_of, named
+from devices import add_arguments, device_of, named, until_stopped
 from overhead import CONFIGS, OPS
 from stepping import rotated
 from tables import Progress, aligned, save
@@ -76,7 +76,7 @@ def main() -> int:
     ways, left_out = ways_of(options)
     progress = Progress()
     found: dict[Way, list[dict[str, Any]]] = {way: [] for way in ways}
-    with tempfile.TemporaryDirectory(prefix="training-") as directory:
+    with tempfile.TemporaryDirectory(prefix="training-") as directory, until_stopped():
         for number in range(options.rounds):
             for way in rotated(ways, number):
                 progress.show(f"round {number + 1} of {options.rounds}: {' '.join(asdict(way).values())}")
@@ -136,7 +136,8 @@ def table(costs: Sequence[Cost]) -> str:
 
 def lines(costs: Sequence[Cost], plain: dict[tuple[str, str], Cost]) -> Iterator[list[str]]:
     for cost in costs:
-        beside = plain[cost.way.model, cost.way.mode]
+        if (beside := plain.get((cost.way.model, cost.way.mode))) is None:  # stopped before it was measured
+            continue
         step, usual = median(cost.steps), median(beside.steps)
         added, peak = median(cost.peak) - median(beside.peak), median(beside.peak)
         waits = "not found out" if cost.waits is None else "yes" if cost.waits else "no"

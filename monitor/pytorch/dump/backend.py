@@ -26,7 +26,7 @@ from monitor.recording.backend import Autograd, Removable
 from monitor.stats.partials import COLUMNS, Floats
 from monitor.stats.torch.dispatch import reduce_into
 from monitor.stats.torch.host_kernel import TorchHostKernel
-from monitor.stats.torch.memory import pinned
+from monitor.stats.torch.memory import arriving
 from monitor.stats.torch.tensors import beneath, has_memory, is_plain, local_shard, unseen
 
 # --- Tensors in a dump. A tensor in host memory is reduced at once, and copied if its elements are wanted. For a tensor on a
@@ -88,27 +88,14 @@ def _described(x: Tensor) -> dict[str, Any]:
     return {"type": "torch.Tensor", "dtype": str(x.dtype), "shape": list(x.shape), "requires_grad": x.requires_grad}
 
 
-class _PendingCopy:
-    """A pending copy from a device."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._host = pinned(x.shape, x.dtype)
-        self._host.copy_(x, non_blocking=True)
-        self._arrived = torch.accelerator.current_stream(x.device).record_event()
-
-    def wait(self) -> Tensor:
-        self._arrived.synchronize()
-        return self._host
-
-
 class _TorchDeviceRow:
     """The row of the device kernel, copied asynchronously. The first access waits for it."""
 
     def __init__(self, page: Tensor) -> None:
-        self._page = _PendingCopy(page)
+        self._page = arriving(page)
 
     def row(self) -> Floats:
-        found: Floats = self._page.wait().numpy()[0]
+        found: Floats = self._page().numpy()[0]
         return found
 
 
@@ -119,10 +106,10 @@ class _TorchCopy:
         self.dtype = _name_if_not_numpy(x.dtype)
         self.nbytes = x.nbytes
         self._shape = tuple(x.shape)
-        self._copy = x.clone(memory_format=torch.contiguous_format) if x.device.type == "cpu" else _PendingCopy(x)
+        self._copy = arriving(x.clone(memory_format=torch.contiguous_format) if x.device.type == "cpu" else x)
 
     def array(self) -> NDArray[Any]:
-        x = self._copy.wait() if isinstance(self._copy, _PendingCopy) else self._copy
+        x = self._copy()
         if self.dtype is None:
             plain: NDArray[Any] = x.numpy()
             return plain

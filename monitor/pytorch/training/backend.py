@@ -25,7 +25,7 @@ from monitor.pytorch.trainer_mon import TrainerMon
 from monitor.recording.backend import HookSet
 from monitor.recording.patches import CallListener
 from monitor.selection import clean_name, without_module
-from monitor.stats.torch.memory import pinned
+from monitor.stats.torch.memory import arriving
 from monitor.stats.torch.tensors import local_shard
 from monitor.training.metrics import NotARouterError
 from monitor.training.step import NoCounterError, Number, Tokens
@@ -54,21 +54,6 @@ def kept(x: Any) -> Number:
     if not isinstance(x, Tensor) and hasattr(x, "item"):
         return float(x.item())
     raise TypeError(f"expected a number or a tensor of one element, got {_description(x)}")
-
-
-def arriving(x: Tensor) -> Callable[[], Tensor]:
-    """Start a copy of ``x`` to the host; the result waits for it. A tensor on the host is not copied."""
-    x = x.detach()
-    if x.device.type == "cpu":
-        return lambda: x
-    host = pinned(x.shape, x.dtype)
-    host.copy_(x, non_blocking=True)
-    return partial(_arrived, host, torch.accelerator.current_stream(x.device).record_event())
-
-
-def _arrived(host: Tensor, event: torch.Event) -> Tensor:
-    event.synchronize()
-    return host
 
 
 def _description(x: Any) -> str:

@@ -280,7 +280,7 @@ def count_magnitudes_on_device(x: Tensor) -> Tensor | None:
 @cache
 def _edges(device: torch.device) -> Tensor:
     """The bin edges on a device, copied once."""
-    return persistent(device, lambda: sent(UPPER.astype(np.float32), device))
+    return persistent(device, lambda: sent(UPPER, device).to(torch.float32))
 
 
 def _bins_of(magnitudes: Tensor, edges: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +54,23 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
-def sent(numbers: NDArray[Any], device: torch.device) -> Tensor:
+def arriving(x: Tensor) -> Callable[[], Tensor]:
+    """Start a copy of ``x`` to the host; the result waits for it. A tensor on the host is not copied."""
+    x = x.detach()
+    if x.device.type == "cpu":
+        return lambda: x
+    host = pinned(x.shape, x.dtype)
+    host.copy_(x, non_blocking=True)
+    event = torch.accelerator.current_stream(x.device).record_event()
+
+    def wait() -> Tensor:
+        event.synchronize()
+        return host
+
+    return wait
+
+
+def sent(numbers: Floats | NDArray[np.float32], device: torch.device) -> Tensor:
     """A tensor with these numbers on ``device``. Does not wait for earlier work there."""
     there = torch.from_numpy(numbers)
     return there if device.type == "cpu" else there.pin_memory().to(device, non_blocking=True)
