@@ -17,19 +17,9 @@ from torch import Tensor, nn
 
 from monitor.pytorch import hooks as module_hooks
 from monitor.pytorch.autograd import CheckpointRepetitions
-from monitor.pytorch.compiled.operators import (
-    COMPILED_HOOK_ADVICE as EARLIER,
-    HOOK_GUARDS,
-    CallObserver,
-    GuardedObserver,
-    ObservedHook,
-    TracedHook,
-    TracedInputs,
-    TracedOutputs,
-    device_of,
-    unobserved,
-)
+from monitor.pytorch.compiled import operators
 from monitor.pytorch.hooks import TRACEABLE
+from monitor.pytorch.silent_writes import SilentWrites
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher
@@ -60,9 +50,15 @@ def after_forward(module: nn.Module, call: Callable[..., None], *, always: bool 
     return module_hooks.after_forward(module, call, _reporting(call, module, ends=True) if compiled else None, always=always)
 
 
-def _reporting(call: Callable[..., None], module: nn.Module, *, ends: bool = False) -> TracedHook | None:
+def _reporting(call: Callable[..., None], module: nn.Module, *, ends: bool = False) -> operators.TracedHook | None:
     """A hook of compiled code that reports calls, if this version of torch keeps operators in order."""
-    return TracedHook(ObservedHook(CallObserver(call, module), device_of(module)), ends=ends) if TRACEABLE else None
+    return (
+        operators.TracedHook(
+            operators.ObservedHook(operators.CallObserver(call, module), operators.device_of(module)), ends=ends
+        )
+        if TRACEABLE
+        else None
+    )
 
 
 def trains(module: nn.Module) -> bool:
@@ -100,36 +96,48 @@ class CompilableHooks:
 
     def __init__(self, collector: ModuleCollector) -> None:
         self._collector = collector
-        self._observed_roots: list[ObservedHook] = []
-        HOOK_GUARDS.hold(self)
+        self._observed_roots: list[operators.ObservedHook] = []
+        self._silent_writes: SilentWrites | None = None
+        operators.HOOK_GUARDS.hold(self)
 
     def hook_module(
         self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
     ) -> Callable[[], None] | None:
         module, name, wanted, failures = watcher.module, watcher.name, watcher.wanted, self._collector.failures
-        if HOOK_GUARDS.came_late(module):
-            failures.warn("compiled before", f"{name or type(module).__name__!r} {EARLIER}")
+        if self._silent_writes is None:
+            self._silent_writes = SilentWrites(cast(TorchTensorReader, self._collector.recorder.reader).forget_versions)
+        if operators.HOOK_GUARDS.came_late(module):
+            failures.warn("compiled before", f"{name or type(module).__name__!r} {operators.COMPILED_HOOK_ADVICE}")
         if not TRACEABLE:
-            _hook(module, before, after, hooks, unobserved(failures))
+            _hook(module, before, after, hooks, operators.unobserved(failures))
             return None
-        observer = GuardedObserver(CompiledModule(watcher), failures, name)
-        observed = ObservedHook(observer, device_of(module, self._collector.roots.get(watcher.chunk)))
-        begins = TracedInputs(observed, wanted.input, wanted.input_grad)
-        ends = TracedOutputs(observed, wanted.output, wanted.output_grad)
+        observer = operators.GuardedObserver(CompiledModule(watcher), failures, name)
+        observed = operators.ObservedHook(observer, operators.device_of(module, self._collector.roots.get(watcher.chunk)))
+        begins = operators.TracedInputs(observed, wanted.input, wanted.input_grad)
+        ends = operators.TracedOutputs(observed, wanted.output, wanted.output_grad)
         _hook(module, before, after, hooks, begins, ends)
         return observed.forget_step
 
     def hook_root(
         self, chunk: int, root: nn.Module, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
     ) -> None:
-        HOOK_GUARDS.meet(root)
+        operators.HOOK_GUARDS.meet(root)
         if not TRACEABLE:
-            _hook(root, before, after, hooks, unobserved(self._collector.failures))
+            _hook(root, before, after, hooks, operators.unobserved(self._collector.failures))
             return
         compiled = CompiledRoot(self._collector, chunk, before, after)
-        observed = ObservedHook(GuardedObserver(compiled, self._collector.failures, ""), device_of(root))
+        observed = operators.ObservedHook(
+            operators.GuardedObserver(compiled, self._collector.failures, ""), operators.device_of(root)
+        )
         self._observed_roots.append(observed)
-        _hook(root, before, after, hooks, TracedHook(observed), TracedOutputs(observed, NO_TENSORS, ALL_TENSORS))
+        _hook(
+            root,
+            before,
+            after,
+            hooks,
+            operators.TracedHook(observed),
+            operators.TracedOutputs(observed, NO_TENSORS, ALL_TENSORS),
+        )
 
     def root_trains(self, root: nn.Module) -> bool:
         """Whether a forward of the whole model that begins now trains. The rehearsal of a pipeline stage does not."""
@@ -145,7 +153,9 @@ class CompilableHooks:
                 observed.forget_step()
 
     def remove(self) -> None:
-        HOOK_GUARDS.release(self)
+        operators.HOOK_GUARDS.release(self)
+        if self._silent_writes is not None:
+            self._silent_writes.remove()
 
 
 new_hooks = CompilableHooks

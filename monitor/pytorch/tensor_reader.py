@@ -162,6 +162,10 @@ class TorchTensorReader(Reader):
     def forget_step(self) -> None:
         self._seen.clear()
 
+    def forget_versions(self) -> None:
+        """A tensor whose version is unchanged may hold other numbers: read it again where it is seen next. Never waits."""
+        self._seen.clear()
+
     def keep_micro_step(self, tag: Tensor, chunk: int) -> None:
         """While code is being captured, have it store the micro-step that it runs in."""
         if not tag.is_cpu and self.device_steps.captures(tag.device) and self.device_steps.has(tag.device, chunk):

@@ -32,6 +32,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from monitor.failures import Failures
 from monitor.pytorch.collectives.operators import Method, Overload, TorchOperator, issuers, methods, operators, wait_operator
 from monitor.pytorch.hooks import TorchCallPatch, untraced, when_backward_ends
+from monitor.pytorch.silent_writes import WAIT
 from monitor.recording import patches
 from monitor.recording.patches import CallListener
 
@@ -302,7 +303,6 @@ Read = Callable[[Call, Sequence[Tensor], Sequence[int | None]], bool]
 read them. Does not raise.
 """
 
-WAIT: Final = TorchCallPatch(dist.Work, "wait")
 GET_FUTURE: Final = TorchCallPatch(dist.Work, "get_future")
 WAIT_FOR_FUTURE: Final = TorchCallPatch(torch._C.Future, "wait")
 BEGIN_GROUP: Final = TorchCallPatch(dist.ProcessGroup, "_start_coalescing")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from watching import EVERYTHING, Output, attached, train, warnings_in
 
 from monitor.pytorch import modules
+from monitor.pytorch.compiled import operators
 from monitor.pytorch.compiled.operators import NOT_OBSERVED, HookGuards
 
 
@@ -71,7 +72,7 @@ class Regions(nn.Module):
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever else in this process has a monitor."""
-    monkeypatch.setattr(modules, "HOOK_GUARDS", HookGuards())
+    monkeypatch.setattr(operators, "HOOK_GUARDS", HookGuards())
     torch._dynamo.reset()
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):
         yield

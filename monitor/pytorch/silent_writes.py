@@ -1,0 +1,50 @@
+"""Writes that leave the version of a tensor as it is: those of collectives, and of kernels written in Triton."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from monitor.pytorch.hooks import TorchCallPatch
+from monitor.recording.patches import CallListener, CallPatch
+
+WAIT: Final = TorchCallPatch(dist.Work, "wait")
+"""One patch for this process, since callers look the method up in the class."""
+
+_WRITING: Final = ("allreduce", "alltoall_base", "broadcast", "recv", "recv_anysource", "reduce", "scatter")
+"""Methods of process groups that write to their arguments and raise no version. Others raise it, or do not write."""
+
+_OF_GROUPS: Final = [TorchCallPatch(dist.ProcessGroup, name) for name in _WRITING]
+
+
+class SilentWrites(CallListener):
+    """Calls ``written`` after each call that may have written to a tensor without raising its version, until it is removed."""
+
+    def __init__(self, written: Callable[[], None]) -> None:
+        self._written = written
+        triton = [_launches()] if "triton.runtime.jit" in sys.modules else []
+        self._patches = [patch for patch in (WAIT, *_OF_GROUPS, *triton) if patch.fits]
+        for patch in self._patches:
+            patch.add(self)
+
+    def remove(self) -> None:
+        for patch in self._patches:
+            patch.remove(self)
+
+    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del patch, args, kwargs, result
+        self._written()
+
+    def call_raised(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del patch, args, kwargs
+        self._written()
+
+
+@cache
+def _launches() -> CallPatch:
+    """The patch of the method that launches kernels written in Triton, except those that torch compiles."""
+    return TorchCallPatch(sys.modules["triton.runtime.jit"].JITFunction, "run")
