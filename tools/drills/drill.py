@@ -19,6 +19,7 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -61,6 +62,8 @@ class Record:
 
 
 def main() -> int:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell: the jobs would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     options = parse_arguments()
     base = Path(tempfile.mkdtemp(prefix="drills-"))
     drills = [one for one in all_drills() if not options.only or one.name in options.only]
@@ -102,7 +105,7 @@ def run_cases(drills: Sequence[Drill], records: dict[str, Record], ground: Groun
                 running[pool.submit(drill.run, ground, place, random.Random(seed), options.ranks)] = drill, place
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 drill, place = running.pop(future)
-                _finish(records[drill.name], future, place)
+                _finish(drill.name, records[drill.name], future, place)
                 if not options.quiet:
                     progress.show("drills", how_far(records, deadline))
     progress.end()
@@ -117,7 +120,7 @@ def order(drills: Sequence[Drill], seed: int) -> Iterator[tuple[Drill, int]]:
         every = [drill for drill in every if not drill.once]
 
 
-def _finish(record: Record, future: Future[Outcome], place: Path) -> None:
+def _finish(name: str, record: Record, future: Future[Outcome], place: Path) -> None:
     try:
         record.add(future.result())
         shutil.rmtree(place, ignore_errors=True)
@@ -125,7 +128,7 @@ def _finish(record: Record, future: Future[Outcome], place: Path) -> None:
         record.cases += 1
         said = str(error) if isinstance(error, DrillError) else traceback.format_exc()  # a mistake of the drill
         record.failed.append(f"{said} (kept: {place})")
-        print(f"\nfailed: {record.failed[-1][:300]}", file=sys.stderr, flush=True)
+        print(f"\nfailed: {name}: {record.failed[-1][:300]}", file=sys.stderr, flush=True)
 
 
 def _skipped(drill: Drill, ground: Ground, options: argparse.Namespace, records: dict[str, Record]) -> bool:
