@@ -4,9 +4,12 @@ They use nothing outside the stable ABI of Python 3.11, so one wheel serves 3.11
 the GIL has no stable ABI: there they are built for that very version.
 """
 
+import shutil
 import sysconfig
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
 MACROS = [("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else []
@@ -29,6 +32,18 @@ def in_c(name: str, source: str, *arguments: str, depends: tuple[str, ...] = ())
     )
 
 
+class WithPresets(build_py):
+    """Copies the ready configurations into the package, where ``watch`` finds them by name."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            presets = Path(self.build_lib, "monitor", "config", "presets")
+            presets.mkdir(parents=True, exist_ok=True)
+            for path in Path(__file__).parent.glob("configs/*.json"):
+                shutil.copyfile(path, presets / path.name)
+
+
 # Vectors, and the same bits wherever they are computed: no product is fused into a sum, and nothing else is rearranged.
 KERNEL = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
@@ -36,6 +51,7 @@ HEADERS = ("monitor/stats/host_kernel.h", "monitor/stats/host_pass.h")
 FAST_PATH = tuple(f"monitor/pytorch/fast_{part}.h" for part in ("tensors", "rows", "graph"))
 
 setup(
+    cmdclass={"build_py": WithPresets},
     ext_modules=[
         in_c("monitor.stats._host_kernel", "monitor/stats/host_kernel.c", *KERNEL, depends=HEADERS),
         in_c("monitor.sinks._lines", "monitor/sinks/lines.c", "-O2"),

@@ -1,6 +1,7 @@
-"""A lightweight monitor for the training state of large models: ``monitor.pytorch`` and ``monitor.mindspore`` attach it.
+"""A lightweight monitor for the training state of large models. ``watch``, ``monitor.pytorch`` and ``monitor.mindspore`` attach
+it.
 
-The names below read what was recorded. Each is imported when it is first used: ``import monitor`` alone imports no library.
+The other names below read what was recorded. Each is imported at its first use: ``import monitor`` alone imports no library.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from monitor.attaching import watch
     from monitor.config import ConfigError, MonitorConfig, load_config
     from monitor.coordinator.manifest_format import ManifestError, read_manifest
     from monitor.coordinator.series_file import read_series
@@ -36,6 +38,7 @@ __all__ = [
     "read_manifest",
     "read_merged",
     "read_series",
+    "watch",
 ]
 
 _MODULES: Final = {
@@ -52,6 +55,7 @@ _MODULES: Final = {
     "read_manifest": "monitor.coordinator.manifest_format",
     "read_merged": "monitor.merge.outputs",
     "read_series": "monitor.coordinator.series_file",
+    "watch": "monitor.attaching",
 }
 
 _NOT_INSTALLED: Final = "0+not.installed"

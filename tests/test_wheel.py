@@ -15,7 +15,7 @@ import pytest
 from evidence import PROVES
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGED = ("monitor", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+PACKAGED = ("monitor", "configs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 SOURCES = ("monitor/stats/host_kernel.c", "monitor/sinks/lines.c", "monitor/pytorch/fast_path.c")
 NATIVE = ("monitor.stats._host_kernel", "monitor.sinks._lines")
 
@@ -100,6 +100,12 @@ def test_beside_torch_ordinary_tensors_are_recorded_in_c(programs: Path, tmp_pat
     used, file = printed.split()
     assert used == "True"
     assert Path(file).is_relative_to(programs.parent)
+
+
+@needs_compiler
+def test_presets_come_with_it(programs: Path, tmp_path: Path) -> None:
+    asked = "from monitor.attaching import preset_fields; print(preset_fields('health')['format'])"
+    assert run(programs / "python", "-c", asked, cwd=tmp_path, **folders_without_compiler(programs)) == "parquet\n"
 
 
 @needs_compiler

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
-PACKAGED = ("monitor", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+PACKAGED = ("monitor", "configs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 PYTHONS = ("3.11", "3.12", "3.13")
 FRAMEWORKS = ("torch==2.4.1", "torch==2.6.0", "torch==2.8.0", "torch==2.10.0", "torch==2.11.0", "torch==2.13.0")
 FRAMEWORKS += ("mindspore==2.4.10", "mindspore==2.7.0", "mindspore==2.7.2", "mindspore==2.10.0")

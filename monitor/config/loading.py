@@ -83,7 +83,8 @@ def tolerated(document: Document, text: str) -> tuple[dict[str, Any], list[str]]
 
     def warn(path: Path, said: str) -> None:
         line = document.lines.get(path, 0)
-        warnings.append((line, f"line {line}: {path_text(path)}: {said}"))
+        where = f"line {line}: " if line else ""
+        warnings.append((line, f"{where}{path_text(path)}: {said}"))
 
     _leave_out_nulls(fields, warn)
     _read_exponents(fields, document, text, warn)
@@ -125,7 +126,7 @@ def _read_exponents(fields: dict[str, Any], document: Document, text: str, warn:
         value = fields.get(name)
         if not isinstance(value, float) or not value.is_integer():
             continue
-        start, end = document.spans[(name,)]
+        start, end = document.spans.get((name,), (0, 0))
         if "e" in text[start:end].lower():
             fields[name] = int(value)
             warn((name,), f"{text[start:end]} is read as the integer {int(value)}.")
@@ -167,6 +168,9 @@ def _formats(fields: Mapping[str, Any]) -> list[str]:
 
 DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
 
+GIVEN: Final = "configuration"
+"""The name of a configuration that is no file, in messages."""
+
 MAX_FILE_BYTES: Final = 4 << 20
 """Far larger than any configuration, and far smaller than a checkpoint whose path was passed by mistake."""
 
@@ -203,7 +207,38 @@ def config_in(name: str, content: bytes, *, dynamic: bool) -> MonitorConfig:
         ConfigError: As ``load_config``, except for errors of reading the file.
     """
     text = decoded(name, content)
-    document = _parsed(name, text)
+    return _usable(name, _parsed(name, text), text, dynamic=dynamic)
+
+
+def fields_in(path: str) -> dict[str, Any]:
+    """The fields of a configuration file, as they stand there.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not JSON.
+    """
+    fields: dict[str, Any] = _parsed(path, decoded(path, content_of(path))).value
+    return fields
+
+
+def config_of(given: Mapping[str, Any] | MonitorConfig) -> MonitorConfig:
+    """Validate a configuration that is no file.
+
+    Args:
+        given: The names and values of a file, as ``json.loads`` gives them, or what was read from one.
+
+    Raises:
+        ConfigError: As ``load_config``. Dynamic monitoring is on, which follows a file.
+    """
+    if is_dynamic(GIVEN):
+        raise unusable(GIVEN, f"{DYNAMIC_VARIABLE} follows the changes of a file: pass the path of one, or unset the variable")
+    if not isinstance(given, MonitorConfig):
+        return _usable(GIVEN, Document(dict(given), {}, {}), "", dynamic=False)
+    if problems := _unfit(given, dynamic=False):
+        raise unusable(GIVEN, *problems)
+    return given
+
+
+def _usable(name: str, document: Document, text: str, *, dynamic: bool) -> MonitorConfig:
     fields, warnings = tolerated(document, text)
     config = _validated(name, fields, document.lines)
     if problems := _unfit(config, dynamic=dynamic):

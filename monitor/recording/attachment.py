@@ -150,7 +150,7 @@ class Attachment:
         self.schedule = schedule or Schedule.of(watch.config)
         self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
         self.on_first_step: Callable[[], None] | None = None
-        self.at_boundary: Callable[[int], object] = _no_change
+        self.at_boundary: Callable[[int], object] = no_change
         self.begun = False
         self.expected: set[str] = set()
         self.collected = collected
@@ -364,7 +364,7 @@ class Attachment:
         if not self.begun:  # the optimizer has ended the step
             return
         self._batches += 1
-        if self._batches >= self.clock.micro_steps:
+        if self._batches >= self.clock.micro_steps > 0:
             self._end_step(self._turns.status)
 
     def _records_scaled(self) -> bool:
@@ -446,7 +446,7 @@ class Attachment:
             keep: Write the step in progress as incomplete, since it may contain the fault. If false, it is discarded.
         """
         self._steps.remove()
-        if keep and not self._any_turn and max(self.clock.forward) >= self.clock.micro_steps:
+        if keep and not self._any_turn and max(self.clock.forward) >= max(1, self.clock.micro_steps):
             names = ", ".join(dict.fromkeys(type(one).__name__ for one in self._steps.optimizers))
             self._failures.warn("no optimizer's step", NEVER_STEPPED.format(names=names))
         was_active = self._recorder.active
@@ -487,5 +487,5 @@ def _of_activations(modules: Iterable[NamedModule]) -> set[str]:
     return {kind for kind, asked in (("actv", forward), ("actv_grad", backward)) if asked}
 
 
-def _no_change(_step: int) -> None:
+def no_change(_step: int) -> None:
     """Continue with the same configuration."""

@@ -40,7 +40,9 @@ class Clock:
 
     Attributes:
         step: Number of the step in progress; it ends with the optimizer's step.
+        micro_steps: Number of micro-batches a step; 0 while it is not known yet.
         forward: Micro-step of the latest root forward of each chunk, -1 before the first.
+        ended_with: Number of root forwards of the step that ended last.
         known: Whether every step has ``micro_steps`` forwards. With several optimizers it may have any number.
         backward: Micro-step of each chunk's backward in progress; -1 before the first, and after a forward has begun.
             Schedules such as 1F1B interleave forwards and backwards.
@@ -52,6 +54,7 @@ class Clock:
     known: bool = True
     forward: list[int] = field(init=False)
     backward: list[int] = field(init=False)
+    ended_with: int = 0
 
     def __post_init__(self) -> None:
         self.restart()
@@ -63,6 +66,7 @@ class Clock:
 
     def next_step(self) -> None:
         self.step += 1
+        self.ended_with = max(self.forward) + 1
         self.restart()
 
     def forward_begins(self, chunk: int) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 from monitor.config import MonitorConfig, load_config
-from monitor.config.loading import is_dynamic
+from monitor.config.loading import config_of, is_dynamic
 from monitor.config.model import CcDistribution
 from monitor.coordinator.manifest_format import RECORDINGS, RecordedModel
 from monitor.coordinator.output import base_directory, prepare
@@ -18,6 +19,7 @@ from monitor.coordinator.ownership import Ownership, no_rank_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.recording.arguments import count, given
 from monitor.recording.attached_model import AttachmentSpec, ModelNames
+from monitor.recording.attachment import no_change
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
 from monitor.recording.recorder import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
 from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of, shapes_of, with_recording_off
@@ -26,6 +28,9 @@ from monitor.recording.startup_estimate import announce
 from monitor.recording.step_clock import Schedule
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
 from monitor.stats.ops import CALLS, known_ops
+
+LEARNED: Final = 0
+"""As ``grad_acc_steps``: the first step shows the number."""
 
 SpecOf = Callable[[MonitorConfig], AttachmentSpec]
 """What a configuration asks to record of one model."""
@@ -42,7 +47,8 @@ class ModelMonitor:
     without references to it records as long as its model and optimizer live, and does not keep them alive.
 
     Args:
-        config_file_path: A JSON file, in which comments are allowed.
+        config_file_path: A JSON file, in which comments are allowed; or a dictionary with the fields of one; or a
+            ``MonitorConfig``.
         process_group: The pipeline-parallel group of this rank.
         params_have_main_grad: Whether gradients are in ``main_grad``, as in Megatron. A parameter without it has ``grad`` read.
 
@@ -56,7 +62,7 @@ class ModelMonitor:
 
     def __init__(
         self,
-        config_file_path: str | os.PathLike[str],
+        config_file_path: str | os.PathLike[str] | Mapping[str, Any] | MonitorConfig,
         process_group: Any = None,
         params_have_main_grad: bool = True,
         opt_ty: Any = None,
@@ -68,9 +74,8 @@ class ModelMonitor:
         """
         if opt_ty is not None:
             warnings.warn("opt_ty is ignored: remove the argument.", DeprecationWarning, stacklevel=2)
-        config = load_config(config_file_path)
-        path = _path_text(config_file_path)
-        self._begin_with(config, path, is_dynamic(path), base_directory(), process_group, params_have_main_grad)
+        config, path, dynamic = _read(config_file_path)
+        self._begin_with(config, path, dynamic, base_directory(), process_group, params_have_main_grad)
 
     @classmethod
     def of_config(cls, config: MonitorConfig, base: Path, *, params_have_main_grad: bool = True) -> Self:
@@ -147,10 +152,16 @@ class ModelMonitor:
             ValueError: ``grad_acc_steps`` or ``start_iteration`` is out of range.
         """
         micro_steps, start = count("grad_acc_steps", grad_acc_steps, 1), count("start_iteration", start_iteration, 0)
-        framework = self._framework(
-            self._backend.modules.chunks_of(model), given(optimizer, self._backend.factories.optimizer_expected)
-        )
-        self._attach(framework, micro_steps, (dp_group, tp_group), start)
+        self._attach(self._framework_of(model, optimizer), micro_steps, (dp_group, tp_group), start)
+
+    def watch(self, model: Any, optimizer: Any, *, start_iteration: int = 0) -> None:
+        """``set_monitor`` without a number of micro-batches: the forwards of the first step show it. That step has no rows."""
+        start = count("start_iteration", start_iteration, 0)
+        self._attach(self._framework_of(model, optimizer), LEARNED, (None, None), start)
+
+    def _framework_of(self, model: Any, optimizer: Any) -> FrameworkAdapter:
+        chunks = self._backend.modules.chunks_of(model)
+        return self._framework(chunks, given(optimizer, self._backend.factories.optimizer_expected))
 
     def set_wrapped_optimizer(self, optimizer: Any) -> None:
         """Deprecated: pass the optimizer to ``set_monitor``."""
@@ -165,7 +176,7 @@ class ModelMonitor:
         shared = next((one for one in self._recordings if one.attachment.shares(framework.chunks, framework.optimizers)), None)
         # Count on every rank, monitored or not: ranks agree on a name for each recording of a role.
         watched = self._watched(framework, groups) if shared is None else None
-        config = self._first_config(shared)
+        config = self._first_config(shared, learns=grad_acc_steps == LEARNED)
         watch = watch_of(config)
         if not watch.ownership.monitored:
             self._close_communication()
@@ -183,8 +194,10 @@ class ModelMonitor:
         role = find(framework, self._backend, *groups, self._process_group) or framework.name
         return RECORDINGS.begin(role, names_of(framework, self._backend), shapes_of(framework, self._backend))
 
-    def _first_config(self, shared: Recording | None) -> MonitorConfig:
+    def _first_config(self, shared: Recording | None, *, learns: bool) -> MonitorConfig:
         """The configuration that applies when a model is attached."""
+        if learns:
+            return with_recording_off(self._config).model_copy(update={"collect_times": 0})
         if not self._dynamic:
             return self._config
         switching = None if shared is None else shared.switching
@@ -234,7 +247,7 @@ class ModelMonitor:
             recording.close()
             raise
         self._recordings.append(recording)
-        if not self._dynamic:
+        if not self._dynamic and watch.grad_acc_steps != LEARNED:
             self._announce(watch, names, recording)
 
     def _hook(
@@ -246,12 +259,35 @@ class ModelMonitor:
         watch_of: SpecOf,
     ) -> None:
         recording.attach(watch, names, start)
-        if self._dynamic:
+        if watch.grad_acc_steps == LEARNED:
+            learn = partial(self._learn, recording, watch)
+            recording.attachment.at_boundary = self._failures.guarded("counting micro-batches", learn, "Nothing is recorded.")
+        elif self._dynamic:
             recording.follow_file(partial(self._switch, recording, watch_of))
         if self._communication is not None:
             recording.record_communication(self._communication)
         if self._communication is not None or self._ends_after_first_step:
             recording.attachment.on_first_step = partial(self._after_first_step, recording)
+
+    def _learn(self, recording: Recording, watch: AttachmentSpec, step: int) -> None:
+        """The first step has ended, and shows how many micro-batches a step has."""
+        attachment = recording.attachment
+        micro_steps = attachment.clock.micro_steps = max(1, attachment.clock.ended_with)
+
+        def watch_of(config: MonitorConfig) -> AttachmentSpec:
+            ownership = replace(watch.ownership, module_ranks=config.module_ranks)
+            return replace(watch, config=config, grad_acc_steps=micro_steps, ownership=ownership)
+
+        said = f"The first step had {micro_steps} micro-batches (root forwards), so a step has {micro_steps}. It has no rows."
+        LOGGER.info("[rank %d] %s", self._failures.rank, said)
+        attachment.at_boundary = no_change
+        if self._dynamic:
+            recording.follow_file(partial(self._switch, recording, watch_of))
+        else:
+            schedule = Schedule.of(self._config)
+            self._switch(recording, watch_of, self._config, schedule, schedule.collected_before(step))
+        if recording.run is not None:
+            recording.run.manifest.note("micro_steps", said)
 
     def _switch(
         self,
@@ -456,6 +492,14 @@ class ModelMonitor:
             rows[0] = reduced_from_local(rows[1])
         for into, found in zip(merged, rows, strict=True):
             into.update(found)
+
+
+def _read(given: str | os.PathLike[str] | Mapping[str, Any] | MonitorConfig) -> tuple[MonitorConfig, str, bool]:
+    """The configuration, the path of its file if it has one, and whether changes of the file are followed."""
+    if isinstance(given, (MonitorConfig, Mapping)):
+        return config_of(given), "", False
+    config, path = load_config(given), _path_text(given)
+    return config, path, is_dynamic(path)
 
 
 def _path_text(path: str | os.PathLike[str]) -> str:

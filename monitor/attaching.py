@@ -1,0 +1,99 @@
+"""``watch``: attaches a monitor in one line, whatever the framework."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from monitor.config.loading import ConfigError, fields_in
+
+if TYPE_CHECKING:
+    from monitor.recording.trainer_mon import ModelMonitor
+
+HEALTH: Final = "health"
+
+_ROOMS: Final = {"torch": ("monitor.pytorch", "Module"), "mindspore": ("monitor.mindspore", "Cell")}
+"""By framework: the package that monitors it, and the class of its models, in its package ``nn``."""
+
+
+def watch(
+    model: Any,
+    optimizer: Any,
+    preset: str | None = HEALTH,
+    *,
+    micro_batches: int | None = None,
+    start_iteration: int = 0,
+    **fields: Any,
+) -> ModelMonitor:
+    """Attach a monitor to a model of PyTorch or MindSpore, and to its optimizers.
+
+    >>> monitor.watch(model, optimizer)  # doctest: +SKIP
+    >>> monitor.watch(model, optimizer, None, wg_distribution=True, ops=["norm"])  # doctest: +SKIP
+
+    Args:
+        model: A module or cell, or the list of chunks of a virtual pipeline.
+        optimizer: As for ``TrainerMon.set_monitor``.
+        preset: A configuration that comes with the monitor (``configs/``), by name; None for none.
+        micro_batches: How many a step has. By default the first step shows it, and has no rows.
+        start_iteration: Number of the first step.
+        fields: Fields of the configuration, which replace those of the preset.
+
+    Returns:
+        The attached ``TrainerMon``, a context manager. Without references to it, it records as long as the model lives.
+
+    Raises:
+        ConfigError: The configuration cannot be used. The message names the field, the value and what is allowed.
+        TypeError: ``model`` is of neither framework, or another argument has a wrong type.
+        OutputError: The output directory cannot be created or written.
+    """
+    room = _room_of(model)
+    monitor: ModelMonitor = import_module(room).TrainerMon(
+        {**({} if preset is None else preset_fields(preset)), **fields}, params_have_main_grad=_has_main_grad(model)
+    )
+    if micro_batches is None:
+        monitor.watch(model, optimizer, start_iteration=start_iteration)
+    else:
+        monitor.set_monitor(model, micro_batches, optimizer, start_iteration=start_iteration)
+    return monitor
+
+
+def preset_fields(name: str) -> dict[str, Any]:
+    """The fields of a configuration that comes with the monitor.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    folder = _presets()
+    known = sorted(path.stem.replace("_", "-") for path in folder.glob("*.json"))
+    asked = name.replace("_", "-")
+    if asked not in known:
+        raise ConfigError(f"preset: {name!r} is not one of {', '.join(known)}")
+    return fields_in(str(folder / f"{asked.replace('-', '_')}.json"))
+
+
+def _presets() -> Path:
+    """In the installed package, or beside it in the sources."""
+    package = Path(__file__).parent
+    packaged = package / "config" / "presets"
+    return packaged if packaged.is_dir() else package.parent / "configs"
+
+
+def _room_of(model: Any) -> str:
+    first = model[0] if isinstance(model, Sequence) and model else model
+    for framework, (room, kind) in _ROOMS.items():
+        if framework in sys.modules and isinstance(first, getattr(sys.modules[framework].nn, kind)):
+            return room
+    kinds = " or ".join(f"{framework}.nn.{kind}" for framework, (_, kind) in _ROOMS.items())
+    raise TypeError(f"model: expected {kinds}, or a list of them, got {type(first).__name__}")
+
+
+def _has_main_grad(model: Any) -> bool:
+    chunks = model if isinstance(model, Sequence) else [model]
+    return any(hasattr(parameter, "main_grad") for chunk in chunks for parameter in _parameters(chunk))
+
+
+def _parameters(chunk: Any) -> Any:
+    return chunk.parameters() if hasattr(chunk, "parameters") else ()

@@ -1,0 +1,143 @@
+"""``monitor.watch``: one line records what the three lines record, from the second step on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reading_back import EVERYTHING, Output
+from torch import Tensor, nn
+
+import monitor
+from monitor import ConfigError, MonitorConfig
+from monitor.pytorch import TrainerMon
+
+STEPS = 4
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "attaching.md").read_text(encoding="utf-8")
+
+Attach = Callable[[nn.Module, Any], Any]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
+
+
+def trained(attach: Attach, micro_batches: int, called: Callable[[nn.Module], Any] = lambda model: model) -> list[Tensor]:
+    """Weights at the end of a short training, in which the model is also evaluated."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    calls = called(model)
+    with attach(model, optimizer):
+        for step in range(STEPS):
+            with torch.no_grad():
+                calls(torch.ones(2, 4))
+            for number in range(micro_batches):
+                calls(torch.full((2, 4), 1.0 + step + number)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def three_lines(micro_batches: int) -> Attach:
+    def attach(model: nn.Module, optimizer: Any) -> TrainerMon:
+        made = TrainerMon({**EVERYTHING, "monitor_mbs_grad": True}, params_have_main_grad=False)
+        made.set_monitor(model, micro_batches, optimizer)
+        return made
+
+    return attach
+
+
+def one_line(model: nn.Module, optimizer: Any) -> Any:
+    return monitor.watch(model, optimizer, None, **EVERYTHING, monitor_mbs_grad=True)
+
+
+def files(directory: Path) -> dict[str, str]:
+    """Of the kinds that do not hold times."""
+    return {path.name: path.read_text() for path in directory.glob("*.csv") if not path.name.startswith("run_")}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_first_step_shows_how_many_micro_batches_there_are(micro_batches: int, output: Output) -> None:
+    trained(three_lines(micro_batches), micro_batches)
+    (first,) = output.directories()
+    trained(one_line, micro_batches)
+    (second,) = set(output.directories()) - {first}
+
+    expected = {name: text for name, text in files(first).items() if not name.endswith("_0-0.csv")}
+    assert files(second) == expected
+    assert f"a step has {micro_batches}" in json.loads((second / "manifest.json").read_text())["notes"]["micro_steps"]
+
+
+def test_a_model_compiled_before_has_the_rows_of_eager_code(output: Output) -> None:
+    trained(one_line, 2)
+    (first,) = output.directories()
+    trained(one_line, 2, lambda model: torch.compile(model, backend="eager"))
+    (second,) = set(output.directories()) - {first}
+
+    assert files(second) == files(first)
+
+
+def test_a_number_that_is_given_records_the_first_step(output: Output) -> None:
+    trained(lambda model, optimizer: monitor.watch(model, optimizer, "weight-gradients", micro_batches=2), 2)
+    assert {row.step for row in output.rows("grad_reduced")} == set(range(STEPS))
+
+
+def test_training_is_the_same(output: Output) -> None:
+    watched = trained(monitor.watch, 2)
+    assert all(map(torch.equal, trained(lambda *_: nullcontext(), 2), watched))
+    assert output.manifest()["config"]["replica_check"]
+
+
+def test_fields_replace_those_of_the_preset_and_health_is_the_default(output: Output) -> None:
+    trained(lambda model, optimizer: monitor.watch(model, optimizer, format="csv", param_distribution=False), 1)
+    kinds = {path.name.rsplit("_", 1)[0] for path in output.directory().glob("*.csv")}
+    assert kinds == {"grad_reduced", "grad_unreduced", "run"}
+
+
+@pytest.mark.parametrize(
+    ("attach", "error", "said"),
+    [
+        (lambda m, o: monitor.watch(m, o, "helth"), ConfigError, "preset: 'helth' is not one of .*health"),
+        (lambda m, o: monitor.watch(m, o, wg_distributin=True), ConfigError, "wg_distributin: unknown field"),
+        (lambda m, o: monitor.watch(m, o, ops=3), ConfigError, "^configuration: ops: 3 is not allowed: expected a list"),
+        (lambda _, o: monitor.watch(3, o), TypeError, r"model: expected torch\.nn\.Module or mindspore\.nn\.Cell"),
+        (lambda m, _: monitor.watch(m, 3), TypeError, "optimizer is a int"),
+        (lambda m, o: monitor.watch(m, o, micro_batches=0), ValueError, "grad_acc_steps"),
+    ],
+)
+@pytest.mark.usefixtures("output")
+def test_what_cannot_be_used_is_refused_in_one_sentence(attach: Attach, error: type[Exception], said: str) -> None:
+    model = net()
+    with pytest.raises(error, match=said) as refused:
+        attach(model, torch.optim.AdamW(model.parameters()))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_monitor_takes_a_file_a_dictionary_or_a_configuration(output: Output, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"wg_distribution": true}')
+    configurations = [TrainerMon(one).config for one in (path, {"wg_distribution": True}, MonitorConfig(wg_distribution=True))]
+    assert configurations[0] == configurations[1] == configurations[2]
+    assert output.directories() == []
+
+
+@pytest.mark.usefixtures("output")
+def test_a_configuration_without_a_file_cannot_be_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+    with pytest.raises(ConfigError, match="configuration: DYNAMIC_MONITOR follows the changes of a file: pass the path of one"):
+        TrainerMon({"wg_distribution": True})
+
+
+def test_the_examples_of_the_document_record(output: Output) -> None:
+    names: dict[str, Any] = {}
+    for example in re.findall(r"```python\n(.*?)```", DOCUMENT, flags=re.DOTALL):
+        exec(compile(example, "attaching.md", "exec"), names)
+    first, _ = output.directories()
+    assert list(first.glob("*.parquet"))
