@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -82,7 +81,7 @@ def _presets() -> Path:
 
 
 def _room_of(model: Any) -> str:
-    first = model[0] if isinstance(model, Sequence) and model else model
+    first = model[0] if isinstance(model, (list, tuple)) and model else model
     for framework, (room, kind) in _ROOMS.items():
         if framework in sys.modules and isinstance(first, getattr(sys.modules[framework].nn, kind)):
             return room
@@ -91,7 +90,7 @@ def _room_of(model: Any) -> str:
 
 
 def _has_main_grad(model: Any) -> bool:
-    chunks = model if isinstance(model, Sequence) else [model]
+    chunks = model if isinstance(model, (list, tuple)) else [model]
     return any(hasattr(parameter, "main_grad") for chunk in chunks for parameter in _parameters(chunk))
 
 

@@ -133,6 +133,7 @@ class Attachment:
         modules: Records activations, and counts micro-steps.
         collectors: The other collectors.
         sealer: Submits the rows of each collected step.
+        when_ended: Called after the end of each step. What it raises as an ``EarlierFailure`` reaches training.
         at_boundary: Called between two steps with the number of the next one; may call ``use`` to change what is recorded.
     """
 
@@ -150,6 +151,7 @@ class Attachment:
         self.schedule = schedule or Schedule.of(watch.config)
         self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
         self.on_first_step: Callable[[], None] | None = None
+        self.when_ended: Callable[[], object] | None = None
         self.at_boundary: Callable[[int], object] = no_change
         self.begun = False
         self.expected: set[str] = set()
@@ -397,6 +399,8 @@ class Attachment:
             self._finish_first_step()  # before the boundary, which may attach collectors that have not seen a step
             self.at_boundary(self.clock.step)
             self._begin_step(before_a_turn=before_a_turn)
+        if self.when_ended is not None:
+            self.when_ended()
 
     def _before_seal(self) -> None:
         if self._recorder.active:

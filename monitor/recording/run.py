@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from monitor.anomalies.bit_checks import BitChecks
+from monitor.anomalies.callbacks import AlertQueue
 from monitor.anomalies.corruption import CorruptionAlerts
 from monitor.anomalies.listeners import Alarm, Alerts, EndOnlyListener, EventFiles
 from monitor.anomalies.rules import RULES
@@ -83,6 +84,7 @@ class Run:
         directory: The rank's directory.
         base: The directory of all ranks and runs.
         resumes_after: The last step that earlier runs wrote to ``directory``; -1 if there is none.
+        alerts: What the rules found, for the training program's own code.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Run:
         self._config, self._series = config, series
         self._sinks: dict[str, tuple[SinkContext, Sink]] = {}
         self._listening = dict(listening)
+        self.alerts = AlertQueue(place.rank, series)
         self._scanner: Scanner | None = None
         self._events: EventFiles | None = None
         self._trained: tuple[int, int] | None = None
@@ -226,7 +229,7 @@ class Run:
             self._events.trained = self._trained  # after the assignment above: training may end on its thread meanwhile
         files = self._corruption.events = self._events if config.alert.dump else None
         shown = Alerts(self._facts.rank, self._series, files.folder if files else None)
-        listeners: list[FindingListener] = [shown, Alarm(weakref.WeakMethod(self.manifest.alert))]
+        listeners: list[FindingListener] = [shown, Alarm(weakref.WeakMethod(self.manifest.alert)), self.alerts]
         if config.on_alert is not None:
             listeners.append(Alarm(weakref.WeakMethod(self._on_alert)))  # the writer thread must not keep the run
         return Scanner(rules, [*listeners, files] if files else listeners)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
+from monitor.anomalies.callbacks import AlertEvent
 from monitor.config import MonitorConfig, load_config
 from monitor.config.loading import config_of, is_dynamic
 from monitor.config.model import CcDistribution
@@ -31,6 +32,8 @@ from monitor.stats.ops import CALLS, known_ops
 
 LEARNED: Final = 0
 """As ``grad_acc_steps``: the first step shows the number."""
+
+AlertCallback = Callable[[Sequence[AlertEvent]], object]
 
 SpecOf = Callable[[MonitorConfig], AttachmentSpec]
 """What a configuration asks to record of one model."""
@@ -103,6 +106,7 @@ class ModelMonitor:
         self._closed = False
         self._dynamic = dynamic
         self._listening: dict[str, WatcherFactory] = {}
+        self._alert_callbacks: list[AlertCallback] = []
         # Start now: the first step may communicate before a model is attached.
         self._communication = (
             None if self._dynamic else self._backend.factories.communication(self._config.cc_distribution, self._failures)
@@ -259,6 +263,7 @@ class ModelMonitor:
         watch_of: SpecOf,
     ) -> None:
         recording.attach(watch, names, start)
+        recording.attachment.when_ended = partial(self._deliver_alerts, recording)
         if watch.grad_acc_steps == LEARNED:
             learn = partial(self._learn, recording, watch)
             recording.attachment.at_boundary = self._failures.guarded("counting micro-batches", learn, "Nothing is recorded.")
@@ -388,6 +393,24 @@ class ModelMonitor:
         self._listening[name] = make
         for recording in self._recordings:
             recording.listen(name, make)
+
+    def add_alert_callback(self, function: AlertCallback) -> None:
+        """Call ``function`` with the alerts of the rules, for example to skip a batch, save a checkpoint or stop.
+
+        It is called at the end of a step, in the thread that trains, with the ``AlertEvent`` of all steps that were judged
+        since the last call, at most 100 of a step. Rules judge a step while the next ones are trained. What the function
+        raises is raised by ``optimizer.step()``, as an exception of the program's own.
+        """
+        self._alert_callbacks.append(function)
+
+    def _deliver_alerts(self, recording: Recording) -> None:
+        if not self._alert_callbacks or recording.run is None or not (events := recording.run.alerts.take()):
+            return
+        for function in self._alert_callbacks:
+            try:
+                function(events)
+            except Exception as error:
+                raise EarlierFailure(error) from None
 
     @property
     def last_collected(self) -> int | None:
