@@ -161,7 +161,8 @@ class ModelMonitor:
     def watch(self, model: Any, optimizer: Any, *, start_iteration: int = 0) -> None:
         """``set_monitor`` without a number of micro-batches: the forwards of the first step show it. That step has no rows."""
         start = count("start_iteration", start_iteration, 0)
-        self._attach(self._framework_of(model, optimizer), LEARNED, (None, None), start)
+        micro_steps = 1 if self._ends_after_first_step else LEARNED
+        self._attach(self._framework_of(model, optimizer), micro_steps, (None, None), start)
 
     def _framework_of(self, model: Any, optimizer: Any) -> FrameworkAdapter:
         chunks = self._backend.modules.chunks_of(model)

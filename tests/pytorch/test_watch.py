@@ -89,6 +89,13 @@ def test_a_number_that_is_given_records_the_first_step(output: Output) -> None:
     assert {row.step for row in output.rows("grad_reduced")} == set(range(STEPS))
 
 
+def test_what_the_first_step_shows_is_written(output: Output) -> None:
+    with pytest.raises(SystemExit):
+        trained(lambda model, optimizer: monitor.watch(model, optimizer, "print-structure"), 2)
+    (path,) = output.base.rglob("module_struct.json")
+    assert "0:0" in json.loads(path.read_text())
+
+
 def test_training_is_the_same(output: Output) -> None:
     watched = trained(monitor.watch, 2)
     assert all(map(torch.equal, trained(lambda *_: nullcontext(), 2), watched))
