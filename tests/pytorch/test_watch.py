@@ -146,4 +146,4 @@ def test_the_examples_of_the_document_record(output: Output) -> None:
     names: dict[str, Any] = {}
     for example in re.findall(r"```python\n(.*?)```", DOCUMENT, flags=re.DOTALL):
         exec(compile(example, "attaching.md", "exec"), names)
-    assert {path.suffix for path in output.base.rglob("*_[0-9]*.*")} == {".parquet", ".csv"}
+    assert {path.suffix for path in output.base.rglob("*_[0-9]*.*")} == {".parquet"}
