@@ -96,7 +96,7 @@ class Folder:
         """A file to read: its path, or a file object if it is behind a URL. What pyarrow finds damaged in it is named."""
         try:
             if self._files is None:
-                yield f"{self._root}/{name}"
+                yield str(self._regular(name))
             else:
                 with self._files.open(f"{self._root}/{name}", "rb") as file:
                     yield file
@@ -109,12 +109,23 @@ class Folder:
     def copied(self, name: str) -> Iterator[Path]:
         """A file on this machine: itself, or a copy for the time being."""
         if self._files is None:
-            yield Path(self._root, name)
+            try:
+                path = self._regular(name)
+            except OSError as error:
+                raise OSError(f"{name}: {error}") from None
+            yield path
             return
         with TemporaryDirectory() as directory:
             path = Path(directory, name.rpartition("/")[2])
             self._tried(lambda: self._files.get_file(f"{self._root}/{name}", str(path)))
             yield path
+
+    def _regular(self, name: str) -> Path:
+        """Raises ``OSError`` for what is better not opened. To open a pipe would wait for somebody to write to it."""
+        path = Path(self._root, name)
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a file")
+        return path
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None if there is none, or if it leads elsewhere.

@@ -325,7 +325,9 @@ class MergedSet:
         if root is not None and not all((root / file.path).exists() for file in self._files[whole].get(kind, [])):
             self._list()
         files = self._files[whole].get(kind, [])
-        return [root / file.path for file in files] if root is not None and all(file.is_parquet for file in files) else []
+        if root is None or not all(file.is_parquet and (root / file.path).is_file() for file in files):
+            return []
+        return [root / file.path for file in files]
 
     def _of_file(self, file: MergedFile, choice: RowChoice) -> Iterator[pa.Table]:
         if file.is_parquet:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -344,3 +346,21 @@ def test_a_merged_file_that_was_replaced_is_read_by_its_own_footer(tmp_path: Pat
     for path in (second / "per_rank").iterdir():
         path.replace(first / "per_rank" / path.name)
     assert run.rows("grad_reduced", name="new").num_rows
+
+
+@pytest.mark.parametrize("format_", SOURCES)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_not_opened_and_the_error_names_it(
+    format_: str, make: Callable[[Path], None], base: Path, tmp_path: Path
+) -> None:
+    """To open a pipe would wait for somebody to write to it."""
+    merged = tmp_path / "merged"
+    shutil.copytree(base / f"merged-{format_}", merged)
+    (file,) = (merged / "per_rank").glob("actv_[0-9]*")
+    file.unlink()
+    make(file)
+
+    with pytest.raises((QueryError, OSError), match=f"{re.escape(file.name)}.* (is not a file|was damaged)"):
+        open_run(merged).rows("actv", per_rank=True)
+    with pytest.raises((QueryError, OSError), match=re.escape(file.name)):
+        open_run(merged).sql("select count(*) from actv")
