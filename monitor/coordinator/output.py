@@ -469,6 +469,8 @@ def _renamed(path: Path, target: Path) -> Path | None:
 def _entered(jobs: Path) -> list[str]:
     """The jobs that have renamed stale output, oldest first."""
     try:
+        if not stat.S_ISREG(os.lstat(jobs).st_mode):  # to open a pipe would wait for ever
+            raise OSError(errno.EINVAL, "this is no regular file", str(jobs))
         return jobs.read_text().split()
     except FileNotFoundError:
         return []

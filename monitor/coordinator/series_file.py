@@ -417,13 +417,15 @@ def read_columns(directory: Path, manifest: manifest_format.ManifestRecord) -> S
 
 
 def _unpacked(path: Path) -> bytes:
+    packed, unpacking = manifest_format.content_of(path, SERIES_LIMIT, "series table"), zlib.decompressobj(zlib.MAX_WBITS | 16)
     try:
-        with gzip.open(path) as file:
-            content = file.read(SERIES_LIMIT + 1)
-    except (OSError, EOFError, zlib.error) as error:
+        content = unpacking.decompress(packed, SERIES_LIMIT + 1)
+    except zlib.error as error:
         raise manifest_format.ManifestError(f"{path} cannot be read: {error}") from error
     if len(content) > SERIES_LIMIT:
         raise manifest_format.ManifestError(f"{path} is larger than any series table ({SERIES_LIMIT} bytes)")
+    if not unpacking.eof:
+        raise manifest_format.ManifestError(f"{path} cannot be read: it is cut off")
     return content
 
 

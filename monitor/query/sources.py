@@ -297,8 +297,7 @@ class MergedSet:
         if found:
             return in_order(found)
         schema = self._schema(files[0])
-        empty = pa.schema([schema.field(name) for name in choice.read_columns(schema.names)]).empty_table()
-        return with_dictionaries(empty)
+        return with_dictionaries(pa.schema([schema.field(name) for name in choice.read_columns(schema.names)]).empty_table())
 
     def scan(self, choice: RowChoice) -> MergedScan:
         """``rows``, to be read by any process."""
@@ -325,9 +324,8 @@ class MergedSet:
         if root is not None and not all((root / file.path).exists() for file in self._files[whole].get(kind, [])):
             self._list()
         files = self._files[whole].get(kind, [])
-        if root is None or not all(file.is_parquet and (root / file.path).is_file() for file in files):
-            return []
-        return [root / file.path for file in files]
+        paths = [Path(root or ".", file.path) for file in files]
+        return paths if root is not None and all(file.is_parquet for file in files) and all(map(Path.is_file, paths)) else []
 
     def _of_file(self, file: MergedFile, choice: RowChoice) -> Iterator[pa.Table]:
         if file.is_parquet:

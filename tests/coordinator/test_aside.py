@@ -1,4 +1,5 @@
 import errno
+import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -131,3 +132,11 @@ def test_a_base_that_cannot_be_made_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="no output can be written to"):
         rotate_stale_output(tmp_path / "file", "module_struct", JOB)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.mkdir()])
+def test_a_list_that_is_no_file_is_refused_before_training(tmp_path, make):
+    """To open a pipe would wait for ever."""
+    make(tmp_path / ".anomaly_detected.jobs")
+    with pytest.raises(OutputError, match="no regular file"):
+        rotate_stale_output(tmp_path, "anomaly_detected", JOB)

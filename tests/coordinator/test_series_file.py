@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 
 import numpy as np
 import pytest
@@ -309,3 +310,14 @@ def test_columns_of_series_hold_what_their_entries_hold(entries):
         MeasuredSeries(Series(columns.kinds[kind], chunk, name), layouts[layout], varies, placements[placement])
         for (kind, chunk, layout, placement), name, varies in zip(numbers, columns.name, columns.varies.tolist(), strict=True)
     ]
+
+
+def test_a_table_that_is_no_file_is_not_opened(seen, tmp_path):
+    """To open a pipe would wait for ever."""
+    table, measured = seen
+    measured.see(step_of((WEIGHT, MATRIX), table=table, layouts=[MATRIX]))
+    reference = saved(tmp_path, measured)
+    (tmp_path / reference.file).unlink()
+    os.mkfifo(tmp_path / reference.file)
+    with pytest.raises(ManifestError, match="this is not a regular file"):
+        read_series(tmp_path, manifest_of(reference))
