@@ -51,6 +51,9 @@ class Fault:
     of_all: ClassVar[bool] = False
     """Whether all ranks do the same. Otherwise one of them does."""
 
+    compiles: ClassVar[bool] = True
+    """Whether training can compile code under it."""
+
     deletes: ClassVar[bool] = False
     """Whether it takes away what was recorded before."""
 
@@ -199,6 +202,8 @@ class NoMemory(Fault):
 
 class NoThreads(NoMemory):
     """From the beginning: the monitor never gets a thread."""
+
+    compiles = False
 
     def armed(self) -> None:
         super().begins()
