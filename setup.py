@@ -40,7 +40,10 @@ class WithPresets(build_py):
         if not self.editable_mode:
             presets = Path(self.build_lib, "monitor", "config", "presets")
             presets.mkdir(parents=True, exist_ok=True)
-            for path in Path(__file__).parent.glob("configs/*.json"):
+            found = list(Path(__file__).parent.glob("configs/*.json"))
+            if not found:
+                raise FileNotFoundError("configs/*.json")
+            for path in found:
                 shutil.copyfile(path, presets / path.name)
 
 

@@ -67,6 +67,8 @@ def preset_fields(name: str) -> dict[str, Any]:
     """
     folder = _presets()
     known = sorted(path.stem.replace("_", "-") for path in folder.glob("*.json"))
+    if not isinstance(name, str):
+        raise TypeError(f"preset: expected a name or None, got {type(name).__name__}")
     asked = name.replace("_", "-")
     if asked not in known:
         raise ConfigError(f"preset: {name!r} is not one of {', '.join(known)}")

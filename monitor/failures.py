@@ -137,9 +137,11 @@ class Failures:
                 return None
             except EarlierFailure as failure:
                 self._reraised = failure.error
-                raise failure.error from None
+                raise failure.error from failure.error.__cause__
             finally:
                 IN_HOOK.depth -= 1
+                if not IN_HOOK.depth:
+                    self._reraised = None  # its traceback holds the frames of training
 
         return call
 

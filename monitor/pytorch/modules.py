@@ -148,6 +148,8 @@ class CompilableHooks:
             x.register_hook(call)
 
     def end_step(self) -> None:
+        if self._silent_writes is not None:
+            self._silent_writes.look_again()
         for observed in self._observed_roots:
             if observed.calls or observed.earlier:
                 observed.forget_step()

@@ -1,4 +1,6 @@
-"""Writes that leave the version of a tensor as it is: those of collectives, and of kernels written in Triton."""
+"""Writes that leave the version of a tensor as it is: those of collectives, and of kernels written in Triton. Others of this
+kind (``x.data.mul_()``, ``x.numpy()``, kernels in C) cannot be seen.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,22 @@ class SilentWrites(CallListener):
 
     def __init__(self, written: Callable[[], None]) -> None:
         self._written = written
-        triton = [_launches()] if "triton.runtime.jit" in sys.modules else []
-        self._patches = [patch for patch in (WAIT, *_OF_GROUPS, *triton) if patch.fits]
-        for patch in self._patches:
+        self._patches: list[CallPatch] = []
+        for patch in (WAIT, *_OF_GROUPS):
+            self._follow(patch)
+        self._has_triton = False
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Follow kernels of Triton, too, once it is there: most programs import it late."""
+        if not self._has_triton and "triton.runtime.jit" in sys.modules:
+            self._has_triton = True
+            self._follow(_launches())
+
+    def _follow(self, patch: CallPatch) -> None:
+        if patch.fits:
             patch.add(self)
+            self._patches.append(patch)
 
     def remove(self) -> None:
         for patch in self._patches:

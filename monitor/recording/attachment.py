@@ -152,7 +152,7 @@ class Attachment:
         self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
         self.on_first_step: Callable[[], None] | None = None
         self.when_ended: Callable[[], object] | None = None
-        self.at_boundary: Callable[[int], object] = no_change
+        self.at_boundary: Callable[[int], object] = _no_change
         self.begun = False
         self.expected: set[str] = set()
         self.collected = collected
@@ -365,6 +365,8 @@ class Attachment:
         """
         if not self.begun:  # the optimizer has ended the step
             return
+        if not self.clock.micro_steps:
+            self._failures.warn("batch_ended", "batch_ended() needs the number of micro-batches: pass micro_batches to watch.")
         self._batches += 1
         if self._batches >= self.clock.micro_steps > 0:
             self._end_step(self._turns.status)
@@ -491,5 +493,5 @@ def _of_activations(modules: Iterable[NamedModule]) -> set[str]:
     return {kind for kind, asked in (("actv", forward), ("actv_grad", backward)) if asked}
 
 
-def no_change(_step: int) -> None:
+def _no_change(_step: int) -> None:
     """Continue with the same configuration."""

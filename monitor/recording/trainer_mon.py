@@ -20,8 +20,8 @@ from monitor.coordinator.ownership import Ownership, no_rank_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.recording.arguments import count, given
 from monitor.recording.attached_model import AttachmentSpec, ModelNames
-from monitor.recording.attachment import no_change
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
+from monitor.recording.micro_batches import MicroBatchCount
 from monitor.recording.recorder import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
 from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of, shapes_of, with_recording_off
 from monitor.recording.run import RecordingSpec, RunEnded
@@ -266,7 +266,7 @@ class ModelMonitor:
         recording.attach(watch, names, start)
         recording.attachment.when_ended = partial(self._deliver_alerts, recording)
         if watch.grad_acc_steps == LEARNED:
-            learn = partial(self._learn, recording, watch)
+            learn = partial(self._learn, recording, watch, MicroBatchCount())
             recording.attachment.at_boundary = self._failures.guarded("counting micro-batches", learn, "Nothing is recorded.")
         elif self._dynamic:
             recording.follow_file(partial(self._switch, recording, watch_of))
@@ -275,23 +275,29 @@ class ModelMonitor:
         if self._communication is not None or self._ends_after_first_step:
             recording.attachment.on_first_step = partial(self._after_first_step, recording)
 
-    def _learn(self, recording: Recording, watch: AttachmentSpec, step: int) -> None:
-        """The first step has ended, and shows how many micro-batches a step has."""
-        attachment = recording.attachment
-        micro_steps = attachment.clock.micro_steps = max(1, attachment.clock.ended_with)
+    def _learn(self, recording: Recording, watch: AttachmentSpec, count: MicroBatchCount, step: int) -> None:
+        """A step has ended, and shows how many micro-batches a step has."""
+        attachment, first = recording.attachment, not count.adopted
+        seen = attachment.clock.ended_with
+        if not count.step_ended(seen):
+            return
+        micro_steps = attachment.clock.micro_steps = count.adopted
 
         def watch_of(config: MonitorConfig) -> AttachmentSpec:
             ownership = replace(watch.ownership, module_ranks=config.module_ranks)
             return replace(watch, config=config, grad_acc_steps=micro_steps, ownership=ownership)
 
-        said = f"The first step had {micro_steps} micro-batches (root forwards), so a step has {micro_steps}. It has no rows."
-        LOGGER.info("[rank %d] %s", self._failures.rank, said)
-        attachment.at_boundary = no_change
+        said = f"Step {step - 1} had {seen} micro-batches (training forwards of the model), so a step has {micro_steps}."
+        if seen:
+            LOGGER.info("[rank %d] %s%s", self._failures.rank, said, " It has no rows." if first else "")
+        else:
+            self._failures.warn("micro-batches", f"{said} Pass micro_batches if that is wrong.")
         if self._dynamic:
             recording.follow_file(partial(self._switch, recording, watch_of))
+            attachment.at_boundary(step)
         else:
-            schedule = Schedule.of(self._config)
-            self._switch(recording, watch_of, self._config, schedule, schedule.collected_before(step))
+            config = self._config.model_copy(update={"ops": self._ops})
+            self._switch(recording, watch_of, config, Schedule.of(config), attachment.collected)
         if recording.run is not None:
             recording.run.manifest.note("micro_steps", said)
 
@@ -402,16 +408,30 @@ class ModelMonitor:
         since the last call, at most 100 of a step. Rules judge a step while the next ones are trained. What the function
         raises is raised by ``optimizer.step()``, as an exception of the program's own.
         """
+        if not callable(function):
+            raise TypeError(f"function: expected a function, got {type(function).__name__}")
+        if not self._config.alert.rules:
+            self._failures.advise("no rules", "add_alert_callback: there are no alert.rules, so there will be no alerts.")
+        if not self._alert_callbacks:
+            for recording in self._recordings:  # what was found before is not for it
+                self._alerts_of(recording)
         self._alert_callbacks.append(function)
 
+    def _alerts_of(self, recording: Recording) -> tuple[AlertEvent, ...]:
+        return () if recording.run is None else tuple(recording.run.alerts.take())
+
     def _deliver_alerts(self, recording: Recording) -> None:
-        if not self._alert_callbacks or recording.run is None or not (events := recording.run.alerts.take()):
+        """Call all callbacks; then the first of their exceptions is raised."""
+        if not self._alert_callbacks or not (events := self._alerts_of(recording)):
             return
-        for function in self._alert_callbacks:
+        errors = []
+        for function in tuple(self._alert_callbacks):
             try:
                 function(events)
             except Exception as error:
-                raise EarlierFailure(error) from None
+                errors.append(error)
+        if errors:
+            raise EarlierFailure(errors[0]) from None
 
     @property
     def last_collected(self) -> int | None:
@@ -434,13 +454,18 @@ class ModelMonitor:
         return all(flushed)
 
     def close(self) -> None:
-        """Detach, write queued steps within ``close_seconds``, and log what was lost. May be called repeatedly."""
+        """Detach, write queued steps within ``close_seconds``, and log what was lost. May be called repeatedly.
+
+        Alerts of the last steps are passed to the callbacks; what one of them raises is raised.
+        """
         if self._closed:
             return
         self._closed = True
         self._close_communication()
         for recording in self._recordings:
             self._failures.guarded("closing", recording.close)()
+        for recording in self._recordings:
+            self._failures.guarded("calling back", self._deliver_alerts)(recording)
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,8 @@ from torch import nn
 
 import monitor
 from monitor.anomalies.callbacks import AlertEvent
+from monitor.pytorch import TrainerMon
+from monitor.recording.trainer_mon import AlertCallback
 
 ON_NAN: dict[str, Any] = {"wg_distribution": True, "ops": ["norm", "nans"], "alert": {"rules": [{"rule_name": "AnomalyNan"}]}}
 LONGEST = 2000
@@ -24,13 +26,14 @@ class TooMuchError(Exception):
     pass
 
 
-def trained(callback: Callable[[Sequence[AlertEvent]], object], until: Callable[[], bool], broken: int = 3) -> int:
+def trained(callback: AlertCallback, until: Callable[[], bool], *others: AlertCallback, broken: int = 3) -> int:
     """Train until something is true. One batch has a NaN in it. Returns the number of steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with monitor.watch(model, optimizer, None, micro_batches=1, **ON_NAN) as watching:
-        watching.add_alert_callback(callback)
+        for one in (callback, *others):
+            watching.add_alert_callback(one)
         for step in range(LONGEST):
             if until():
                 return step
@@ -71,6 +74,39 @@ def test_what_it_raises_reaches_the_loop() -> None:
 
     with pytest.raises(TooMuchError, match="weight"):
         trained(callback, lambda: False)
+
+
+@pytest.mark.usefixtures("output")
+def test_all_callbacks_are_called_and_the_cause_of_the_first_exception_stays() -> None:
+    counts: list[int] = []
+
+    def first(events: Sequence[AlertEvent]) -> None:
+        raise TooMuchError(events[0].name) from KeyError("why")
+
+    def second(events: Sequence[AlertEvent]) -> None:
+        counts.append(len(events))
+
+    with pytest.raises(TooMuchError) as raised:
+        trained(first, lambda: False, second)
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert counts[0] > 0
+
+
+@pytest.mark.usefixtures("output")
+def test_the_last_alerts_come_with_close() -> None:
+    found: list[AlertEvent] = []
+    steps = iter(range(10))
+    trained(found.extend, lambda: next(steps) == 4)
+    assert {event.step for event in found} == {3}
+
+
+@pytest.mark.usefixtures("output")
+def test_what_cannot_be_called_is_refused_and_missing_rules_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    watching = TrainerMon({"wg_distribution": True})
+    with pytest.raises(TypeError, match="function: expected a function, got str"):
+        watching.add_alert_callback("text")
+    watching.add_alert_callback(print)
+    assert "there are no alert.rules" in caplog.text
 
 
 def test_without_alerts_it_is_not_called_and_files_are_as_without(output: Output) -> None:

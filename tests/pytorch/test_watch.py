@@ -75,6 +75,50 @@ def test_the_first_step_shows_how_many_micro_batches_there_are(micro_batches: in
     assert f"a step has {micro_batches}" in json.loads((second / "manifest.json").read_text())["notes"]["micro_steps"]
 
 
+def test_two_steps_that_agree_correct_a_first_step_with_a_forward_more(output: Output) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with one_line(model, optimizer):
+        model(torch.ones(2, 4))  # a warm-up
+        for _ in range(STEPS + 1):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "Step 2 had 1 micro-batches" in output.manifest()["notes"]["micro_steps"]
+    assert {row.step for row in output.rows("grad_reduced")} == {1, 2, 3, 4}
+    assert {(row.step, row.micro_step) for row in output.rows("actv")} == {(step, 0) for step in (1, 2, 3, 4)}
+
+
+def test_a_number_given_during_the_first_step_is_used(output: Output) -> None:
+    def attach(model: nn.Module, optimizer: Any) -> Any:
+        watching = monitor.watch(model, optimizer, "weight-gradients")
+        watching.set_monitor(model, 2, optimizer)
+        return watching
+
+    trained(attach, 2)
+    assert {row.step for row in output.rows("grad_reduced")} == set(range(STEPS))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [({"collect_times": 2}, {11, 12}), ({"collect_times": 1, "step_interval": 2, "start_step": 11}, {11}), ({}, {11, 12, 13})],
+)
+def test_the_first_step_does_not_count_as_collected(schedule: dict[str, int], steps: set[int], output: Output) -> None:
+    fields = {"wg_distribution": True, "format": "csv", **schedule}
+    trained(lambda model, optimizer: monitor.watch(model, optimizer, None, start_iteration=10, **fields), 1)
+    assert {row.step for row in output.rows("grad_reduced")} == steps
+
+
+def test_ops_changed_in_the_first_step_stay(output: Output) -> None:
+    def attach(model: nn.Module, optimizer: Any) -> Any:
+        watching = monitor.watch(model, optimizer, "weight-gradients")
+        watching.ops = ["max"]
+        return watching
+
+    trained(attach, 1)
+    assert {op for row in output.rows("grad_reduced") for op in row.values} == {"max"}
+
+
 def test_a_model_compiled_before_has_the_rows_of_eager_code(output: Output) -> None:
     trained(one_line, 2)
     (first,) = output.directories()
@@ -112,6 +156,7 @@ def test_fields_replace_those_of_the_preset_and_health_is_the_default(output: Ou
     ("attach", "error", "said"),
     [
         (lambda m, o: monitor.watch(m, o, "helth"), ConfigError, "preset: 'helth' is not one of .*health"),
+        (lambda m, o: monitor.watch(m, o, 3), TypeError, "preset: expected a name or None, got int"),
         (lambda m, o: monitor.watch(m, o, wg_distributin=True), ConfigError, "wg_distributin: unknown field"),
         (lambda m, o: monitor.watch(m, o, ops=3), ConfigError, "^configuration: ops: 3 is not allowed: expected a list"),
         (lambda _, o: monitor.watch(3, o), TypeError, r"model: expected torch\.nn\.Module or mindspore\.nn\.Cell"),
