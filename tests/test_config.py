@@ -70,6 +70,7 @@ class TestDefaults:
             "param_distribution": False,
             "wg_distribution": False,
             "monitor_mbs_grad": False,
+            "wg_reduced_only": False,
             "mg_direction": False,
             "update_ratio": False,
             "cc_distribution": {"enable": False, "cc_codeline": [], "cc_pre_hook": False, "cc_log_only": False},

@@ -24,7 +24,7 @@ ASKED_FOR = {
     "communication": set(),
     "everything": {"xy_distribution", "all_xy", "wg_distribution", "mv_distribution", "param_distribution"},
     "features": {"recording_l2_features"},
-    "health": {"wg_distribution", "param_distribution", "replica_check"},
+    "health": {"wg_distribution", "wg_reduced_only", "param_distribution", "replica_check"},
     "hdf5": {"wg_distribution", "mv_distribution", "param_distribution"},
     "low_precision": {"xy_distribution", "all_xy", "wg_distribution", "update_ratio"},
     "micro_batch_gradients": {"wg_distribution", "monitor_mbs_grad"},

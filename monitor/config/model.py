@@ -366,6 +366,8 @@ class Settings(_StrictModel):
     """Record weight gradients before and after aggregation over the data-parallel ranks."""
     monitor_mbs_grad: Annotated[bool, GRADIENTS] = False
     """With `wg_distribution`: a row for every micro-batch, holding the local gradient as accumulated so far."""
+    wg_reduced_only: Annotated[bool, GRADIENTS] = False
+    """With `wg_distribution`: only gradients after aggregation (`grad_reduced`). Half of the reads, and none in backward."""
     mg_direction: Annotated[bool, UPDATES] = False
     """Record the share of elements whose gradient and momentum agree in sign."""
     update_ratio: Annotated[bool, UPDATES] = False
@@ -515,6 +517,13 @@ class MonitorConfig(Settings):
             raise ValueError('replica_check compares norms and needs "norm" among the ops')
         if wanted == "all" and not fields.data.get("mv_distribution"):
             raise ValueError('"all" reads the optimizer\'s moments and needs "mv_distribution": true')
+        return wanted
+
+    @field_validator("wg_reduced_only")
+    @classmethod
+    def _has_no_rows_of_micro_batches(cls, wanted: bool, fields: ValidationInfo) -> bool:
+        if wanted and fields.data.get("monitor_mbs_grad"):
+            raise ValueError("monitor_mbs_grad asks for rows of gradients before aggregation. Set one of the two to false")
         return wanted
 
     @field_validator("max_output_bytes")

@@ -385,7 +385,7 @@ class TorchGradients:
         """The gradient is no longer local to this rank. Later backwards of the step add to it, so it stays non-local."""
         self._summed.add(parameter)
         self._left.pop(parameter, None)
-        if not self._warned_summed and parameter not in self._stepped:
+        if not self._warned_summed and self._rows.both and parameter not in self._stepped:
             self._warned_summed = True
             self._rows.note_local(f"{SUMMED_EARLY}: first in step {self._clock.step} for {parameter.name}")
             self._failures.warn("gradients that are summed early", SUMMED_ADVICE.format(self._clock.step, parameter.name))
@@ -420,7 +420,7 @@ class TorchGradients:
                 self._unreduced.record(parameter, gradient)
             else:
                 lost += 1
-        if lost:
+        if lost and self._rows.both:
             said = f"In step {self._clock.step} {lost} gradients were complete before the last micro-batch of grad_acc_steps"
             advice = "and were aggregated, unscaled or clipped before it was known: their grad_unreduced is missing."
             self._failures.warn("fewer micro-steps", f"{said} ({self._clock.micro_steps}) {advice}")

@@ -79,7 +79,8 @@ class ParameterSeries:
         kind: The kind of all of them.
     """
 
-    def __init__(self, kind: str, attached: Attached, micro_steps: tuple[int, ...]) -> None:
+    def __init__(self, kind: str, attached: Attached, micro_steps: tuple[int, ...], *, recorded: bool) -> None:
+        """Choose the parameters: those that this rank records; all, of which none has a row, if not ``recorded``."""
         self.kind = kind
         self._tensors = attached.backend.tensors
         self._recorder = attached.recorder
@@ -88,11 +89,11 @@ class ParameterSeries:
         self._micro_steps = micro_steps
         self._checked = attached.config.checks_replicas and kind in CHECKED_KINDS
         every = attached.parameters
-        self._undecided = {one for one in every if self._shows_when_seen(one)}
+        self._undecided = {one for one in every if recorded and self._shows_when_seen(one)}
         self._seen: dict[NamedParameter, _FirstSeen] = {}
-        decided = {one: watched for one in every if one not in self._undecided and (watched := self._watch(one)) is not None}
-        self._watched = decided
-        self._parameters = tuple(one for one in every if one in decided or one in self._undecided)
+        certain = [one for one in every if recorded and one not in self._undecided]
+        self._watched = {one: watched for one in certain if (watched := self._watch(one)) is not None}
+        self._parameters = tuple(one for one in every if one in self._watched or one in self._undecided or not recorded)
         self._recorded = frozenset(self._parameters)
 
     @property
@@ -266,9 +267,9 @@ class Attached:
         """The ``Framework``. A collector of one framework calls further methods of it."""
         return self.watch.framework
 
-    def series(self, kind: str, micro_steps: tuple[int, ...] = (NO_MICRO_STEP,)) -> ParameterSeries:
-        """The series of one kind."""
-        found = ParameterSeries(kind, self, micro_steps)
+    def series(self, kind: str, micro_steps: tuple[int, ...] = (NO_MICRO_STEP,), *, recorded: bool = True) -> ParameterSeries:
+        """The series of one kind. If it is not ``recorded``, its parameters are followed, and have no rows."""
+        found = ParameterSeries(kind, self, micro_steps, recorded=recorded)
         self.kinds.update([kind] if found.is_recorded else [])
         return found
 

@@ -49,6 +49,7 @@ class GradientRows:
         unreduced: ``grad_unreduced``.
         reduced: ``grad_reduced``.
         each_micro_step: Whether ``grad_unreduced`` has a row for each micro-step.
+        both: Whether ``grad_unreduced`` has rows at all.
         stepped: The parameters whose optimizer has had its turn. Gradients that a later backward leaves in them do not belong
             to this step. They belong to the next step or to none, such as the gradients that a generator leaves in its critic.
     """
@@ -57,7 +58,9 @@ class GradientRows:
         self.attached = attached
         self.each_micro_step = attached.config.monitor_mbs_grad
         self._clock = clock = attached.clock
-        self.unreduced = attached.series("grad_unreduced", tuple(range(clock.micro_steps)) if self.each_micro_step else (-1,))
+        self.both = not attached.config.wg_reduced_only
+        micro_steps = tuple(range(clock.micro_steps)) if self.each_micro_step else (-1,)
+        self.unreduced = attached.series("grad_unreduced", micro_steps, recorded=self.both)
         self.reduced = attached.series("grad_reduced")
         self.stepped: set[NamedParameter] = set()
         self.backwards: Counter[NamedParameter] = Counter()
@@ -65,6 +68,8 @@ class GradientRows:
 
     def note_local(self, said: str) -> None:
         """Add a note on ``grad_unreduced`` to the manifest, after earlier ones."""
+        if not self.both:
+            return
         self._local_notes[said] = None
         self.attached.note("grad_unreduced", "; ".join(self._local_notes))
 

@@ -263,9 +263,9 @@ class _Job:
 
     def loads(self, names: ModelNames, config: MonitorConfig, micro_steps: int) -> dict[str, KindLoad]:
         each = micro_steps if config.micro_steps == "each" else 1
-        loads = {
-            kind.name: self._of_parameters(kind, config, micro_steps) for kind in OF_PARAMETERS if getattr(config, kind.field)
-        }
+        without = {"grad_unreduced"} if config.wg_reduced_only else ()
+        kinds = [kind for kind in OF_PARAMETERS if getattr(config, kind.field) and kind.name not in without]
+        loads = {kind.name: self._of_parameters(kind, config, micro_steps) for kind in kinds}
         if config.checks_replicas:
             kept = sum(self._kept(kind) for kind in OF_PARAMETERS if kind.name in loads and not kind.columns)
             loads[REPLICA_KIND] = KindLoad(kept, kept, len(self._monitored))

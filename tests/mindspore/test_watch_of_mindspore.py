@@ -51,4 +51,5 @@ def test_the_first_step_shows_how_many_micro_batches_there_are(micro_batches: in
 
 def test_health_is_the_default(output: Output) -> None:
     trained(monitor.watch, 1)
-    assert list(output.directory().glob("*.parquet"))
+    assert {"grad_reduced", "param_origin", "param_updated"} <= set(monitor.open_run(output.base).kinds)
+    assert "grad_unreduced" not in monitor.open_run(output.base).kinds

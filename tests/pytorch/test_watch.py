@@ -149,7 +149,7 @@ def test_training_is_the_same(output: Output) -> None:
 def test_fields_replace_those_of_the_preset_and_health_is_the_default(output: Output) -> None:
     trained(lambda model, optimizer: monitor.watch(model, optimizer, format="csv", param_distribution=False), 1)
     kinds = {path.name.rsplit("_", 1)[0] for path in output.directory().glob("*.csv")}
-    assert kinds == {"grad_reduced", "grad_unreduced", "run"}
+    assert kinds == {"grad_reduced", "run"}
 
 
 @pytest.mark.parametrize(
