@@ -133,6 +133,9 @@ _CONSEQUENCE: Final = 'Nothing is recorded for them. Set "print_struct": true to
 
 _WITH_CHUNK: Final = re.compile(r"([0-9]{1,9}):(.*)", re.DOTALL)
 
+ANY: Final = "*"
+"""In a target: any characters of one component of a name; twice, of any number of components."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorChoice:
@@ -196,8 +199,9 @@ class TargetSelection:
 
     A module's target selects its own tensors and every parameter below it. A target matches full or short names, with or
     without their leading ``module.``, also if rows use another form. An exact match excludes all others. A short name
-    selects every name that it matches. If several targets name one module, a target with a chunk number has precedence,
-    and among equals the later one.
+    selects every name that it matches. A target with ``*`` is a pattern of full names, and selects all that it matches. If
+    several targets name one module, a name has precedence over a pattern, then a target with a chunk number over one
+    without, and among equals the later one.
 
     Attributes:
         unmatched: The targets without a match, in the order of the configuration.
@@ -249,15 +253,15 @@ class TargetSelection:
         return ambiguity_notice("Targets", self.ambiguous)
 
     def _match(self, targets: Mapping[str, Target], sides: Collection[str]) -> set[str]:
-        """Apply every target, those without a chunk number first. Returns the targets without a match."""
+        """Apply every target, those with precedence last. Returns the targets without a match."""
         missed = set()
-        for target in sorted(targets, key=lambda one: _parsed(one)[0] is not None):
+        for target in sorted(targets, key=lambda one: (ANY not in one, _parsed(one)[0] is not None)):
             number, name = _parsed(target)
             wanted = _wanted(targets[target], sides)
             matched = [chunk.select(name, wanted) for chunk in self._addressed(number)]
             if not any(matched):
                 missed.add(target)
-            self.ambiguous += [Ambiguous(target, tuple(found)) for found in matched if _differ(found)]
+            self.ambiguous += [Ambiguous(target, tuple(found)) for found in matched if ANY not in name and _differ(found)]
         return missed
 
     def _addressed(self, number: int | None) -> Sequence[_Chunk]:
@@ -328,7 +332,15 @@ class _NameIndex:
         if spelling in self._names:
             return (spelling,)
         bare = without_module(spelling)
+        if ANY in bare:
+            matches = _pattern(bare).fullmatch
+            return [name for some, names in self._bare.items() if some and matches(some) for name in names]
         return self._bare.get(bare) or self._short.get(bare) or self._distinctive.get(bare, [])
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    components = {"": "", ANY: "[^.]*", 2 * ANY: ".*"}
+    return re.compile("".join(components.get(part) or re.escape(part) for part in re.split(r"(\*\*|\*)", text)), re.DOTALL)
 
 
 def _ancestors(names: Iterable[str]) -> set[str]:

@@ -361,3 +361,39 @@ class TestProperties:
             if not any(some or others for some, others in found):
                 expected.append(target)
         assert [one.target for one in select(targets, *chunks).unmatched] == expected
+
+
+class TestPatterns:
+    @pytest.mark.parametrize(
+        ("pattern", "found"),
+        [
+            ("h.*", ["h.1", "h.10"]),
+            ("h.*.mlp", ["h.1.mlp", "h.10.mlp"]),
+            ("**.mlp", ["h.1.mlp", "h.10.mlp"]),
+            ("h.1*", ["h.1", "h.10"]),
+            ("h**", ["h", "h.1", "h.1.mlp", "h.10", "h.10.mlp"]),
+            ("*", ["h", "ln_f"]),
+            ("*.1.m?p", []),
+            ("h.+", []),
+        ],
+    )
+    def test_stars_stand_for_characters_of_a_component_or_for_components(self, pattern: str, found: list[str]) -> None:
+        assert modules(select([pattern])) == found
+
+    def test_parameters_below_what_is_found_are_watched(self) -> None:
+        assert parameters(select(["h.*.mlp"])) == ["h.1.mlp.weight", "h.1.mlp.bias", "h.10.mlp.weight"]
+        assert parameters(select(["**.weight"])) == ["h.1.mlp.weight", "h.10.mlp.weight", "ln_f.weight"]
+
+    def test_a_name_has_precedence_wherever_it_stands(self) -> None:
+        for targets in ({"h.1": {"output": "tensor"}, "h.*": {}}, {"h.*": {}, "h.1": {"output": "tensor"}}):
+            selection = select(targets)
+            assert selection.module(0, "h.1") == choices(output=TensorChoice(wanted=True, length=1))
+            assert selection.module(0, "h.10") == EVERYTHING
+
+    def test_a_wrapper_around_the_model_changes_nothing(self) -> None:
+        wrapped = ChunkNames([f"module.{name}".rstrip(".") for name in MODULES], [f"module.{name}" for name in PARAMETERS])
+        assert modules(select(["h.*.mlp"], wrapped), names=wrapped) == ["module.h.1.mlp", "module.h.10.mlp"]
+
+    def test_several_matches_cause_no_notice_and_none_a_warning(self) -> None:
+        assert select(["h.*"]).notice() is None
+        assert "'x.*'" in str(select(["x.*"]).warning())

@@ -333,8 +333,8 @@ class Settings(_StrictModel):
     """Every field that an alert may switch, which is all but ``on_alert`` itself."""
 
     targets: Annotated[Mapping[str, Target], SELECTION] = Field(default_factory=dict)
-    """Modules and parameters to watch, by name. Empty: all. `{}` as a module's value: its inputs, outputs and both gradients;
-    otherwise only those named."""
+    """Modules and parameters to watch, by name or by a pattern with `*`. Empty: all. `{}` as a module's value: its inputs,
+    outputs and both gradients; otherwise only those named."""
     dynamic_on: Annotated[bool, DYNAMIC] = False
     """With the environment variable `DYNAMIC_MONITOR=True`: whether monitoring is on. Without it: ignored."""
     start_step: Annotated[Step, SCHEDULE] = 0
