@@ -42,6 +42,7 @@ PROMISED: dict[str, dict[str, int]] = {
     "everything": {**ACTIVATIONS, **GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS, **NORMS},
     "features": {"linear_hook": 2 * STEPS, **RATES},
     "hdf5": {},
+    "health": {},
     "low_precision": {**ACTIVATIONS, **GRADIENTS, "update_ratio": WEIGHTS, **NORMS},
     "micro_batch_gradients": {"grad_reduced": WEIGHTS, "grad_unreduced": WEIGHTS * MICRO_BATCHES, **NORMS},
     "optimizer_moments": {**MOMENTS, **RATES},

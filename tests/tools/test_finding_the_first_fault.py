@@ -10,8 +10,9 @@ import shlex
 import shutil
 import socket
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from demo_runs import DEMO, ROOT, TORCHRUN, run_python
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from monitor.anomalies.callbacks import AlertEvent
 from monitor.anomalies.ranking import ranking
 from monitor.anomalies.ranking.ranking import Cause
 from monitor.cli import app
@@ -131,11 +133,21 @@ def test_the_configuration_is_one(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_the_history_of_what_went_in_is_that_of_both_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    history, _ = blocks("python")
+    _, history, _ = blocks("python")
     exec(history, {})
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[1:3] for line in printed] == [[str(step), str(micro)] for step in (12, 13, 14) for micro in (0, 1)] * 2
     assert {line[-1] for line in printed} == {"0"}
+
+
+def test_code_that_acts_on_alerts_is_called_with_them(capsys: pytest.CaptureFixture[str]) -> None:
+    acting, _, _ = blocks("python")
+    given: list[Callable[[Sequence[AlertEvent]], object]] = []
+    exec(acting, {"monitor": SimpleNamespace(add_alert_callback=given.append)})
+    event = AlertEvent(0, 14, "actv", "h.2.mlp", 1, "AnomalyNan", "nans", 1.0, "Rule AnomalyNan reports")
+    with pytest.raises(SystemExit):
+        given[0]([event])
+    assert capsys.readouterr().out == "14 actv h.2.mlp Rule AnomalyNan reports\n"
 
 
 def test_what_goes_into_a_module_is_kept_when_it_goes_wrong(
@@ -143,7 +155,7 @@ def test_what_goes_into_a_module_is_kept_when_it_goes_wrong(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = find_fault.GPT(find_fault.GPTConfig(vocabulary=4, context=2, layers=3, heads=1, width=2))
-    _, keeping = blocks("python")
+    _, _, keeping = blocks("python")
     exec(keeping, {"model": model})
     module = model.get_submodule("h.2.mlp.1")
     healthy, bad = torch.ones(2), torch.tensor([1.0, math.inf])
