@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    import torch
     from launching import Nursery, Requests
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -71,6 +72,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def nursery() -> Nursery:
     """The processes that fork scripts for the tests of all folders; see ``processes/launching.py``."""
     return launching().Nursery.of_all_tests()
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The current accelerator. Without one the test is left out."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        pytest.skip("there is no accelerator")
+    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def pytest_configure(config: pytest.Config) -> None:

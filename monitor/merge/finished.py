@@ -94,9 +94,10 @@ class Folder:
     @contextmanager
     def opened(self, name: str) -> Iterator[Any]:
         """A file to read: its path, or a file object if it is behind a URL. What pyarrow finds damaged in it is named."""
+        path = None if self._files is not None else str(self._regular(name))
         try:
-            if self._files is None:
-                yield str(self._regular(name))
+            if path is not None:
+                yield path
             else:
                 with self._files.open(f"{self._root}/{name}", "rb") as file:
                     yield file
@@ -109,11 +110,7 @@ class Folder:
     def copied(self, name: str) -> Iterator[Path]:
         """A file on this machine: itself, or a copy for the time being."""
         if self._files is None:
-            try:
-                path = self._regular(name)
-            except OSError as error:
-                raise OSError(f"{name}: {error}") from None
-            yield path
+            yield self._regular(name)
             return
         with TemporaryDirectory() as directory:
             path = Path(directory, name.rpartition("/")[2])
@@ -124,7 +121,7 @@ class Folder:
         """Raises ``OSError`` for what is better not opened. To open a pipe would wait for somebody to write to it."""
         path = Path(self._root, name)
         if path.exists() and not path.is_file():
-            raise OSError("it is not a file")
+            raise OSError(f"{name}: it is not a file")
         return path
 
     def read(self, name: str) -> bytes | None:

@@ -49,13 +49,11 @@ class SilentWrites(CallListener):
         for patch in self._patches:
             patch.remove(self)
 
-    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> None:
         del patch, args, kwargs, result
         self._written()
 
-    def call_raised(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        del patch, args, kwargs
-        self._written()
+    call_raised = call_ended
 
 
 @cache

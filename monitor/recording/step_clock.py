@@ -1,4 +1,6 @@
-"""The position of training (step, and micro-step of each chunk's forward and backward) and the schedule of collected steps."""
+"""The position of training (step, and micro-step of each chunk's forward and backward), the schedule of collected steps, and
+how many micro-batches a step has.
+"""
 
 from __future__ import annotations
 
@@ -84,3 +86,29 @@ class Clock:
         """The micro-step of the backward in progress; the forward's, if no output of the root showed it."""
         backward = self.backward[chunk]
         return backward if backward >= 0 else self.micro_step(chunk)
+
+
+class MicroBatchCount:
+    """Learns the number from the training forwards of each step.
+
+    The first step decides. If two later steps in a row agree on another number, they correct it, once: the first step may have
+    had a forward more, for example to find the largest batch.
+
+    Attributes:
+        adopted: The number in use; 0 before the first step has ended.
+    """
+
+    def __init__(self) -> None:
+        self.adopted = 0
+        self._before = 0
+        self._corrected = False
+
+    def step_ended(self, forwards: int) -> bool:
+        """Whether ``adopted`` has changed. A first step whose forwards were not seen counts as one micro-batch."""
+        first, again = not self.adopted, forwards == self._before
+        self._before = forwards
+        if not first and (self._corrected or not again or forwards in (0, self.adopted)):
+            return False
+        self._corrected = not first
+        self.adopted = max(1, forwards)
+        return True

@@ -21,12 +21,11 @@ from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.recording.arguments import count, given
 from monitor.recording.attached_model import AttachmentSpec, ModelNames
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
-from monitor.recording.micro_batches import MicroBatchCount
 from monitor.recording.recorder import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
 from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of, shapes_of, with_recording_off
 from monitor.recording.run import RecordingSpec, RunEnded
 from monitor.recording.startup_estimate import announce
-from monitor.recording.step_clock import Schedule
+from monitor.recording.step_clock import MicroBatchCount, Schedule
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
 from monitor.stats.ops import CALLS, known_ops
 
@@ -431,6 +430,8 @@ class ModelMonitor:
             except Exception as error:
                 errors.append(error)
         if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"Another alert callback raised {other!r}.")
             raise EarlierFailure(errors[0]) from None
 
     @property

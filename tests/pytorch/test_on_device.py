@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,8 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from watching import EVERYTHING, Output, Row, attached
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
 
 pytestmark = pytest.mark.accelerator
 
@@ -47,16 +44,9 @@ Called = Callable[[Tensor], Tensor]
 Wrap = Callable[[nn.Module], Called]
 
 
-@pytest.fixture(scope="module")
-def device() -> torch.device:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
-        pytest.skip("there is no accelerator")
-    return torch.device(found.type, torch.accelerator.current_device_index())
-
-
 @pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch._dynamo.reset()
     yield

@@ -20,14 +20,6 @@ pytestmark = pytest.mark.accelerator
 
 
 @pytest.fixture(scope="module")
-def device() -> torch.device:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
-        pytest.skip("there is no accelerator")
-    return torch.device(found.type, torch.accelerator.current_device_index())
-
-
-@pytest.fixture(scope="module")
 def kernels(device: torch.device) -> DeviceKernels:
     kernels = DeviceKernels()
     if not isinstance(kernels.kernel(EPS, device), FusedKernel):
