@@ -136,6 +136,9 @@ _WITH_CHUNK: Final = re.compile(r"([0-9]{1,9}):(.*)", re.DOTALL)
 ANY: Final = "*"
 """In a target: any characters of one component of a name; twice, of any number of components."""
 
+NUMBER: Final = "#"
+"""In a target with ``ANY``: a number, as the entries of a list of modules have for names."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorChoice:
@@ -339,8 +342,9 @@ class _NameIndex:
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    components = {"": "", ANY: "[^.]*", 2 * ANY: ".*"}
-    return re.compile("".join(components.get(part) or re.escape(part) for part in re.split(r"(\*\*|\*)", text)), re.DOTALL)
+    components = {"": "", ANY: "[^.]*", 2 * ANY: ".*", f"{2 * ANY}.": r"(?:.*\.)?", NUMBER: "[0-9]+"}
+    parts = re.split(r"(\*\*\.|\*\*|\*|#)", text)
+    return re.compile("".join(components.get(part) or re.escape(part) for part in parts), re.DOTALL)
 
 
 def _ancestors(names: Iterable[str]) -> set[str]:
@@ -373,6 +377,8 @@ def _wanted(target: Target, sides: Collection[str]) -> ModuleSelection | None:
 
 def _choice(spec: TensorSpec) -> TensorChoice:
     """A tuple without an index selects its first element. A side that is not the expected single tensor is taken whole."""
+    if spec.every:
+        return ALL_TENSORS
     if spec.length is None:
         return TensorChoice(wanted=True, length=1)
     return TensorChoice(wanted=True, length=spec.length, index=spec.index or 0)

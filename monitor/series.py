@@ -377,6 +377,14 @@ class Series:
         return f"{self.vpp_stage}:{self.name}{place}/rank{rank}/{shown_kind(self.kind)}"
 
 
+def underlying_series(series: Series) -> Series:
+    """The series itself; for a replica, the series that another rank writes."""
+    if series.kind != REPLICA_KIND:
+        return series
+    kind, slash, name = series.name.partition("/")
+    return Series(kind, series.vpp_stage, name) if slash else series
+
+
 class SeriesTable:
     """Every series of a rank, numbered in the order of first use, and their placements.
 

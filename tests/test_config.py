@@ -59,6 +59,17 @@ class TestDefaults:
             "start_step": 0,
             "collect_times": 100_000_000,
             "step_interval": 1,
+            "intervals": {
+                "xy_distribution": 1,
+                "wg_distribution": 1,
+                "param_distribution": 1,
+                "mv_distribution": 1,
+                "ur_distribution": 1,
+                "update_ratio": 1,
+                "mg_direction": 1,
+                "cc_distribution": 1,
+                "recording_l2_features": 1,
+            },
             "print_struct": False,
             "module_ranks": [],
             "ur_distribution": False,
@@ -174,7 +185,7 @@ class TestTargets:
     def test_other_spellings_of_a_structure_are_refused(self, problems: Refused, text: str) -> None:
         said = problems(json.dumps({"targets": {"h.0": {"input": text}}}))
         assert said.startswith('line 1: targets["h.0"].input: ')
-        assert said.endswith('is not allowed: expected "tensor", "tuple[N]" or "tuple[N]:i" with i below N')
+        assert said.endswith('is not allowed: expected "tensor", "tuple[N]", "tuple[N]:i" with i below N, or "all"')
 
     def test_an_index_lies_inside_its_tuple(self, problems: Refused) -> None:
         said = problems({"targets": {"h.0": {"input": "tuple[2]:2"}}})
@@ -311,6 +322,29 @@ class TestBounds:
         )
 
 
+class TestIntervals:
+    @pytest.mark.parametrize("interval", [0, -1, 1.5, "2", True, None])
+    def test_an_interval_is_a_whole_number_from_one_on(self, problems: Refused, interval: Any) -> None:
+        said = problems({"intervals": {"xy_distribution": interval}})
+        assert "intervals.xy_distribution" in said
+        assert "expected an integer from 1" in said
+
+    def test_a_kind_has_the_name_of_its_switch(self, problems: Refused) -> None:
+        assert "did you mean `xy_distribution`" in problems({"intervals": {"xy_distributions": 10}})
+
+    @pytest.mark.parametrize(("gradients", "direction", "fits"), [(2, 4, True), (2, 2, True), (2, 3, False), (2, 1, False)])
+    def test_a_direction_is_compared_where_gradients_are_read(
+        self, load: Load, problems: Refused, gradients: int, direction: int, fits: bool
+    ) -> None:
+        intervals = {"wg_distribution": gradients, "mg_direction": direction}
+        config = {"wg_distribution": True, "mg_direction": True, "intervals": intervals}
+        if fits:
+            assert load(config).intervals.mg_direction == direction
+        else:
+            assert "intervals.wg_distribution is 2. Set intervals.mg_direction to 2 or a multiple" in problems(config)
+        assert load({**config, "wg_distribution": False}).mg_direction
+
+
 class TestUnknownFields:
     """peers fault 18: a field that does not exist was passed over in silence."""
 
@@ -349,7 +383,8 @@ class TestMessages:
         assert said.split("\n") == [
             "several problems",
             "  line 2: step_interval: 0 is not allowed: expected an integer from 1 to 2^63 - 1",
-            '  line 4: targets["h.0"].input: 3 is not allowed: expected "tensor", "tuple[N]" or "tuple[N]:i" with i below N',
+            '  line 4: targets["h.0"].input: 3 is not allowed: expected "tensor", "tuple[N]", "tuple[N]:i" with i below N, or '
+            '"all"',
             "  line 6: wgd: unknown field, docs/configuration.md lists all fields",
             '  line 7: eps: "x" is not allowed: expected a number above 0',
         ]

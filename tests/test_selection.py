@@ -370,6 +370,9 @@ class TestPatterns:
             ("h.*", ["h.1", "h.10"]),
             ("h.*.mlp", ["h.1.mlp", "h.10.mlp"]),
             ("**.mlp", ["h.1.mlp", "h.10.mlp"]),
+            ("**.h.#", ["h.1", "h.10"]),
+            ("**.#.*", ["h.1.mlp", "h.10.mlp"]),
+            ("**.ln#", []),
             ("h.1*", ["h.1", "h.10"]),
             ("h**", ["h", "h.1", "h.1.mlp", "h.10", "h.10.mlp"]),
             ("*", ["h", "ln_f"]),
@@ -393,6 +396,10 @@ class TestPatterns:
     def test_a_wrapper_around_the_model_changes_nothing(self) -> None:
         wrapped = ChunkNames([f"module.{name}".rstrip(".") for name in MODULES], [f"module.{name}" for name in PARAMETERS])
         assert modules(select(["h.*.mlp"], wrapped), names=wrapped) == ["module.h.1.mlp", "module.h.10.mlp"]
+
+    def test_all_takes_any_number_of_tensors_of_a_side(self) -> None:
+        selection = select({"h.1": {"output": "all"}})
+        assert selection.module(0, "h.1") == choices(output=ALL_TENSORS)
 
     def test_several_matches_cause_no_notice_and_none_a_warning(self) -> None:
         assert select(["h.*"]).notice() is None

@@ -122,6 +122,8 @@ class ScanSummary(StrictRecord):
         rows: Number of rows judged in these steps; None in files of earlier versions.
         trained: The first and the last step of the watched training, collected or not; None before the end of the run.
         not_judged: Steps that no rule saw, by reason.
+        kinds: Kinds with judged rows in some of the steps only, and these steps. All others have rows in every judged step, or
+            in none. Empty in files of earlier versions.
         closed: True once the run has ended and everything was written.
     """
 
@@ -137,7 +139,14 @@ class ScanSummary(StrictRecord):
     rows: Natural | None = None
     trained: tuple[Natural, Natural] | None = None
     not_judged: dict[str, StepsRecord]
+    kinds: dict[str, StepsRecord] = Field(default_factory=dict)
     closed: bool
+
+    def absent(self, step: int) -> frozenset[str]:
+        """The kinds that have judged rows in other steps, but not in this one, which was judged."""
+        if not self.kinds or not self.steps.holds(step):
+            return frozenset()
+        return frozenset(kind for kind, steps in self.kinds.items() if not steps.holds(step))
 
 
 def events_file(recording: int) -> str:

@@ -23,7 +23,7 @@ from monitor.coordinator.manifest_format import SCHEMA_VERSION, PipelineRecord, 
 from monitor.coordinator.output import write_whole
 from monitor.coordinator.rank_facts import RankFacts
 from monitor.failures import LOGGER
-from monitor.series import SeriesTable
+from monitor.series import REPLICA_KIND, SeriesTable, underlying_series
 from monitor.terminal import plain
 
 RANKING: Final = "trainermon rank-anomalies"
@@ -277,6 +277,8 @@ class EventFiles:
         self._added = EventBuffer()
         self._found: Counter[str] = Counter()
         self._steps, self._not_judged = StepRanges(), StepsByCause()
+        self._kinds: dict[str, StepRanges] = defaultdict(StepRanges)
+        self._meant: dict[int, str] = {}
         self._rows = 0
         self._changed = self._more_events = self._closed = False
         self._not_before = -float("inf")
@@ -292,6 +294,8 @@ class EventFiles:
             self._keep(findings)
             self._more_events = True
         self._rows += findings.rows
+        for kind in self._kinds_of(findings):
+            self._kinds[kind].add(findings.step)
         self._steps.add(findings.step)  # last: a step listed as judged has all its events
         if self._more_events and self._clock() >= self._not_before:
             self.save()
@@ -331,6 +335,16 @@ class EventFiles:
         self._changed = self._closed = True
         self.save()
 
+    def _kinds_of(self, findings: StepFindings) -> set[str]:
+        """The kinds of judged rows. Replicas are of the kinds that they replicate."""
+        found = set(findings.judged)
+        if REPLICA_KIND in found:
+            replicas = set(findings.judged[REPLICA_KIND].tolist())
+            for new in replicas - self._meant.keys():
+                self._meant[new] = underlying_series(self._formatter.series[new]).kind
+            found.update(self._meant[one] for one in replicas)
+        return found - {REPLICA_KIND}
+
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._more_events:
@@ -368,6 +382,7 @@ class EventFiles:
             rows=self._rows,
             trained=self.trained,
             not_judged={reason: StepsRecord.of(steps) for reason, steps in self._not_judged.items()},
+            kinds={kind: StepsRecord.of(one) for kind, one in self._kinds.items() if one.count != self._steps.count},
             closed=self._closed,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.anomalies.events import Signal
-from monitor.series import NO_MICRO_STEP, REPLICA_KIND, Series, SeriesTable
+from monitor.series import NO_MICRO_STEP, REPLICA_KIND, Series, SeriesTable, underlying_series
 from monitor.stats.features import own_columns
 from monitor.stats.ops import derive
 from monitor.stats.partials import NANS, NEGINFS, Floats, Partials
@@ -192,11 +192,13 @@ class StepFindings:
     """The findings of one step. Only the first rule that fires on a row counts; it has one finding for each statistic.
 
     Attributes:
-        rows: The number of rows that the rules judged.
+        judged: By kind, the series of each row that the rules judged. The arrays are valid until the listeners return.
+        rows: The number of these rows.
     """
 
     step: int
     groups: tuple[FindingGroup, ...]
+    judged: Mapping[str, NDArray[np.int64]]
     rows: int
 
     def __len__(self) -> int:
@@ -225,8 +227,7 @@ def time_of(finding: RuleFinding, series: SeriesTable) -> tuple[bool, int]:
 
 
 def _began_with(series: Series) -> bool:
-    kind = series.name.partition("/")[0] if series.kind == REPLICA_KIND else series.kind
-    return kind == "param_origin"
+    return underlying_series(series).kind == "param_origin"
 
 
 class FindingListener(Protocol):
@@ -266,7 +267,8 @@ class Scanner:
         except Exception as error:
             self.dropped(rows.step, f"the rules failed: {error!r}")
             raise
-        findings = StepFindings(rows.step, groups, sum(map(len, judged.values())))
+        series = {kind: part.series for kind, part in judged.items()}
+        findings = StepFindings(rows.step, groups, series, sum(map(len, series.values())))
         self._notify(lambda listener: listener.judged(findings))
 
     def dropped(self, step: int, reason: str) -> None:

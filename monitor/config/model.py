@@ -34,12 +34,12 @@ from monitor.formats import FORMATS
 
 # --- The types of field values: their bounds, and how they are parsed from JSON.
 #
-# A target names a module's tensors as ``tensor``, ``tuple[2]`` or ``tuple[2]:0``.
+# A target names a module's tensors as ``tensor``, ``tuple[2]``, ``tuple[2]:0`` or ``all``.
 
 _NUMBER: Final = r"(0|[1-9][0-9]{0,5})"
 _TUPLE: Final = re.compile(rf"tuple\[{_NUMBER}\](?::{_NUMBER})?")
 
-SPELLINGS: Final = '"tensor", "tuple[N]" or "tuple[N]:i" with i below N'
+SPELLINGS: Final = '"tensor", "tuple[N]", "tuple[N]:i" with i below N, or "all"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,12 @@ class TensorSpec:
     Attributes:
         length: Number of tensors in the tuple; None for a single tensor.
         index: The element to record; None if the text names none: then the first element of a tuple is recorded.
+        every: Whether all tensors are recorded, however many there are. Then the others are None.
     """
 
     length: int | None = None
     index: int | None = None
+    every: bool = False
 
     @classmethod
     def parse(cls, text: object) -> TensorSpec:
@@ -65,6 +67,8 @@ class TensorSpec:
             return text
         if text == "tensor":
             return cls()
+        if text == "all":
+            return cls(every=True)
         match = _TUPLE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(f"expected {SPELLINGS}")
@@ -75,7 +79,7 @@ class TensorSpec:
 
     def __str__(self) -> str:
         if self.length is None:
-            return "tensor"
+            return "all" if self.every else "tensor"
         return f"tuple[{self.length}]" + ("" if self.index is None else f":{self.index}")
 
 
@@ -272,6 +276,31 @@ class CcDistribution(_StrictModel):
     """Measure nothing: log every call site once, then end the run."""
 
 
+class Intervals(_StrictModel):
+    """Of the collected steps, every how many have the tensors of a switch. They count from the first step of the schedule, so
+    that 10 means steps 0, 10, 20 if every step is collected.
+    """
+
+    xy_distribution: Positive = 1
+    """Activations and their gradients."""
+    wg_distribution: Positive = 1
+    """Weight gradients. In the other steps the total norm is known only where the loop clips."""
+    param_distribution: Positive = 1
+    """Weights."""
+    mv_distribution: Positive = 1
+    """Moments of the optimizer."""
+    ur_distribution: Positive = 1
+    """Histograms of updates."""
+    update_ratio: Positive = 1
+    """Ratios of updates to weights."""
+    mg_direction: Positive = 1
+    """Agreement of gradients and momentum. With `wg_distribution`: a multiple of its interval."""
+    cc_distribution: Positive = 1
+    """Communication operators."""
+    recording_l2_features: Positive = 1
+    """Features of a higher order."""
+
+
 class RuleArgs(_StrictModel):
     """Arguments of an alert rule."""
 
@@ -343,6 +372,8 @@ class Settings(_StrictModel):
     """How many steps to collect. 0: none."""
     step_interval: Annotated[Positive, SCHEDULE] = 1
     """Collect every n-th step, counted from `start_step`."""
+    intervals: Annotated[Intervals, SCHEDULE] = Intervals()
+    """Record some kinds of tensors in fewer of the collected steps: `{"xy_distribution": 10}`."""
     print_struct: Annotated[bool, STRUCTURE] = False
     """Write the structure of every watched module after the first step, and end the run."""
     module_ranks: Annotated[Ranks, SELECTION] = ()
@@ -524,6 +555,17 @@ class MonitorConfig(Settings):
     def _has_no_rows_of_micro_batches(cls, wanted: bool, fields: ValidationInfo) -> bool:
         if wanted and fields.data.get("monitor_mbs_grad"):
             raise ValueError("monitor_mbs_grad asks for rows of gradients before aggregation. Set one of the two to false")
+        return wanted
+
+    @field_validator("mg_direction")
+    @classmethod
+    def _has_gradients_to_compare(cls, wanted: bool, fields: ValidationInfo) -> bool:
+        of_gradients = fields.data["intervals"].wg_distribution if "intervals" in fields.data else 1
+        if wanted and fields.data.get("wg_distribution") and fields.data["intervals"].mg_direction % of_gradients:
+            raise ValueError(
+                f"it compares gradients, and intervals.wg_distribution is {of_gradients}. Set intervals.mg_direction to "
+                f"{of_gradients} or a multiple of it"
+            )
         return wanted
 
     @field_validator("max_output_bytes")

@@ -17,7 +17,8 @@ class KindLoad:
 
     Attributes:
         series: Number of series that all ranks of the job write: one of each set of replicas, every shard.
-        rows: Number of rows that they write in a collected step: series times micro-steps if each has its own row.
+        rows: Number of rows that they write in a collected step: series times micro-steps if each has its own row. A mean, if
+            not every step has the kind.
         ranks: How many ranks write any.
         histogram: The quantity that each row has a histogram of, if any.
     """

@@ -247,7 +247,7 @@ class MindSporeGradients:
     def __init__(self, rows: GradientRows) -> None:
         attached = rows.attached
         self._rows, self._framework = rows, attached.framework
-        self._recorder, self._clock, self._note = attached.recorder, attached.clock, attached.note
+        self._due, self._clock, self._note = attached.recorder.due("wg_distribution"), attached.clock, attached.note
         self.hooked: Sequence[NamedParameter] = rows.unreduced.parameters
         self.reading: Reading = "unknown"
         self.reductions = MindSporeReductions(attached.watch.ownership, attached.failures)
@@ -284,7 +284,7 @@ class MindSporeGradients:
 
     def found(self, parameter: NamedParameter, argument: Any) -> None:
         """Record a gradient that a backward returns."""
-        if not self._recorder.active:
+        if not self._due.now:
             return
         self.reductions.arrived()
         if parameter in self._rows.stepped:  # the gradient is of the next step, whose reductions are observed

@@ -124,12 +124,12 @@ class MindSporeWeightCopies:
         return kernels.squares_of_update(after, before) if tuple(before.shape) == tuple(after.shape) else None
 
 
-def new_updates(attached: Attached) -> Iterator[Collector]:
+def new_updates(attached: Attached) -> Iterator[tuple[str, Collector]]:
     """Create the configured collectors of updates."""
     config = attached.config
     if config.update_ratio:
-        yield RatioCollector(attached, MindSporeWeightCopies())
+        yield "update_ratio", RatioCollector(attached, MindSporeWeightCopies())
     if config.mg_direction:
-        yield MindSporeDirectionCollector(attached)
+        yield "mg_direction", MindSporeDirectionCollector(attached)
     if config.ur_distribution:
-        yield MindSporeAdamCollector(attached)
+        yield "ur_distribution", MindSporeAdamCollector(attached)

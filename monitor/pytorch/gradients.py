@@ -285,7 +285,7 @@ class TorchGradients:
         attached = rows.attached
         self._rows, self._unreduced, self._stepped = rows, rows.unreduced, rows.stepped
         self._each_micro_step = rows.each_micro_step
-        self._recorder, self._clock = attached.recorder, attached.clock
+        self._due, self._clock = attached.recorder.due("wg_distribution"), attached.clock
         self._failures, self._framework, self._note = attached.failures, attached.framework, attached.note
         self._left: dict[NamedParameter, GradientVersion] = {}
         self._read: set[NamedParameter] = set()
@@ -304,8 +304,8 @@ class TorchGradients:
 
     @property
     def wanted(self) -> bool:
-        """Whether gradients are read: the step in progress is collected."""
-        return bool(self._recorder.active)
+        """Whether gradients are read in the step in progress."""
+        return self._due.now
 
     def begin_step(self) -> None:
         self._left.clear()
@@ -352,7 +352,7 @@ class TorchGradients:
 
     def found(self, parameter: NamedParameter, argument: Tensor) -> None:
         """Backward has accumulated into a parameter."""
-        gradient = self._framework.local_gradient(argument) if self._recorder.active else None
+        gradient = self._framework.local_gradient(argument) if self._due.now else None
         if gradient is None:
             return
         self._arrives(parameter, gradient)

@@ -191,11 +191,11 @@ class CompiledModule:
     def __init__(self, watcher: ModuleWatcher) -> None:
         self._watcher = watcher
         self._collector, self._clock, self._gate = watcher.collector, watcher.collector.clock, watcher.collector.gate
-        self._recorder = watcher.collector.recorder
-        self._reader = cast(TorchTensorReader, self._recorder.reader)
+        self._due = watcher.collector.due
+        self._reader = cast(TorchTensorReader, watcher.collector.recorder.reader)
 
     def begins(self, tag: Tensor) -> CompiledCall | None:
-        if not self._recorder.active and tag.is_cpu:  # a capture on a device may be replayed in collected steps
+        if not self._due.now and tag.is_cpu:  # a capture on a device may be replayed in collected steps
             return None
         call = self._watcher.begin(repeating=repeating()) or self._repeated()
         self._watcher.open_calls.setdefault(get_ident(), []).append(call)
@@ -224,13 +224,13 @@ class CompiledModule:
             watcher = self._watcher
             side = "input" if slot.startswith("input") else "output"
             watcher.fitting(side, watcher.wanted.input if side == "input" else watcher.wanted.output, found)
-            self._reader.record_value(watcher.series("actv", slot, number, x), x, micro_step, value, tag)
+            self._reader.record_value(watcher.series("actv", slot, number, x), x, micro_step, value, tag, self._due)
 
     def sees_gradient(self, gradient: Tensor, call: CompiledCall, tag: Tensor, slot: str, value: int) -> None:
         micro_step, number = call.call.place
         if self._gate.attached and (not tag.is_cpu or self._gate.belongs(call.step)):
             series = self._watcher.series("actv_grad", slot, number, gradient)
-            self._reader.record_value(series, gradient, micro_step, value, tag)
+            self._reader.record_value(series, gradient, micro_step, value, tag, self._due)
 
     def keep(self, handles: Sequence[Removable]) -> None:
         self._collector.until_step_ends(handles)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.pytorch.fast_path import Reader, ReadTensor
-from monitor.recording.recorder import Device, LiveRows, RecordedSeries
+from monitor.recording.recorder import Device, Due, LiveRows, RecordedSeries
 from monitor.series import NO_MICRO_STEP, SeriesTable
 from monitor.stats.host.array_kernel import Reduce
 from monitor.stats.ops import Epsilon
@@ -182,13 +182,14 @@ class TorchTensorReader(Reader):
             else:
                 self._record(watched, x, micro_step, address=address, version=_version(x) if aliases else None)
 
-    def record_value(self, watched: RecordedSeries, x: Tensor, micro_step: int, value: int, tag: Tensor) -> None:
+    def record_value(self, watched: RecordedSeries, x: Tensor, micro_step: int, value: int, tag: Tensor, due: Due) -> None:
         """``record`` for compiled code. Compiled code writes to one tensor over and over and changes no version, so tracing
         numbers the values: an equal value number means that the tensor was read before.
 
         Args:
             value: The value number, ``NO_VALUE`` if unknown.
             tag: The tensor on the device that holds the micro-step, if the code is being captured.
+            due: Whether the step in progress has such a row.
         """
         address = plain_address(x)
         if address or has_data(x):
@@ -196,7 +197,7 @@ class TorchTensorReader(Reader):
                 if not address and self.device_steps.captures(x.device):
                     self._record_captured(watched, x, tag)
                     return
-                if not self.device_steps.active:  # a capture may follow in a step that is not collected: it needs a row
+                if not due.now:  # a capture may follow in a step without such rows: it needs one
                     self._slot(watched, x.device, micro_step)
                     return
                 version = None if value == NO_VALUE else (value, _version(x))

@@ -294,12 +294,12 @@ def _share(agreeing: Tensor, x: Tensor) -> ComputedRow:
     return ComputedRow({COUNT: float(x.numel()), SUM: agreeing}, x)
 
 
-def new_updates(attached: Attached) -> Iterator[Collector]:
+def new_updates(attached: Attached) -> Iterator[tuple[str, Collector]]:
     """Create the configured collectors of updates."""
     config = attached.config
     if config.update_ratio:
-        yield RatioCollector(attached, TorchWeightCopies())
+        yield "update_ratio", RatioCollector(attached, TorchWeightCopies())
     if config.mg_direction:
-        yield DirectionCollector(attached)
+        yield "mg_direction", DirectionCollector(attached)
     if config.ur_distribution:
-        yield AdamCollector(attached)
+        yield "ur_distribution", AdamCollector(attached)

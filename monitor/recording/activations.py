@@ -97,7 +97,7 @@ class ModuleWatcher:
         self._graph, self._leaves = collector.backend.autograd, collector.backend.tensors.paths
         self._recording, self._sequence_nr = self._graph.recording, self._graph.sequence_nr
         self._repeating, self._threads = collector.backend.modules.repeating, collector.threads
-        self._recorder = collector.recorder
+        self._recorder, self._due = collector.recorder, collector.due
         self._clock = collector.clock
         self._watched: dict[tuple[str, str, int], RecordedSeries] = {}
         self.calls = Calls(collector.repetitions())
@@ -134,7 +134,7 @@ class ModuleWatcher:
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A replica of the module shares the hooks and runs on its own thread. Its calls do not count.
-        if not self._recorder.active:
+        if not self._due.now:
             return
         thread, repeating = get_ident(), self._repeating()
         if not repeating:  # a recomputation may run on a thread of the device
@@ -162,7 +162,7 @@ class ModuleWatcher:
         if not opened or module is not self.module:
             return
         call = opened.pop()
-        if call is not None and self._recorder.active:
+        if call is not None and self._due.now:
             graph = self._wants_grads and self._recording()
             left = ALL if self._plans is None else self._plans.end(call, result, graph=graph)
             if left is not NOTHING:
@@ -305,6 +305,7 @@ class ModuleCollector:
             shape inference of a pipeline stage).
         threads: The threads that have called modules in this step.
         roots: The roots by chunk.
+        due: Whether activations are recorded in the step in progress.
         repetitions: Creates the ``Repetitions`` of one module.
         gate: Takes the gradients of the modules that are watched now.
         depth: Number of watched calls in progress.
@@ -313,7 +314,7 @@ class ModuleCollector:
 
     def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: RecordingBackend) -> None:
         self.backend = backend
-        self.recorder = recorder
+        self.recorder, self.due = recorder, recorder.due("xy_distribution")
         self.clock = clock
         self.failures = failures
         self.gate = self._new_gate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -73,7 +74,8 @@ class StepSealer:
 
     def _submit(self, status: Status, seen: Callable[[], Sequence[SeenModule]]) -> None:
         run, recorder, step = self._opened(), self._host.recorder, self._clock.step
-        if not self._dataflow_written:  # of one step: the other steps are nearly the same
+        has_activations = recorder.due("xy_distribution").in_step
+        if not self._dataflow_written and has_activations:  # of one step: the other steps are nearly the same
             self._dataflow_written = True
             write = self._host.failures.guarded(
                 "following the flow of data", self._write_dataflow, "The manifest has none of it."
@@ -213,37 +215,41 @@ class Attachment:
             self.watch_activations(modules)
         self._held = phases.OptimizerParameters(parameters, watch.framework)
         attached = Attached(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self.sealer.note)
-        for collector in self._configured(attached, modules):
-            self.collectors.add(collector)
+        for field, collector in self._configured(attached, modules):
+            self.collectors.add(collector, self._recorder.due(field))
         self.expected = attached.kinds | (_of_activations(modules) if config.xy_distribution else set())
         begins = self._failures.guarded("beginning a forward", self._forward_begins)
         for root in filter(self._backend.modules.takes_hooks, watch.chunks):
             self._hooks.add(self._backend.modules.before_forward(root, begins, compiled=True))
 
-    def _configured(self, attached: Attached, modules: Sequence[NamedModule]) -> Iterator[phases.Collector]:
-        """Create the configured collectors, in the order of their calls."""
+    def _configured(self, attached: Attached, modules: Sequence[NamedModule]) -> Iterator[tuple[str, phases.Collector]]:
+        """Create the configured collectors, in the order of their calls, each with the configuration field that asks for it."""
         config, backend = attached.config, attached.backend
         if config.recording_l2_features:
-            yield FeatureCollector(attached, self._names, self.modules)
+            yield "recording_l2_features", FeatureCollector(attached, self._names, self.modules)
         if config.stack_info and self._monitored:
-            yield StackCollector(attached, modules, lambda: self._run().directory)
+            yield "stack_info", StackCollector(attached, modules, lambda: self._run().directory)
         if config.print_struct:
-            yield StructureCollector(attached, modules)
+            yield "print_struct", StructureCollector(attached, modules)
         if config.wg_distribution:
             gradients = GradientCollector(attached, backend.factories.new_gradients)
             attached = replace(attached, is_reduced=gradients.is_reduced)
-            yield gradients
+            yield "wg_distribution", gradients
         else:
             gradients = None
         if config.mv_distribution:
-            yield MomentCollector(attached)
+            yield "mv_distribution", MomentCollector(attached)
         if config.param_distribution:
-            yield WeightCollector(attached)
+            yield "param_distribution", WeightCollector(attached)
         yield from backend.factories.new_updates(attached)
         if config.run_numbers is not False and self._monitored:
             automatic = config.run_numbers or records_measurements(config)
             self._numbers = RunNumbers(attached, gradients, automatic=automatic)
-            yield self._numbers
+            yield "run_numbers", self._numbers
+
+    def has(self, step: int, field: str) -> bool:
+        """Whether a collected step has the kinds of a configuration field."""
+        return self.schedule.is_nth(step, getattr(self.watch.config.intervals, field, 1))
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
         """Hook the selected modules."""
@@ -272,7 +278,7 @@ class Attachment:
         self.begun = self.begun or trains
         self._has_forwards = self._has_forwards or trains
         if not self._steps.evaluating:
-            self.collectors.each(phases.Collector.end_turn, None)  # data of a step that raised
+            self.collectors.all(phases.Collector.end_turn, None)  # data of a step that raised
         if trains and self._recorder.active:
             self.collectors.each(phases.Collector.forward_begins, root)
 
@@ -395,7 +401,7 @@ class Attachment:
         finally:
             self._end_step_of_collectors(collected=was_active)
             self.modules.end_step()
-            self.collectors.each(phases.Collector.end_turn, None)
+            self.collectors.all(phases.Collector.end_turn, None)
             self.collected += self.schedule.collects(self.clock.step, self.collected)
             self.clock.next_step()
             self._finish_first_step()  # before the boundary, which may attach collectors that have not seen a step
@@ -431,14 +437,14 @@ class Attachment:
         self._batches = 0
         self._turns.clear()
         wanted = self._monitored and self.schedule.collects(self.clock.step, self.collected)
-        self._recorder.activate(wanted)
+        self._recorder.activate(wanted, partial(self.has, self.clock.step))
         if self._recorder.active and not before_a_turn:
             self._scaling_said = ""
-        self.collectors.each(phases.Collector.begin_step, before_a_turn=before_a_turn)
+        self.collectors.all(phases.Collector.begin_step, before_a_turn=before_a_turn)
 
     def _end_step_of_collectors(self, *, collected: bool) -> None:
         if PROCESS.forks == self._forks:
-            self.collectors.each(phases.Collector.end_step, collected=collected)
+            self.collectors.end_step(collected=collected)
 
     def _finish_first_step(self) -> None:
         if self.on_first_step is not None and PROCESS.forks == self._forks:
@@ -468,8 +474,8 @@ class Attachment:
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        self.collectors.each(phases.Collector.end_turn, None)
-        self.collectors.each(phases.Collector.remove)
+        self.collectors.all(phases.Collector.end_turn, None)
+        self.collectors.all(phases.Collector.remove)
         self.modules.remove()
         self._hooks.remove()
 

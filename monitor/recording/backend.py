@@ -330,8 +330,8 @@ class Factories(Protocol):
     def new_gradients(self, rows: GradientRows) -> GradientSource:
         """Take gradients from now on, and record them in ``rows``."""
 
-    def new_updates(self, attached: Attached) -> Iterable[Collector]:
-        """Create the configured collectors of updates, in the order of their calls."""
+    def new_updates(self, attached: Attached) -> Iterable[tuple[str, Collector]]:
+        """Create the configured collectors of updates, in the order of their calls, each with the field that asks for it."""
 
     def communication(self, wanted: CcDistribution, failures: Failures) -> Communication | None:
         """Observe communication from now on, if configured and possible; logs a warning if it is impossible."""

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, Protocol, final
 from monitor.config.model import CcDistribution
 from monitor.coordinator.output import write_whole
 from monitor.failures import LOGGER, EarlierFailure, Failures
-from monitor.recording.recorder import Recorder, TensorReader
+from monitor.recording.recorder import Due, Recorder, TensorReader
 from monitor.series import Series
 from monitor.stats.table import RowSlot
 
@@ -374,6 +374,7 @@ class Communication:
         self._failures = failures
         self._collectives = collectives
         self._recorder: Recorder | None = None
+        self._due = Due()
         self._reader: CallReader | None = None
         self._note: Callable[[str, str], None] | None = None
         self._sites = CallSites(wanted.cc_codeline)
@@ -392,7 +393,7 @@ class Communication:
             note: Called at the end with a key and a text for the manifest about calls without rows.
         """
         if self._recorder is None:
-            self._recorder, self._note = recorder, note
+            self._recorder, self._note, self._due = recorder, note, recorder.due("cc_distribution")
             self._reader = self._collectives.begin(recorder)
         self._collectives.groups.learn(roles)
         if not self._collectives.among_ranks():
@@ -418,6 +419,7 @@ class Communication:
         if self.unread and self._note is not None:
             self._note("communication", UNREAD_OUTPUTS.format(self.unread))
         self._recorder = self._log = self._note = self._reader = None
+        self._due = Due()
 
     def call_begins(self, operator: Operator, args: Sequence[Any]) -> bool:
         """Add the call to the log, and record its inputs.
@@ -428,8 +430,7 @@ class Communication:
         Raises:
             Exception: An earlier operation of training has failed.
         """
-        recorder = self._recorder
-        recording = recorder is not None and recorder.active and self._measures
+        recording = self._due.now and self._measures
         if self._log is None and not (recording and self._looks_first):
             return recording
         try:

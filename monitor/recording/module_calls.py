@@ -152,7 +152,7 @@ class GradientGate:
 
     def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, placement: Callable[[Any], Placement]) -> None:
         self.attached = True
-        self.recorder = recorder
+        self.recorder, self._due = recorder, recorder.due("xy_distribution")
         self.clock = clock
         self._failures = failures
         self._placement = placement
@@ -162,7 +162,7 @@ class GradientGate:
         if self.clock.step != step:
             self._failures.warn("late gradients", "A backward ran after its optimizer step. Its gradients are not recorded.")
             return False
-        return self.recorder.active
+        return self._due.now
 
     def take(self, watched: RecordedSeries, gradient: Any, step: int, micro_step: int) -> None:
         """Record a gradient that belongs to ``step``. Does not raise."""

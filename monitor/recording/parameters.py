@@ -161,7 +161,7 @@ class GradientCollector(Collector):
 
     def __init__(self, attached: Attached, new_source: Callable[[GradientRows], GradientSource]) -> None:
         self._failures, self._backend = attached.failures, attached.backend
-        self._recorder, self._clock = attached.recorder, attached.clock
+        self._due, self._clock = attached.recorder.due("wg_distribution"), attached.clock
         self._framework = attached.framework
         self._rows = GradientRows(attached)
         self._source = new_source(self._rows)
@@ -182,7 +182,7 @@ class GradientCollector(Collector):
     def begin_step(self, *, before_a_turn: bool) -> None:
         self.read.clear()
         self.readings.clear()
-        if not self._recorder.active:
+        if not self._due.now:
             self._rows.backwards.clear()
             self._reductions.pause()
             return
@@ -201,7 +201,7 @@ class GradientCollector(Collector):
             self._rows.note_local(AGGREGATED_EARLY)
 
     def _forward_ends(self, *_: Any) -> None:
-        if self._recorder.active:
+        if self._due.now:
             self._reductions.forward_ends()
             self._hook_thawed()
 

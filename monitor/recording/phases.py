@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, final
 
 from monitor.recording.attached_model import NamedParameter, ParameterSubset
+from monitor.recording.recorder import Due
 from monitor.stats.table import Status
 
 P = ParamSpec("P")
@@ -64,11 +65,11 @@ class Collector:
     """Interface of a collector, which takes part in the steps of an attachment: the phases of a step, in this order.
 
     A subclass overrides the phases that it needs; the attachment calls no others. It calls those of an optimizer's turn only in
-    collected steps.
+    steps in which the collector records.
     """
 
     def begin_step(self, *, before_a_turn: bool) -> None:
-        """A step begins. ``Recorder.active`` tells whether it is collected.
+        """A step begins, collected or not.
 
         Args:
             before_a_turn: Whether an optimizer is about to step, so that its gradients exist already.
@@ -100,7 +101,11 @@ class Collector:
         """The last moment to record rows of a collected step."""
 
     def end_step(self, *, collected: bool) -> None:
-        """A step has ended; or recording ends, and the step in progress is incomplete, which counts as not collected."""
+        """A step has ended; or recording ends, and the step in progress is incomplete, which counts as not collected.
+
+        Args:
+            collected: Whether the collector has recorded in it.
+        """
 
     def remove(self) -> None:
         """Remove every hook."""
@@ -111,22 +116,40 @@ class Collectors:
     """The collectors of an attachment, in the order of their calls in each phase."""
 
     def __init__(self) -> None:
-        self._all: list[Collector] = []
-        self._calls: dict[str, list[Callable[..., None]]] = {phase: [] for phase in vars(Collector) if phase[0] != "_"}
+        self._all: list[tuple[Collector, Due]] = []
+        self._calls: dict[str, list[tuple[Due, Callable[..., None]]]] = {
+            phase: [] for phase in vars(Collector) if phase[0] != "_"
+        }
 
-    def add(self, collector: Collector) -> None:
-        self._all.append(collector)
+    def add(self, collector: Collector, due: Due) -> None:
+        """Let a collector take part.
+
+        Args:
+            due: The steps in which it records.
+        """
+        self._all.append((collector, due))
         for phase, calls in self._calls.items():
             if getattr(type(collector), phase) is not getattr(Collector, phase):
-                calls.append(getattr(collector, phase))
+                calls.append((due, getattr(collector, phase)))
 
     def each(self, phase: Callable[Concatenate[Collector, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call a phase of the collectors that override it, and record in the step in progress."""
+        for due, call in self._calls[phase.__name__]:
+            if due.in_step:
+                call(*args, **kwargs)
+
+    def all(self, phase: Callable[Concatenate[Collector, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call a phase of the collectors that override it."""
-        for call in self._calls[phase.__name__]:
+        for _, call in self._calls[phase.__name__]:
             call(*args, **kwargs)
 
+    def end_step(self, *, collected: bool) -> None:
+        """A step has ended, which was ``collected`` or not."""
+        for due, call in self._calls["end_step"]:
+            call(collected=collected and due.in_step)
+
     def __iter__(self) -> Iterator[Collector]:
-        return iter(self._all)
+        return (collector for collector, _ in self._all)
 
 
 class OptimizerTurns:

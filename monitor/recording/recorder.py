@@ -173,6 +173,21 @@ class TensorReader(Protocol):
         """A new step begins: drop references to the last step's tensors. The caller holds the lock."""
 
 
+@final
+class Due:
+    """Whether the kinds of one configuration field are recorded in the step in progress.
+
+    Attributes:
+        now: Whether they are recorded now. Every hook checks it first, and returns if it is false.
+        in_step: Whether they are recorded in the step. ``now`` ends earlier: when the step is sealed.
+    """
+
+    __slots__ = ("in_step", "now")
+
+    def __init__(self, wanted: bool = False) -> None:
+        self.now = self.in_step = wanted
+
+
 class LateRows(Protocol):
     """Enters rows at the end of a step. Its methods must not raise."""
 
@@ -184,6 +199,11 @@ class LateRows(Protocol):
 
     def discard(self) -> None:
         """Discard the measurements of the step in progress. The caller holds the lock."""
+
+
+def always(_field: str) -> bool:
+    """Every collected step has all kinds."""
+    return True
 
 
 class NoLateRows:
@@ -203,7 +223,7 @@ class Recorder:
     ``record``, ``record_all``, ``record_numbers`` and ``micro_step_begins`` are the methods of ``TensorReader``.
 
     Attributes:
-        active: Whether the step in progress is collected. Every hook checks it first, and returns if it is false.
+        active: Whether the step in progress is collected.
         table: The live table, changed only under ``lock``.
         steps: Number of ended steps.
         late: Enters rows at the end of a step.
@@ -221,6 +241,7 @@ class Recorder:
         self.late: LateRows = NoLateRows()
         self.total: TotalNorm | None = None
         self._inert = False
+        self._due: dict[str, Due] = {}
         PROCESS.on_fork_child(self._become_inert)
 
     @property
@@ -240,20 +261,36 @@ class Recorder:
         if (eps, higher, check_sums) != (reader.eps, reader.higher, reader.check_sums):
             reader.take_kernels(eps, higher=higher, check_sums=check_sums)
 
-    def activate(self, wanted: bool) -> None:
-        """Record the next step if ``wanted``. A forked child never records."""
+    def due(self, field: str) -> Due:
+        """Whether the kinds of a configuration field are recorded. The object stays the same, and changes with the steps."""
+        return self._due.setdefault(field, Due(self.active))
+
+    def activate(self, wanted: bool, has: Callable[[str], bool] = always) -> None:
+        """Record the next step if ``wanted``. A forked child never records.
+
+        Args:
+            has: Whether the step has the kinds of a configuration field.
+        """
         self.active = wanted and not self._inert
+        for field, due in self._due.items():
+            due.now = due.in_step = self.active and has(field)
         self.reader.activate(self.active)
 
     def end_step(self) -> None:
         """Stop recording the step in progress."""
         if self.active:
             self.late.step_ends()
-        self.active = False
+        self._stop()
         self.reader.activate(False)
 
+    def _stop(self) -> None:
+        self.active = False
+        for due in self._due.values():
+            due.now = False
+
     def _become_inert(self) -> None:
-        self._inert, self.active = True, False
+        self._inert = True
+        self._stop()
 
     def seal(self, into: SealedTable) -> None:
         """Copy the table into ``into`` and begin a new step."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
@@ -59,11 +60,18 @@ class MissingKinds:
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
         self._expected: Sequence[ExpectedKinds] = ()
-        self._steps = self._first = 0
+        self._steps = Counter[str]()
+        self._first = 0
+        self._has: Callable[[int, str], bool]
 
-    def expect(self, kinds: Collection[str], first: int) -> None:
-        """From step ``first`` on: warn if one of ``kinds``, which this rank should record, has no rows."""
-        self._steps, self._first = 0, first
+    def expect(self, kinds: Collection[str], first: int, has: Callable[[int, str], bool]) -> None:
+        """From step ``first`` on: warn if one of ``kinds``, which this rank should record, has no rows.
+
+        Args:
+            has: Whether a collected step has the kinds of a field.
+        """
+        self._steps.clear()
+        self._first, self._has = first, has
         found = [replace(one, kinds=tuple(kind for kind in one.kinds if kind in kinds)) for one in EXPECTED]
         self._expected = [one for one in found if one.kinds]
 
@@ -71,12 +79,13 @@ class MissingKinds:
         """Check the rows of a step. Skipped and incomplete steps are ignored."""
         if not self._expected or rows.status != "complete" or rows.step < self._first:
             return  # steps of the previous configuration may still be in the queue
-        self._steps += 1
+        self._steps.update(one.kinds[0] for one in self._expected if self._has(rows.step, one.field))
         missing = [one for one in self._expected if not any(kind in rows.kinds for kind in one.kinds)]
-        for one in missing:
-            if self._steps >= one.after and not self._has_failed(one):
+        late = [one for one in missing if self._steps[one.kinds[0]] >= one.after]
+        for one in late:
+            if not self._has_failed(one):
                 self._failures.warn(f"nothing of {one.kinds[0]}", _message(one, rows.step))
-        self._expected = [one for one in missing if self._steps < one.after]
+        self._expected = [one for one in missing if one not in late]
 
     def _has_failed(self, one: ExpectedKinds) -> bool:
         """Whether reading a kind has failed. Such a failure was reported before."""
@@ -140,11 +149,14 @@ def _unchecked(config: MonitorConfig) -> Iterator[str]:
         )
     elif not config.param_distribution:
         yield 'replica_check does not see a wrong weight, because no weights are recorded. Set "param_distribution": true.'
-    if config.step_interval > 1 and (config.param_distribution or config.checks_moments_between_steps):
-        yield (
-            f"replica_check does not see what changes between two steps, because step_interval is {config.step_interval}. "
-            "Set it to 1, or leave it out."
-        )
+    fields = {"param_distribution": config.param_distribution, "mv_distribution": config.checks_moments_between_steps}
+    rarely = {f"intervals.{field}": getattr(config.intervals, field) for field, checked in fields.items() if checked}
+    for named, interval in ({"step_interval": config.step_interval} | rarely if rarely else {}).items():
+        if interval > 1:
+            yield (
+                f"replica_check does not see what changes between two steps, because {named} is {interval}. Set it to 1, or "
+                "leave it out."
+            )
 
 
 def nothing_matches(config: MonitorConfig) -> str:
@@ -199,6 +211,7 @@ def _left_to_others(series: SeriesTable, monitored: Collection[int]) -> int:
     return sum(len(set(replicas) & set(monitored)) > 1 for replicas in held)
 
 
+_FIELDS: Final = {kind.name: kind.field for kind in KIND_TABLE}
 OF_PARAMETERS: Final = tuple(kind for kind in KIND_TABLE if kind.of == "parameter" and kind.estimated)
 
 
@@ -278,7 +291,7 @@ class _Job:
             loads[hook] = self._of_modules(len(found.modules), each if hook in MICRO_STEP_KINDS else 1)
         if config.counts_magnitudes:
             loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if has_op(MAGNITUDES, kind)}
-        return loads
+        return {kind: _thinned(load, getattr(config.intervals, _FIELDS.get(kind, ""), 1)) for kind, load in loads.items()}
 
     def _of_modules(self, series: int, rows_each: int) -> KindLoad:
         ranks = len(self._monitored)
@@ -303,6 +316,11 @@ class _Job:
     def _writing(self, replicas: Ranks) -> float:
         """The number of ranks that write a series with these replicas: one rank per set of replicas."""
         return len(self._monitored) / max(1, len(self._monitored & set(replicas)))
+
+
+def _thinned(load: KindLoad, interval: int) -> KindLoad:
+    """The mean load of a collected step, if only every ``interval``-th has the kind."""
+    return replace(load, rows=-(-load.rows // interval))
 
 
 def _forward(wanted: ModuleSelection) -> int:

@@ -49,7 +49,8 @@ def unchanged_between_steps(facts: Facts) -> CheckFinding:
     several = len(facts.axis.steps) > 1 and "while_running" in facts.told.get("bits", {})
     if not asked or not several or not facts.told["rows"].get("param_updated"):
         return CheckFinding(NOT_LOOKED_AT, "Weights were not compared between steps.")
-    if any(one.get("step_interval", 1) != 1 for one in asked):
+    rarely = (one.get("intervals", {}).get("param_distribution", 1) for one in asked)
+    if any(one.get("step_interval", 1) != 1 for one in asked) or any(interval != 1 for interval in rarely):
         return CheckFinding(NOT_LOOKED_AT, "Weights are compared between steps only if every step is collected.")
     return CheckFinding(GOOD, "Weights were what the step before had left, or most were written at once.")
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from watching import Output
 
+from monitor import open_run
 from monitor.anomalies.events import ScanSummary
 from monitor.config import load_config
 from monitor.pytorch import RunEnded, TrainerMon
@@ -41,6 +42,8 @@ PROMISED: dict[str, dict[str, int]] = {
     "communication": RATES,
     "everything": {**ACTIVATIONS, **GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS, **NORMS},
     "features": {"linear_hook": 2 * STEPS, **RATES},
+    "first_fault": {},
+    "gradients": {},
     "hdf5": {},
     "health": {},
     "low_precision": {**ACTIVATIONS, **GRADIENTS, "update_ratio": WEIGHTS, **NORMS},
@@ -122,6 +125,27 @@ def test_the_one_for_hdf5_leaves_one_file_of_all_kinds(output: Output) -> None:
     (path,) = output.directory().glob("metrics_0-99.h5")
     kinds = Counter(read_hdf5(path)["kind"].to_pylist())
     assert kinds == {**GRADIENTS, **MOMENTS, "param_origin": WEIGHTS, "param_updated": WEIGHTS, **NORMS}
+
+
+BOTH = {"param_origin": WEIGHTS, "param_updated": WEIGHTS}
+PRESETS: dict[str, dict[str, int]] = {
+    "first_fault": {**ACTIVATIONS, **GRADIENTS, **MOMENTS, **BOTH, **NORMS},
+    "gradients": {"grad_reduced": WEIGHTS, "update_ratio": PARAMETERS, **NORMS},
+    "health": {"actv": (1 + 3) * MICRO_BATCHES, "grad_reduced": WEIGHTS, **BOTH, **NORMS},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_leaves_the_rows_it_promises_as_parquet(output: Output, name: str) -> None:
+    trained(CONFIGS / f"{name}.json").close()
+    run = open_run(output.base)
+    rows = {kind: run.rows(kind, columns=["step"]).num_rows for kind in run.kinds}
+    # Moments after a step, which "all" compares, are of each step.
+    promised = {
+        **PRESETS[name],
+        **({"exp_avg_updated": WEIGHTS, "exp_avg_sq_updated": WEIGHTS} if name == "first_fault" else {}),
+    }
+    assert rows == promised
 
 
 def test_the_one_for_tensorboard_leaves_an_event_file_too(output: Output) -> None:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord
 from monitor.coordinator.series_file import LOCAL_PLACEMENT, NOT_MEASURED, Flow, Pass, SeriesColumns, read_columns
 from monitor.merge.discovery import leads_out
-from monitor.series import ACTIVATION_KINDS, KIND_TABLE, REPLICA_KIND, Series
+from monitor.series import ACTIVATION_KINDS, KIND_TABLE, Series, underlying_series
 
 # --- The subject of an event: the role of its series in a step, and the modules around it.
 
@@ -82,14 +82,6 @@ def subject_of(series: Series) -> Subject:
     return Subject(meant, series, role, found["module"], found["slot"].startswith("input"), int(found["call"] or 0))
 
 
-def underlying_series(series: Series) -> Series:
-    """The series itself; for a replica, the series that another rank writes."""
-    if series.kind != REPLICA_KIND:
-        return series
-    kind, slash, name = series.name.partition("/")
-    return Series(kind, series.vpp_stage, name) if slash else series
-
-
 @lru_cache(maxsize=100_000)
 def modules_around(module: str) -> tuple[str, ...]:
     """A module and the modules around it; the root is the last."""
@@ -148,6 +140,19 @@ class DataflowGraph:
     @property
     def passes(self) -> tuple[Pass, ...]:
         return self.flow.passes
+
+    def without(self, kinds: frozenset[str]) -> DataflowGraph:
+        """The graph of the series of all other kinds."""
+        if kinds.isdisjoint(kind for kind, _ in self.kinds):
+            return self
+        if kinds not in self._parts:
+            left = {one: number for one, number in self.numbers.items() if one.kind not in kinds}
+            self._parts[kinds] = replace(self, numbers=left)
+        return self._parts[kinds]
+
+    @cached_property
+    def _parts(self) -> dict[frozenset[str], DataflowGraph]:
+        return {}
 
     def sources(self, series: Series) -> Sequence[Series]:
         """Series of the same kind with an edge to this one. For the input of a module they are the same tensor."""

@@ -47,13 +47,17 @@ class Member:
     Attributes:
         stage: Index of the rank in its pipeline group.
         manifest: The manifest of the events' run; None if it is missing or does not match.
-        graph: The dataflow graph; None without a manifest.
+        graph: The dataflow graph of all steps; None without a manifest.
     """
 
     events: RecordingEvents
     group: PipelineGroup
     manifest: ManifestRecord | None = None
     graph: DataflowGraph | None = None
+
+    def graph_in(self, step: int) -> DataflowGraph | None:
+        """The graph of the kinds that were judged in a step: a configuration may record some in few steps."""
+        return None if self.graph is None else self.graph.without(self.events.judged.absent(step))
 
     @property
     def rank(self) -> int:

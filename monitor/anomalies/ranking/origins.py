@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from monitor.anomalies.events import ScanSummary
 from monitor.anomalies.ranking import step_propagation
 from monitor.anomalies.ranking.graph import DataflowGraph, Role, Subject, modules_around, parent
 from monitor.anomalies.ranking.job import Columns, EventTable, Flags, Member, PipelineGroup, RankedJob
@@ -123,7 +124,7 @@ class EventHistory:
         """Whether gradients that the optimizer received had fired, as far as they are recorded."""
         roles = fired.roles.get(recording, set())
         for kind, role in (("grad_reduced", Role.GRADIENT), ("grad_unreduced", Role.LOCAL_GRADIENT)):
-            if self.recorded.anywhere(recording, kind) and recording not in fired.incomplete:
+            if self.recorded.anywhere(recording, kind, fired.step) and recording not in fired.incomplete:
                 return role in roles
         return bool(roles & {Role.GRADIENT, Role.ORIGINAL_WEIGHT, *step_propagation.IN_PASSES})
 
@@ -131,6 +132,7 @@ class EventHistory:
         """The known state of the weights that the step of ``fired`` began with."""
         doubtful = frozenset(one for one in self.recordings if self.doubtful(one))
         unknown = {one for one in doubtful if one in fired.incomplete or one in self._last[one].incomplete}
+        unknown |= {one for one in doubtful if not self.recorded.shows_weights(one, self._last[one].step, fired.step)}
         weights = step_propagation.Weights(
             frozenset(where for where in self.recorded.weights if where[0] not in unknown), doubtful
         )
@@ -147,7 +149,7 @@ class EventHistory:
 
 
 class _RecordedKinds:
-    """Which kinds ranks record at all."""
+    """Which kinds ranks record at all, and in a step."""
 
     def __init__(self, job: RankedJob) -> None:
         with_graph = [(one, one.graph) for one in job.members if one.graph is not None]
@@ -155,18 +157,34 @@ class _RecordedKinds:
         self._kinds = {(recording, stage, chunk, kind) for (recording, stage, _), own in kinds.items() for kind, chunk in own}
         self._anywhere = {(recording, kind) for recording, _, _, kind in self._kinds}
         self._changed = {one.recording for one in job.members if notes_a_change(one.manifest)}
+        rare: dict[int, dict[object, ScanSummary]] = defaultdict(
+            dict
+        )  # most ranks have judged the same kinds in the same steps
+        for one in job.members:
+            judged = one.events.judged
+            if judged.kinds:
+                rare[one.recording][judged.steps, *judged.kinds.items()] = judged
+        self._rare = {recording: list(judged.values()) for recording, judged in rare.items()}
 
     @property
     def weights(self) -> frozenset[step_propagation.StageChunk]:
         """Where weights are recorded."""
         return frozenset((recording, stage, chunk) for recording, stage, chunk, kind in self._kinds if kind in _WEIGHTS)
 
-    def by(self, where: step_propagation.StageChunk, kind: str) -> bool:
-        """Whether any rank of the stage records the kind."""
-        return (*where, kind) in self._kinds
+    def by(self, where: step_propagation.StageChunk, kind: str, step: int) -> bool:
+        """Whether any rank of the stage records the kind, and none left it out in this step."""
+        return (*where, kind) in self._kinds and not self._lacks(where[0], kind, step)
 
-    def anywhere(self, recording: int, kind: str) -> bool:
-        return (recording, kind) in self._anywhere
+    def anywhere(self, recording: int, kind: str, step: int) -> bool:
+        """Whether any rank records the kind, and none left it out in this step."""
+        return (recording, kind) in self._anywhere and not self._lacks(recording, kind, step)
+
+    def shows_weights(self, recording: int, last: int, step: int) -> bool:
+        """Whether weights of ``step`` are known, as far as they are recorded: from it, or from the update in ``last``."""
+        return not (self._lacks(recording, "param_origin", step) and self._lacks(recording, "param_updated", last))
+
+    def _lacks(self, recording: int, kind: str, step: int) -> bool:
+        return any(kind in judged.absent(step) for judged in self._rare.get(recording, ()))
 
     def changed_gradients(self, recording: int) -> bool:
         """Whether gradients were read after something had joined them all, as clipping by their norm does."""
@@ -209,7 +227,8 @@ class _Step:
         yield from self._of_passes()
         for number in self._numbers(*set(Role) - {*step_propagation.IN_PASSES}):
             member, subject = self._of.members[self._of.member[number]], self._of.subjects[self._of.subject[number]]
-            if member.graph is not None and not self._explained(number, member.graph, subject):
+            graph = member.graph_in(self._step)
+            if graph is not None and not self._explained(number, graph, subject):
                 yield number
         self._history.add(self._fired)
 
@@ -304,7 +323,7 @@ class _Step:
         roles, local = self._fired.roles[recording], self._fired.parameters[Role.LOCAL_GRADIENT]
         if self._history.recorded.changed_gradients(recording) or recording in self._fired.incomplete:
             return bool(roles & {*step_propagation.IN_PASSES})
-        if parameter in local or self._history.recorded.by((recording, stage, chunk), "grad_unreduced"):
+        if parameter in local or self._history.recorded.by((recording, stage, chunk), "grad_unreduced", self._step):
             return parameter in local
         module = graph.owner(subject)
         return bool(roles & {*step_propagation.PASSES}) if module is None else module in self._modules[recording, stage, chunk]
@@ -317,7 +336,8 @@ class _Step:
             return False
         if parameter in last.parameters[Role.UPDATED_WEIGHT] or parameter in last.parameters[Role.ORIGINAL_WEIGHT]:
             return True
-        known = self._history.recorded.by((recording, stage, chunk), "param_updated") and recording not in last.incomplete
+        recorded = self._history.recorded.by((recording, stage, chunk), "param_updated", last.step)
+        known = recorded and recording not in last.incomplete
         return not known and self._history.doubtful(recording)
 
     def _follows_another(self, number: int) -> bool:

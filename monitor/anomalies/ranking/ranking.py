@@ -58,11 +58,15 @@ def _having(job: RankedJob, table: EventTable, number: int) -> tuple[list[int], 
     if member.graph is not None and subject.series in member.graph.sharded:
         return [], 0
     others = [
-        one
-        for one in job.replicas(member)
-        if one is member or (one.has_judged_all(step) and one.graph is not None and subject.series in one.graph.numbers)
+        one for one in job.replicas(member) if one is member or (one.has_judged_all(step) and _shows(one, subject.series, step))
     ]
     return sorted({int(of.rank[one]) for one in _same(table, number, others)}), len(others)
+
+
+def _shows(member: Member, series: Series, step: int) -> bool:
+    """Whether the rank has measured the series in the step."""
+    graph = member.graph_in(step)
+    return graph is not None and series in graph.numbers
 
 
 def _same(of: EventTable, number: int, members: list[Member]) -> list[int]:
@@ -321,7 +325,7 @@ class FaultLocation(NamedTuple):
 
 def location_of(job: RankedJob, member: Member, subject: Subject, step: int) -> FaultLocation:
     """The location of an event that is an origin."""
-    graph = member.graph
+    graph = member.graph_in(step)
     if graph is None:
         return FaultLocation(Cause.UNKNOWN, "the first event; its inputs are not known")
     if subject.role == Role.FORWARD:
@@ -425,7 +429,7 @@ def name_of(subject: Subject) -> str:
 
 def _of_parameter(job: RankedJob, member: Member, graph: DataflowGraph, subject: Subject, step: int) -> FaultLocation:
     if subject.role == Role.LOCAL_GRADIENT:
-        return _local_gradient(graph, subject)
+        return _local_gradient(member, graph, subject)
     if subject.role == Role.GRADIENT:
         return _aggregation(job, member, subject, step)
     if subject.role == Role.MOMENT:
@@ -437,16 +441,17 @@ def _of_parameter(job: RankedJob, member: Member, graph: DataflowGraph, subject:
     return FaultLocation(Cause.UNKNOWN, "the first on its rank")
 
 
-def _local_gradient(graph: DataflowGraph, subject: Subject) -> FaultLocation:
+def _local_gradient(member: Member, graph: DataflowGraph, subject: Subject) -> FaultLocation:
     module = graph.owner(subject)
     if module is not None:
         around = f"in the backward of {module or 'the model'}"
         return FaultLocation(Cause.PARAMETER, f"{around}, between the gradient of its output and that of its parameter")
-    forward = ("actv", subject.series.vpp_stage) in graph.kinds
-    if forward:
+    forward = ("actv", subject.series.vpp_stage)
+    if forward in graph.kinds:
         text = "in the backward of the model. Gradients of activations around it were not recorded"
     else:
-        text = "in the forward or backward of the model. Activations were not recorded"
+        rarely = member.graph is not None and forward in member.graph.kinds
+        text = f"in the forward or backward of the model. Activations were not recorded{' in this step' if rarely else ''}"
     return FaultLocation(Cause.PASSES, f"{text}, so the place is not known more precisely")
 
 
@@ -470,7 +475,7 @@ def _aggregation(job: RankedJob, member: Member, subject: Subject, step: int) ->
 def _shows_its_own(member: Member | None, subject: Subject, step: int) -> bool:
     """Whether the rank's local gradient of the parameter was measured and judged."""
     local = Series("grad_unreduced", subject.series.vpp_stage, subject.series.name)
-    return member is not None and member.has_judged_all(step) and member.graph is not None and local in member.graph.numbers
+    return member is not None and member.has_judged_all(step) and _shows(member, local, step)
 
 
 def _not_recorded(graph: DataflowGraph, subject: Subject) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -149,12 +150,30 @@ def _not_looked_at(ranking: Ranking) -> Iterator[str]:
         yield f"Not judged: {_steps_text(gap)}{on}: {gap.reason}."
     if len(coverage.gaps) > SHOWN:
         yield f"Not judged: more steps, for {len(coverage.gaps) - SHOWN} other reasons."
+    for ranks, kinds in _in_few_steps(ranking).items():
+        yield f"Recorded in some of the steps only{ranks}: {', '.join(kinds)}. In the others these kinds were not judged."
     if coverage.idle:
         yield f"Not judged: {listed(coverage.idle)} recorded no row that alert rules judge."
     if job.not_monitored:
         yield f"Not monitored, as module_ranks says: {listed(job.not_monitored)}."
     if any(one.manifest is not None and one.manifest.config.get("replica_check") is False for one in job.members):
         yield "replica_check is false: a tensor that one rank writes for several was judged on that rank only."
+
+
+def _in_few_steps(ranking: Ranking) -> dict[str, list[str]]:
+    """Kinds that were judged in fewer steps than others, with the number of these steps: by the ranks, as a text.
+
+    A kind that lacks one step is not told: moments begin with the second.
+    """
+    every, of = ranking.job.members, defaultdict(list)
+    for one in every:
+        for kind, steps in one.events.judged.kinds.items():
+            if one.events.judged.steps.count - steps.count > 1:
+                of[f"{kind} ({steps.count:,} of {one.events.judged.steps.count:,})"].append(one.rank)
+    found: dict[str, list[str]] = defaultdict(list)
+    for kind, ranks in of.items():
+        found["" if len(ranks) == len(every) else f" by {listed(sorted(set(ranks)))}"].append(kind)
+    return found
 
 
 def _steps_text(gap: UnjudgedSteps) -> str:
@@ -305,12 +324,16 @@ def _next(one: Ranked) -> list[str]:
 
 def _since(one: Ranked) -> tuple[str, str]:
     """When the step's initial weights changed, and whether steps in between were not judged."""
-    before = one.member.events.judged.steps.between(0, one.step - 1)
+    judged = one.member.events.judged
+    seen, which = judged.kinds.get("param_updated"), "whose weights were"
+    if seen is None:
+        seen, which = judged.steps, "that was"
+    before = seen.between(0, one.step - 1)
     if not before.ranges:
         return f"before step {one.step}", ""
     last = before.ranges[-1][1]
     update = "" if one.member.skipped(last) else "the update of "
-    unjudged = "" if last == one.step - 1 else ", a step that was not judged"
+    unjudged = "" if last == one.step - 1 else f", a step {which} not judged"
     return f"between {update}step {last} and step {one.step}", unjudged
 
 
@@ -331,7 +354,7 @@ def _deviation(one: Ranked, around: Surroundings) -> str:
 
 def _weights_unseen(one: Ranked) -> str:
     """A remark if weights are not recorded: an optimizer step that is too large shows in weights first."""
-    graph, subject = one.member.graph, one.subject
+    graph, subject = one.member.graph_in(one.step), one.subject
     chunk, module = subject.series.vpp_stage, subject.module
     if graph is None or not graph.has_weights(chunk, module) or graph.records_weights(chunk, module):
         return ""
@@ -350,7 +373,7 @@ def _no_event(coverage: Coverage, *, whole: bool) -> str:
 
 def _because(one: Ranked) -> str:
     """What is known of the module's inputs and weights."""
-    graph, subject, chunk = one.member.graph, one.subject, one.subject.series.vpp_stage
+    graph, subject, chunk = one.member.graph_in(one.step), one.subject, one.subject.series.vpp_stage
     if graph is None or not graph.shows_entry(subject.role, chunk, subject.module):
         return ""
     if not graph.has_weights(chunk, subject.module) or graph.records_weights(chunk, subject.module):

@@ -168,7 +168,8 @@ class StepPropagation:
         """
         for alike in _at_once(seen):
             for one in alike:
-                if one.member.graph is not None and not self._explained(one, one.member.graph):
+                graph = one.member.graph_in(self._step)
+                if graph is not None and not self._explained(one, graph):
                     yield one.number
             for one in alike:
                 self._add(one)
@@ -176,7 +177,7 @@ class StepPropagation:
     def _add(self, one: Sighting) -> None:
         chunk = self.chunks.setdefault(one.subject.series.vpp_stage, Chunk())
         chunk.add(one)
-        graph, subject = one.member.graph, one.subject
+        graph, subject = one.member.graph_in(self._step), one.subject
         if graph is not None and subject.role == Role.BACKWARD and subject.is_entry:
             for inner in graph.entries_like(subject.series):
                 _lower(chunk.entries, (Role.BACKWARD, inner), one.micro_step)
@@ -257,9 +258,10 @@ def stage_boundary(job: RankedJob, member: Member, chunk: int, role: Role, step:
     if size == 1 or not 0 <= place < member.places:
         return None
     other = job.at_place(member.group, place)
-    if other is None or other.graph is None or not other.has_judged_all(step):
+    graph = None if other is None else other.graph_in(step)
+    if other is None or graph is None or not other.has_judged_all(step):
         return None
-    return other if other.graph.shows_exit(role, place // size, ROOT) else None
+    return other if graph.shows_exit(role, place // size, ROOT) else None
 
 
 def _lower(least: dict[K, int], key: K, number: int) -> None:

@@ -118,6 +118,7 @@ class FeatureWatcher(ABC):
         self._asked, self._modules, self._reading = asked, asked.modules, asked.reading
         self._backend, self._failures = asked.attached.backend, asked.attached.failures
         self._recorder, self._clock = asked.attached.recorder, asked.attached.clock
+        self._due = self._recorder.due("recording_l2_features")
         self._calls = Calls(self._modules.repetitions())
         self._watched: dict[int, RecordedSeries] = {}
         self._open: list[Any] = []
@@ -150,7 +151,7 @@ class FeatureWatcher(ABC):
 
     def _is_watched(self, module: Any) -> bool:
         # A replica of the module shares the hooks and runs on its own thread. Its calls do not count.
-        return self._recorder.active and module is self._module
+        return self._due.now and module is self._module
 
     def _begin(self, module: Any) -> CallIndex | None:
         """The call that begins now; None if it is not part of training, or is a recomputation."""
@@ -163,7 +164,7 @@ class FeatureWatcher(ABC):
 
     def _open_call(self, module: Any) -> CallIndex | None:
         """As ``_begin``, for a watcher that keeps an entry in ``_open`` until the call has ended; None without a feature."""
-        if not self._recorder.active or module is not self._module:  # as ``_is_watched``
+        if not self._due.now or module is not self._module:  # as ``_is_watched``
             return None
         self._open.append(None)
         return self._begin(module)

@@ -66,6 +66,7 @@ class PlayedRank:
         written: Steps that its manifest has; None: those that were judged.
         trained: The first and the last step of its training.
         not_judged: Steps by reason.
+        kinds: Those that were judged in some of the steps only, and these steps.
         rows_judged: In all; None: as many as its steps have.
         config: What the manifest says of the configuration, beside ``module_ranks``.
         passes: In which the rank goes through its chunks; None: no one has seen.
@@ -100,6 +101,7 @@ class PlayedRank:
     written: Sequence[int] | None = None
     trained: tuple[int, int] | None = None
     not_judged: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    kinds: Mapping[str, Sequence[int]] = field(default_factory=dict)
     rows_judged: int | None = None
     config: Mapping[str, object] = field(default_factory=dict)
     fired: list[tuple[str, str, int, int, int, str, float, str, float | None]] = field(default_factory=list)
@@ -220,6 +222,7 @@ class PlayedRank:
             rows=len(call_ids) * len(self.steps) if self.rows_judged is None else self.rows_judged,
             trained=self.trained,
             not_judged={reason: StepsRecord.of(StepRanges(steps)) for reason, steps in self.not_judged.items()},
+            kinds={kind: StepsRecord.of(StepRanges(steps)) for kind, steps in self.kinds.items()},
             closed=self.closed,
         )
         (folder / judged_file(self.recording)).write_text(judged.model_dump_json())

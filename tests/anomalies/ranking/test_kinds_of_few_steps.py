@@ -1,0 +1,84 @@
+"""Of kinds that are recorded in some of the steps only, nothing is claimed in the other steps."""
+
+from __future__ import annotations
+
+import pytest
+from played_job import PlayedRank, origins, pipeline, ranked, replicas
+
+from monitor.anomalies.ranking.report import advice, notes
+
+ACTIVATIONS = {"actv": (0, 2), "actv_grad": (0, 2)}
+WEIGHTS = {"param_origin": (0, 2), "param_updated": (0, 2)}
+NOT_SEEN = "in the forward or backward of the model. Activations were not recorded in this step"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "place"),
+    [({}, "in the backward of b, between the gradient of its output and that of its parameter"), (ACTIVATIONS, NOT_SEEN)],
+)
+def test_a_gradient_is_not_placed_by_activations_that_the_step_does_not_have(kinds, place, tmp_path):
+    found = ranked(tmp_path, PlayedRank(kinds=kinds).fire("grad_unreduced", "b.weight"))
+    assert found.ranked[0].location.text.startswith(place)
+
+
+def test_in_a_step_with_activations_they_place_a_gradient(tmp_path):
+    found = ranked(tmp_path, PlayedRank(kinds=ACTIVATIONS).fire("grad_unreduced", "b.weight", step=2))
+    assert found.ranked[0].location.text.startswith("in the backward of b")
+
+
+def test_without_activations_gradients_of_several_modules_have_one_origin(tmp_path):
+    rank = PlayedRank(kinds=ACTIVATIONS).fire("grad_unreduced", "b.weight").fire("grad_unreduced", "a.x.weight")
+    assert origins(ranked(tmp_path, rank)) == ["grad_unreduced/b.weight"]
+
+
+@pytest.mark.parametrize(("kinds", "found"), [({}, ["grad_reduced/b.weight"]), ({"grad_unreduced": (0, 2)}, [])])
+def test_an_aggregated_gradient_is_not_called_an_origin_for_local_ones_that_nobody_read(kinds, found, tmp_path):
+    rank = PlayedRank(kinds=kinds).fire("actv_grad", "b.output").fire("grad_reduced", "b.weight")
+    assert origins(ranked(tmp_path, rank)) == ["actv_grad/b.output", *found]
+
+
+def test_a_gradient_of_a_rank_that_did_not_read_its_own_may_come_from_it(tmp_path):
+    one, other = replicas(2)
+    other.kinds = {"grad_unreduced": (0, 2)}
+    found = ranked(tmp_path, one.fire("grad_reduced", "b.weight"), other)
+    assert "in the backward of rank 1, whose own gradient is not known" in found.ranked[0].location.text
+
+
+@pytest.mark.parametrize("kinds", [{}, WEIGHTS])
+def test_weights_that_were_not_looked_at_are_not_called_clean(kinds, tmp_path):
+    told = advice(ranked(tmp_path, PlayedRank(kinds=kinds).fire("actv", "a.x.output")))
+    assert ("weights were not recorded" in told) == bool(kinds)
+
+
+@pytest.mark.parametrize(("kinds", "found"), [({}, True), (WEIGHTS, False)])
+def test_a_weight_may_come_from_an_update_whose_weights_were_not_looked_at(kinds, found, tmp_path):
+    rank = PlayedRank(kinds=kinds).fire("grad_reduced", "b.weight").fire("param_origin", "b.weight", step=2)
+    assert ("param_origin/b.weight" in origins(ranked(tmp_path, rank))) == found
+
+
+@pytest.mark.parametrize(("kinds", "found"), [({}, True), ({"param_origin": (0, 1), "param_updated": (0,)}, False)])
+def test_a_forward_may_come_from_weights_that_were_not_looked_at(kinds, found, tmp_path):
+    rank = PlayedRank(kinds=kinds).fire("grad_reduced", "b.weight").fire("actv", "b.output", step=2)
+    assert ("actv/b.output" in origins(ranked(tmp_path, rank))) == found
+
+
+def test_a_weight_changed_since_the_last_step_that_looked_at_weights(tmp_path):
+    told = advice(ranked(tmp_path, PlayedRank(kinds=WEIGHTS).fire("param_origin", "b.weight", step=2)))
+    assert "between the update of step 0 and step 2: a loaded checkpoint, a broadcast, a step whose weights were not" in told
+
+
+def test_a_stage_whose_boundary_was_not_recorded_in_the_step_is_not_called_clean(tmp_path):
+    first, second = pipeline(2)
+    first.kinds = ACTIVATIONS
+    found = ranked(tmp_path, first, second.fire("actv", ".input"))
+    assert "what the stage before it sent is not known" in found.ranked[0].location.text
+
+
+def test_the_kinds_are_listed_with_the_number_of_their_steps(tmp_path):
+    steps = range(9)
+    moments = {"exp_avg": range(1, 9)}  # begin with the second step, as always
+    one, other = replicas(2, steps=steps, kinds={"actv": (0, 4, 8), **moments})
+    said = "Recorded in some of the steps only{}: actv (3 of 9). In the others these kinds were not judged."
+    assert list(notes(ranked(tmp_path / "both", one, other))) == [said.format("")]
+    other.kinds = moments
+    assert list(notes(ranked(tmp_path / "one", one, other))) == [said.format(" by rank 0")]
