@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from monitor.config.loading import ConfigError, fields_in
+from monitor.config import MonitorConfig
+from monitor.config.loading import ConfigError, config_of, fields_in
 
 if TYPE_CHECKING:
     from monitor.recording.trainer_mon import ModelMonitor
@@ -24,6 +26,7 @@ def watch(
     preset: str | None = HEALTH,
     *,
     micro_batches: int | None = None,
+    dp_group: Any = None,
     start_iteration: int = 0,
     **fields: Any,
 ) -> ModelMonitor:
@@ -37,6 +40,7 @@ def watch(
         optimizer: As for ``TrainerMon.set_monitor``.
         preset: A configuration that comes with the monitor (``configs/``), by name; None for none.
         micro_batches: How many a step has. By default the first step shows it, and has no rows.
+        dp_group: The data-parallel group, if no wrapper of the model shows it, so that one of its ranks writes for all.
         start_iteration: Number of the first step.
         fields: Fields of the configuration, which replace those of the preset.
 
@@ -49,14 +53,15 @@ def watch(
         OutputError: The output directory cannot be created or written.
     """
     room = _room_of(model)
-    monitor: ModelMonitor = import_module(room).TrainerMon(
-        {**({} if preset is None else preset_fields(preset)), **fields}, params_have_main_grad=_has_main_grad(model)
-    )
-    if micro_batches is None:
-        monitor.watch(model, optimizer, start_iteration=start_iteration)
-    else:
-        monitor.set_monitor(model, micro_batches, optimizer, start_iteration=start_iteration)
+    config = configured(preset, fields)
+    monitor: ModelMonitor = import_module(room).TrainerMon(config, params_have_main_grad=_has_main_grad(model))
+    monitor.watch(model, optimizer, micro_batches=micro_batches, dp_group=dp_group, start_iteration=start_iteration)
     return monitor
+
+
+def configured(preset: str | None, fields: Mapping[str, Any]) -> MonitorConfig:
+    """The configuration of a preset with some fields replaced. Errors and arguments are those of ``watch``."""
+    return config_of({**({} if preset is None else preset_fields(preset)), **fields})
 
 
 def preset_fields(name: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from monitor.pytorch import TrainerMon
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-TRAINING, ATTACHING, READING, TRAINER, LIGHTNING = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+TRAINING, ATTACHING, READING = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
 @pytest.fixture
@@ -76,36 +75,6 @@ def test_the_way_to_attach_and_the_way_to_read_what_a_row_is(
     printed = [line.split(" Placement")[0] for line in capsys.readouterr().out.splitlines()]
     weights = [f"{kind} {name}" for kind in ("param_origin", "param_updated") for name in ("weight", "bias")]
     assert printed == [*weights, "run learning_rate.0"]
-
-
-def test_the_trainer_callback_attaches(training: dict[str, Any]) -> None:
-    pytest.importorskip("transformers")
-    found: dict[str, Any] = {}
-    exec(TRAINER, found)
-    watch = found["Watch"]()
-    state = SimpleNamespace(global_step=5)
-    arguments = SimpleNamespace(gradient_accumulation_steps=1)
-    watch.on_train_begin(arguments, state, None, training["model"], training["optimizer"], lr_scheduler=None)
-    assert recorded_steps(training, watch) == [[5, 5, 1]]
-
-
-def test_the_lightning_callback_attaches(training: dict[str, Any]) -> None:
-    pytest.importorskip("lightning")
-    found: dict[str, Any] = {}
-    exec(LIGHTNING, found)
-    watch = found["Watch"]()
-    strategy = SimpleNamespace(model=training["model"])
-    trainer = SimpleNamespace(strategy=strategy, accumulate_grad_batches=1, optimizers=[training["optimizer"]], global_step=7)
-    watch.on_train_start(trainer, training["model"])
-    assert recorded_steps(training, watch) == [[7, 7, 1]]
-
-
-def recorded_steps(training: dict[str, Any], watch: Any) -> Any:
-    """Ranges of them, after one step."""
-    step(training)
-    watch.monitor.close()
-    (manifest,) = Path("monitor_output").glob("*/manifest.json")
-    return json.loads(manifest.read_text())["steps"]["written"]["ranges"]
 
 
 def test_every_field_of_a_placement_is_explained() -> None:

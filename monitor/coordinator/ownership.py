@@ -26,6 +26,7 @@ class Ownership:
         tp_group: The same for tensor parallelism.
         pp_group: The same for pipeline parallelism.
         staged: Whether the ranks may have different parts of one model, under the same names.
+        claims: Whether the first rank also writes for ranks that only a wrapper shows to hold replicas (``unclaimed``).
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Ownership:
     tp_group: Collection[int] | None = None
     pp_group: Collection[int] | None = None
     staged: bool = False
+    claims: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "module_ranks", frozenset(self.module_ranks))  # looked up for thousands of ranks a series
@@ -57,6 +59,7 @@ class Ownership:
         dp_group = known.data_parallel if known.data_parallel and self.dp_group else self.dp_group
         groups = [known.replicas, dp_group if kind in SAME_AFTER_REDUCTION else None]
         groups.append(self.tp_group if kind in OF_PARAMETERS and not tensor_parallel else None)
+        groups.append(known.unclaimed if self.claims and not known.assumed else None)
         others = {*(known.shard.ranks if known.shard else ()), *known.differing} - {self.rank}
         # Ranks that shard the tensor hold no replicas, whatever group they form.
         alike = alike_over(self.rank, [group for group in groups if group and not others.intersection(group)])

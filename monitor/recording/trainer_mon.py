@@ -157,11 +157,20 @@ class ModelMonitor:
         micro_steps, start = count("grad_acc_steps", grad_acc_steps, 1), count("start_iteration", start_iteration, 0)
         self._attach(self._framework_of(model, optimizer), micro_steps, (dp_group, tp_group), start)
 
-    def watch(self, model: Any, optimizer: Any, *, start_iteration: int = 0) -> None:
-        """``set_monitor`` without a number of micro-batches: the forwards of the first step show it. That step has no rows."""
+    def watch(
+        self, model: Any, optimizer: Any, *, micro_batches: int | None = None, dp_group: Any = None, start_iteration: int = 0
+    ) -> None:
+        """Attach as ``set_monitor`` does, and find out what it is not told.
+
+        Args:
+            micro_batches: How many a step has. By default the forwards of the first step show it, which has no rows then.
+            dp_group: Data-parallel group, where no wrapper of the model shows it. Of ranks that a wrapper shows to hold
+                replicas, the first one writes.
+        """
         start = count("start_iteration", start_iteration, 0)
-        micro_steps = 1 if self._ends_after_first_step else LEARNED
-        self._attach(self._framework_of(model, optimizer), micro_steps, (None, None), start)
+        learned = 1 if self._ends_after_first_step else LEARNED
+        micro_steps = learned if micro_batches is None else count("micro_batches", micro_batches, 1)
+        self._attach(self._framework_of(model, optimizer), micro_steps, (dp_group, None), start, claims=True)
 
     def _framework_of(self, model: Any, optimizer: Any) -> FrameworkAdapter:
         chunks = self._backend.modules.chunks_of(model)
@@ -173,10 +182,18 @@ class ModelMonitor:
         warnings.warn(said, DeprecationWarning, stacklevel=2)
         self._wrapped_optimizer = optimizer
 
-    def _attach(self, framework: FrameworkAdapter, grad_acc_steps: int, groups: tuple[Any, Any], start: int) -> None:
+    def _attach(
+        self,
+        framework: FrameworkAdapter,
+        grad_acc_steps: int,
+        groups: tuple[Any, Any],
+        start: int,
+        *,
+        claims: bool = False,
+    ) -> None:
         if self._closed:
             raise RuntimeError("This TrainerMon was closed. Create a new one.")
-        watch_of = partial(self._watch_of, framework, grad_acc_steps, groups)
+        watch_of = partial(self._watch_of, framework, grad_acc_steps, groups, claims)
         shared = next((one for one in self._recordings if one.attachment.shares(framework.chunks, framework.optimizers)), None)
         # Count on every rank, monitored or not: ranks agree on a name for each recording of a role.
         watched = self._watched(framework, groups) if shared is None else None
@@ -208,9 +225,9 @@ class ModelMonitor:
         return with_recording_off(self._config) if switching is None else switching.config
 
     def _watch_of(
-        self, framework: FrameworkAdapter, grad_acc_steps: int, groups: tuple[Any, Any], config: MonitorConfig
+        self, framework: FrameworkAdapter, grad_acc_steps: int, groups: tuple[Any, Any], claims: bool, config: MonitorConfig
     ) -> AttachmentSpec:
-        ownership = self._ownership(framework, *groups, config.module_ranks)
+        ownership = replace(self._ownership(framework, *groups, config.module_ranks), claims=claims)
         return AttachmentSpec(framework.chunks, framework, grad_acc_steps, config, ownership, ops=lambda: self._ops)
 
     def _framework(self, chunks: Sequence[Any], optimizer: Any) -> FrameworkAdapter:

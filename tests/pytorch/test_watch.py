@@ -161,7 +161,7 @@ def test_fields_replace_those_of_the_preset_and_health_is_the_default(output: Ou
         (lambda m, o: monitor.watch(m, o, ops=3), ConfigError, "^configuration: ops: 3 is not allowed: expected a list"),
         (lambda _, o: monitor.watch(3, o), TypeError, r"model: expected torch\.nn\.Module or mindspore\.nn\.Cell"),
         (lambda m, _: monitor.watch(m, 3), TypeError, "optimizer is a int"),
-        (lambda m, o: monitor.watch(m, o, micro_batches=0), ValueError, "grad_acc_steps"),
+        (lambda m, o: monitor.watch(m, o, micro_batches=0), ValueError, "micro_batches is 0"),
     ],
 )
 @pytest.mark.usefixtures("output")
@@ -187,8 +187,11 @@ def test_a_configuration_without_a_file_cannot_be_followed(monkeypatch: pytest.M
         TrainerMon({"wg_distribution": True})
 
 
-def test_the_examples_of_the_document_record(output: Output) -> None:
-    names: dict[str, Any] = {}
+def test_the_examples_of_the_document_record(output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
     for example in re.findall(r"```python\n(.*?)```", DOCUMENT, flags=re.DOTALL):
+        before = len(output.directories())
         exec(compile(example, "attaching.md", "exec"), names)
+        assert len(output.directories()) > before, example
     assert {path.suffix for path in output.base.rglob("*_[0-9]*.*")} == {".parquet"}

@@ -30,6 +30,7 @@ CASES = [
     Case(2, "wrapped", 2, NO_BOUND),
     Case(2, "inner", 2, 0),
     Case(1, "inner", 1, 0.5),
+    Case(2, "callback", 2, NO_BOUND),
     Case(2, "manual", 2, 0),
 ]
 
@@ -102,7 +103,7 @@ def test_what_the_ranks_hold_alike_is_written_by_the_first(job: Job, case: Case)
 def test_activations_stand_under_the_micro_batch_they_belong_to(job: Job, case: Case) -> None:
     """Each layer is called once in each."""
     expected = [(step, micro_step) for step in range(STEPS) for micro_step in range(case.micro_steps)]
-    inputs = "module.last.input" if case.how == "wrapped" else "last.input"
+    inputs = "module.last.input" if case.how in ("wrapped", "callback") else "last.input"
     for rank in range(case.ranks):
         for kind in ("actv", "actv_grad"):
             assert [(row.step, row.micro_step) for row in job.rows(kind, rank) if row.name == inputs] == expected

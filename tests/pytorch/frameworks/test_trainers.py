@@ -30,6 +30,7 @@ CASES = [
     Case(2, "accelerate-inner", 1, 0),
     Case(2, "trainer", 2, NO_BOUND),
     Case(1, "trainer", 1, 0.5),
+    Case(2, "trainer-callback", 2, 0.5),
 ]
 
 

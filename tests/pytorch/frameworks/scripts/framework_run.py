@@ -66,6 +66,12 @@ class Attached:
         monitor.set_monitor(model, grad_acc_steps, optimizer, **options)
         self._monitors.append(monitor)
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of the configuration, for what takes fields and no file."""
+        fields: dict[str, Any] = json.loads(Path(os.environ["MONITOR_CONFIG"]).read_text())
+        return fields
+
     def release(self) -> None:
         """Hold the monitors no longer: they record on, and keep nothing alive."""
         self._monitors.clear()

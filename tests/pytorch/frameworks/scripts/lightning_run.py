@@ -1,7 +1,8 @@
 """Lightning; ``lightning_run.py HOW MICRO_STEPS LIMIT``.
 
 ``wrapped`` attaches to the model and optimizer as the strategy has wrapped them, ``inner`` to the LightningModule and torch
-optimizer, ``manual`` optimizes in ``training_step``. Gradients are clipped to ``LIMIT``; not at all if it is 0.
+optimizer, ``callback`` by a ``MonitorCallback``, ``manual`` optimizes in ``training_step``. Gradients are clipped to ``LIMIT``;
+not at all if it is 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from framework_run import Attach, norm_of, run
+from framework_run import Attach, Attached, norm_of, run
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -62,7 +63,8 @@ class Monitoring(Callback):
         wrapped = (trainer.strategy.model, pl_module.optimizers())
         given = wrapped if HOW == "wrapped" else (pl_module, trainer.optimizers[0])
         start = trainer.global_step
-        self._attach(*given, MICRO_STEPS, dp_group=dist.group.WORLD, start_iteration=start)
+        if HOW != "callback":
+            self._attach(*given, MICRO_STEPS, dp_group=dist.group.WORLD, start_iteration=start)
 
     def on_before_optimizer_step(self, _: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self.told["before"].append(norm_of(pl_module.parameters()))
@@ -77,6 +79,11 @@ def train(attach: Attach) -> Any:
     ranks = dist.get_world_size()
     torch.manual_seed(0)
     network, monitoring = Network(), Monitoring(attach)
+    callbacks: list[Callback] = [monitoring]
+    if HOW == "callback" and isinstance(attach, Attached):
+        from monitor.pytorch.callbacks.lightning import MonitorCallback
+
+        callbacks.append(MonitorCallback(None, **attach.fields))
     trainer = Trainer(
         accelerator="cpu",
         devices=ranks,
@@ -85,7 +92,7 @@ def train(attach: Attach) -> Any:
         max_epochs=1,
         accumulate_grad_batches=MICRO_STEPS if HOW != "manual" else 1,
         gradient_clip_val=LIMIT or None,
-        callbacks=[monitoring],
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,7 +1,7 @@
 """Trainer of transformers, and accelerate; ``trainers.py HOW MICRO_STEPS LIMIT``.
 
-``accelerate`` attaches to what it has prepared, ``accelerate-inner`` to what that was made of. Gradients are clipped to
-``LIMIT``; not at all if it is 0.
+``accelerate`` attaches to what it has prepared, ``accelerate-inner`` to what that was made of; ``trainer-callback`` passes the
+Trainer a ``MonitorCallback``. Gradients are clipped to ``LIMIT``; not at all if it is 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from framework_run import Attach, norm_of, run
+from framework_run import Attach, Attached, norm_of, run
 from torch import nn
 
 HOW, MICRO_STEPS, LIMIT = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
@@ -61,7 +61,8 @@ def with_trainer(attach: Attach) -> dict[str, Any]:
 
         def on_train_begin(self, args: Any, state: Any, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
             micro_steps, start = args.gradient_accumulation_steps, state.global_step
-            attach(model, optimizer, micro_steps, dp_group=dist.group.WORLD, start_iteration=start)
+            if HOW == "trainer":
+                attach(model, optimizer, micro_steps, dp_group=dist.group.WORLD, start_iteration=start)
 
         def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
             told["before"].append(norm_of(model.parameters()))
@@ -85,7 +86,12 @@ def with_trainer(attach: Attach) -> dict[str, Any]:
         disable_tqdm=True,
     )
     data = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Monitoring()])
+    callbacks: list[TrainerCallback] = [Monitoring()]
+    if HOW == "trainer-callback" and isinstance(attach, Attached):
+        from monitor.pytorch.callbacks.huggingface import MonitorCallback
+
+        callbacks.append(MonitorCallback(None, **attach.fields))
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     told["gradients"] = [float(entry["grad_norm"]) for entry in logs]
@@ -97,7 +103,7 @@ def train(attach: Attach) -> Any:
     AcceleratorState._reset_state()  # of the training before: there is one in a process
     GradientState._reset_state()
     torch.manual_seed(0)
-    return with_trainer(attach) if HOW == "trainer" else with_accelerate(attach)
+    return with_trainer(attach) if HOW.startswith("trainer") else with_accelerate(attach)
 
 
 run(train)

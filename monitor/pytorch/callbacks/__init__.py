@@ -1,0 +1,1 @@
+"""Callbacks that attach the monitor to what a trainer trains."""

@@ -1,0 +1,51 @@
+"""The monitor as a callback for the Trainer of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from monitor.attaching import HEALTH, configured
+from monitor.pytorch.trainer_mon import TrainerMon
+
+
+class MonitorCallback(TrainerCallback):
+    """Attaches the monitor when training begins, and closes it when training ends.
+
+    >>> Trainer(model, arguments, callbacks=[MonitorCallback()])  # doctest: +SKIP
+
+    Steps have the Trainer's numbers, also after a checkpoint. The arguments are those of ``monitor.watch``.
+
+    Attributes:
+        monitor: The monitor of the training in progress or of the last one; None before.
+
+    Raises:
+        ConfigError: The configuration cannot be used.
+    """
+
+    def __init__(self, preset: str | None = HEALTH, **fields: Any) -> None:
+        self._config = configured(preset, fields)
+        self.monitor: TrainerMon | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Attach to the model and its optimizer."""
+        del control
+        self._close()  # of an earlier training that failed
+        self.monitor = TrainerMon(self._config, params_have_main_grad=False)
+        self.monitor.watch(
+            given["model"],  # without its wrapper, which would show the group
+            given["optimizer"],
+            micro_batches=args.gradient_accumulation_steps,
+            dp_group=dist.group.WORLD if dist.is_available() and dist.is_initialized() else None,
+            start_iteration=state.global_step,
+        )
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Write what is queued, and close."""
+        self._close()
+
+    def _close(self) -> None:
+        if self.monitor is not None:
+            self.monitor.close()
