@@ -22,6 +22,7 @@ LIBRARIES = {"h5py", "mindspore", "numpy", "pyarrow", "pydantic", "rich", "torch
 PUBLIC = {
     *("monitor", "monitor.pytorch", "monitor.mindspore", "monitor.pytorch.training", "monitor.mindspore.training"),
     *("monitor.convert", "monitor.training.expert_load"),
+    *("monitor.pytorch.callbacks.huggingface", "monitor.pytorch.callbacks.lightning"),
 }
 
 IMPORTING = """
