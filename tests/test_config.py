@@ -554,6 +554,18 @@ class TestAcrossFields:
     def test_ops_that_do_not_exist_are_left_to_the_caller(self, load: Load) -> None:
         assert load({"ops": ["norm", "medain"]}).ops == ("norm", "medain")
 
+    @pytest.mark.parametrize(("own", "interval"), [({}, 1), ({"intervals": {"xy_distribution": 3}}, 3)])
+    def test_what_an_alert_switches_on_is_in_each_of_its_steps_unless_it_says_otherwise(
+        self, load: Load, monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], interval: int
+    ) -> None:
+        monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+        rule = {"rules": [{"rule_name": "AnomalyNan"}]}
+        on_alert = {"set": {"xy_distribution": True, **own}, "steps": 2}
+        intervals = {"xy_distribution": 10, "wg_distribution": 5}
+        changes = load({"alert": rule, "on_alert": on_alert, "intervals": intervals}).changes_on_alert()
+        assert changes["intervals"]["xy_distribution"] == interval
+        assert changes["intervals"]["wg_distribution"] == (1 if own else 5)
+
     def test_what_an_alert_switches_is_checked_like_the_rest(self, problems: Refused) -> None:
         said = problems({"on_alert": {"set": {"step_interval": 0, "on_alert": None}, "steps": 0}})
         assert said.split("\n") == [

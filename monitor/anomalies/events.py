@@ -122,8 +122,7 @@ class ScanSummary(StrictRecord):
         rows: Number of rows judged in these steps; None in files of earlier versions.
         trained: The first and the last step of the watched training, collected or not; None before the end of the run.
         not_judged: Steps that no rule saw, by reason.
-        kinds: Kinds with judged rows in some of the steps only, and these steps. All others have rows in every judged step, or
-            in none. Empty in files of earlier versions.
+        kinds: Every kind with judged rows, and the steps that had some. Empty in files of earlier versions.
         closed: True once the run has ended and everything was written.
     """
 
@@ -142,11 +141,14 @@ class ScanSummary(StrictRecord):
     kinds: dict[str, StepsRecord] = Field(default_factory=dict)
     closed: bool
 
-    def absent(self, step: int) -> frozenset[str]:
-        """The kinds that have judged rows in other steps, but not in this one, which was judged."""
-        if not self.kinds or not self.steps.holds(step):
-            return frozenset()
-        return frozenset(kind for kind, steps in self.kinds.items() if not steps.holds(step))
+    def has(self, kind: str, step: int) -> bool:
+        """Whether rows of a kind were judged in a judged step, as far as it is known."""
+        return not self.kinds or (kind in self.kinds and self.kinds[kind].holds(step))
+
+    @property
+    def has_few(self) -> bool:
+        """Whether some kinds were judged in some of the steps only."""
+        return any(one.count != self.steps.count for one in self.kinds.values())
 
 
 def events_file(recording: int) -> str:

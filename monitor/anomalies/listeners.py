@@ -382,7 +382,7 @@ class EventFiles:
             rows=self._rows,
             trained=self.trained,
             not_judged={reason: StepsRecord.of(steps) for reason, steps in self._not_judged.items()},
-            kinds={kind: StepsRecord.of(one) for kind, one in self._kinds.items() if one.count != self._steps.count},
+            kinds={kind: StepsRecord.of(one) for kind, one in self._kinds.items()},
             closed=self._closed,
         )
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from monitor.config.jsonc import Document, JsonError, Path, explain, parse, path_text, shown
-from monitor.config.model import HISTOGRAM_FORMATS, MonitorConfig, OnAlert
+from monitor.config.model import HISTOGRAM_FORMATS, MonitorConfig
 from monitor.failures import LOGGER
 from monitor.formats import FORMATS
 
@@ -304,13 +304,13 @@ def _unfit(config: MonitorConfig, *, dynamic: bool) -> list[str]:
     if dynamic and config.cc_distribution.enable and config.cc_distribution.cc_log_only:
         problems.append(f"cc_distribution.cc_log_only: {_ENDS}")
     if config.on_alert is not None and not problems:
-        problems += [f"on_alert.set: {problem}" for problem in _problems_of_closer_look(config, config.on_alert)]
+        problems += [f"on_alert.set: {problem}" for problem in _problems_of_closer_look(config)]
     return problems
 
 
-def _problems_of_closer_look(config: MonitorConfig, wanted: OnAlert) -> list[str]:
+def _problems_of_closer_look(config: MonitorConfig) -> list[str]:
     """Problems of the configuration that an alert switches to. It must be usable before the first alert."""
-    fields = {**config.model_dump(mode="json"), **wanted.model_dump(mode="json")["set"]}
+    fields = {**config.model_dump(mode="json"), **config.changes_on_alert()}
     try:
         closer = MonitorConfig.model_validate(fields)
     except ValidationError as error:

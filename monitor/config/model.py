@@ -540,6 +540,16 @@ class MonitorConfig(Settings):
     """What to switch on, on all ranks, for some steps when an alert rule fires on any of them, or `replica_check` finds wrong
     bits. Null: nothing."""
 
+    def changes_on_alert(self) -> dict[str, Any]:
+        """The fields of ``on_alert``, as JSON has them. What it switches on is recorded in each of its steps, unless it has
+        ``intervals`` of its own.
+        """
+        fields: dict[str, Any] = {} if self.on_alert is None else self.on_alert.model_dump(mode="json")["set"]
+        switched_on = [field for field in Intervals.model_fields if fields.get(field)]
+        if switched_on and "intervals" not in fields:
+            fields["intervals"] = {**self.intervals.model_dump(), **dict.fromkeys(switched_on, 1)}
+        return fields
+
     @field_validator("replica_check")
     @classmethod
     def _has_what_to_compare(cls, wanted: ReplicaCheck, fields: ValidationInfo) -> ReplicaCheck:

@@ -149,8 +149,7 @@ class Controller:
         """
         wanted = self._config.on_alert
         if wanted is not None and self._config.dynamic_on and not self._boundary.expects(FROM_ALERT):
-            fields = wanted.model_dump(mode="json")["set"]
-            self._propose(Proposal(FROM_ALERT, self._rank, fields, wanted.steps))
+            self._propose(Proposal(FROM_ALERT, self._rank, self._config.changes_on_alert(), wanted.steps))
 
     def ended(self) -> None:
         """The configuration in force ended by itself, at ``collect_times``: write that to the file. Does not wait."""

@@ -26,6 +26,9 @@ NOT_REDUCED: Final = (
     "missing for gradients of which no reduction over the data-parallel ranks was seen before the optimizer's step: in step "
     "{step} for {count} parameters, {names}"
 )
+NOT_FOLLOWED: Final = (
+    "missing for gradients that came before their step began, in a step without rows of gradients: one is step {step}"
+)
 SUMMED_EARLY: Final = (
     "missing where data-parallel ranks may have summed a gradient before it was accumulated, or between two micro-batches"
 )
@@ -169,6 +172,7 @@ class GradientCollector(Collector):
         self.is_reduced = self._reductions.is_reduced
         self._local: list[str] = []
         self._not_reduced = ""
+        self._followed = self._not_followed = False
         self._found = 0
         self.read: dict[int, int | None] = {}
         self.readings: dict[int, Reading] = {}
@@ -182,12 +186,14 @@ class GradientCollector(Collector):
     def begin_step(self, *, before_a_turn: bool) -> None:
         self.read.clear()
         self.readings.clear()
+        followed, self._followed = self._followed, self._due.now
+        self._not_followed = before_a_turn and not followed
         if not self._due.now:
             self._rows.backwards.clear()
             self._reductions.pause()
             return
         self._rows.stepped.clear()
-        if before_a_turn:  # keep what is known about the gradients
+        if before_a_turn and followed:  # keep what is known about the gradients
             return
         self._rows.backwards.clear()
         self._source.begin_step()
@@ -210,7 +216,9 @@ class GradientCollector(Collector):
         self._source.before_reading(turn)
         self._local, self._found = [], 0
         self._rows.reduced.record_all(self._if_reduced, turn.held)
-        if self._local:
+        if self._local and self._not_followed:
+            self._not_reduced = self._not_reduced or NOT_FOLLOWED.format(step=self._clock.step)
+        elif self._local:
             self._warn_not_reduced(self._local)
         self._source.after_reading(turn, self._not_reduced)
         self.read[id(turn.optimizer)] = None if self._local else self._found

@@ -103,6 +103,7 @@ class ModelMonitor:
         self._warn_if_no_activations()
         self._recordings: list[Recording] = []
         self._closed = False
+        self._said: set[str] = set()
         self._dynamic = dynamic
         self._listening: dict[str, WatcherFactory] = {}
         self._alert_callbacks: list[AlertCallback] = []
@@ -204,8 +205,9 @@ class ModelMonitor:
         if not watch.ownership.monitored and not self._ends_after_first_step and not self._dynamic:
             self._warn_if_none_monitored(watch.ownership)
         elif shared is not None:
-            said = "set_monitor was called again for the same model or optimizer. It is attached again, at the same step."
-            self._failures.warn("attached twice", said)
+            if not _has_more(framework.optimizers, shared.attachment.watch.framework.optimizers):
+                said = "set_monitor was called again for the same model or optimizer. It is attached again, at the same step."
+                self._failures.warn("attached twice", said)
             self._hook(shared, watch, self._names(watch), start or shared.attachment.clock.step, watch_of)
         elif watched is not None:
             self._begin(watch, groups, start, watched, watch_of)
@@ -242,7 +244,8 @@ class ModelMonitor:
     def _names(self, watch: AttachmentSpec) -> ModelNames:
         names = ModelNames([self._backend.modules.parts(chunk) for chunk in watch.chunks], watch.config)
         for said in (names.selection.warning(), names.selection.notice()):
-            if said is not None:
+            if said is not None and said not in self._said:
+                self._said.add(said)
                 LOGGER.warning("[rank %d] %s", watch.ownership.rank, said)
         return names
 
@@ -572,3 +575,8 @@ def _read(given: str | os.PathLike[str] | Mapping[str, Any] | MonitorConfig) -> 
 def _path_text(path: str | os.PathLike[str]) -> str:
     """The absolute path, as valid text: bytes that are not text are escaped."""
     return os.path.abspath(os.path.expanduser(os.fsdecode(path))).encode("utf-8", "backslashreplace").decode()
+
+
+def _has_more(optimizers: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Whether these are the known optimizers and others: they are attached step by step."""
+    return {id(one) for one in known} < {id(one) for one in optimizers}

@@ -17,6 +17,7 @@ from watching import Output, attached, warnings_in
 from monitor.anomalies.events import ScanSummary
 from monitor.coordinator.manifest_format import MANIFEST_FILE, read_manifest
 from monitor.coordinator.series_file import read_columns
+from monitor.pytorch.gradients import CHANGED
 
 STEPS = 7
 WHOLE: dict[str, Any] = {
@@ -204,3 +205,59 @@ def test_the_flow_of_data_is_that_of_a_step_with_activations(output: Output) -> 
     columns = read_columns(output.directory(), read_manifest(output.directory() / MANIFEST_FILE))
     assert columns is not None
     assert columns.flow().edges
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.often, self.seldom = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, often: bool) -> Any:
+        return (self.often if often else self.seldom)(x)
+
+
+def trained_in_turns(output: Output, **config: Any) -> Path:
+    """One optimizer steps three times as often as the other, so that steps end just before its next turn."""
+    torch.manual_seed(0)
+    model, before = Halves(), set(output.base.iterdir())
+    optimizers = {often: torch.optim.Adam(half.parameters()) for often, half in ((True, model.often), (False, model.seldom))}
+    with attached(output, model, [*optimizers.values()], wg_distribution=True, run_numbers=True, ndigits=17, **config):
+        for _ in range(3):
+            for often in (True, True, True, False):
+                model(torch.randn(2, 4), often).square().mean().backward()
+                summed_by_hand(model) if dist.is_initialized() else None
+                optimizers[often].step()
+                optimizers[often].zero_grad()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    (directory,) = (path for path in set(output.base.iterdir()) - before if f"-rank{rank}-" in path.name)
+    return directory
+
+
+def test_gradients_that_came_in_a_step_without_rows_are_not_called_changed(output: Output) -> None:
+    whole, fewer = trained_in_turns(output), trained_in_turns(output, intervals={"wg_distribution": 2})
+    every = [row for row in output.rows("grad_reduced", whole) if row.step % 2 == 0]
+    assert output.rows("grad_reduced", fewer) == every
+    notes = read_manifest(fewer / MANIFEST_FILE).notes
+    assert CHANGED not in str(notes.get("grad_reduced"))
+
+
+def run_rank_in_turns(rank: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/turns", rank=rank, world_size=2)
+    with pytest.MonkeyPatch.context() as patched:
+        base = Path(directory) / f"turns{rank}"
+        base.mkdir()
+        patched.setenv("MONITOR_OUTPUT_DIR", str(base))
+        output = Output(base)
+        whole, fewer = trained_in_turns(output), trained_in_turns(output, intervals={"wg_distribution": 2})
+        every, rows = output.rows("grad_reduced", whole), output.rows("grad_reduced", fewer)
+        assert all(row in every for row in rows)
+        assert {row.step for row in rows} == {0, 2, 6, 8}  # of step 4, all gradients came before it
+        notes = read_manifest(fewer / MANIFEST_FILE).notes
+        assert "came before their step began" in str(notes["grad_reduced"])
+    dist.destroy_process_group()
+
+
+def test_on_ranks_they_are_missing_and_the_manifest_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.multiprocessing.start_processes(run_rank_in_turns, args=(str(tmp_path),), nprocs=2, start_method="fork")

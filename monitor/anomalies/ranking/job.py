@@ -57,7 +57,10 @@ class Member:
 
     def graph_in(self, step: int) -> DataflowGraph | None:
         """The graph of the kinds that were judged in a step: a configuration may record some in few steps."""
-        return None if self.graph is None else self.graph.without(self.events.judged.absent(step))
+        judged = self.events.judged
+        if self.graph is None or not judged.kinds or not judged.steps.holds(step):
+            return self.graph
+        return self.graph.without(frozenset(kind for kind, _ in self.graph.kinds if not judged.has(kind, step)))
 
     @property
     def rank(self) -> int:

@@ -20,6 +20,7 @@ from monitor.anomalies.ranking.job import Columns, EventTable, Flags, Member, Pi
 from monitor.anomalies.ranking.order import Order
 from monitor.anomalies.ranking.step_propagation import StepPropagation
 from monitor.coordinator.manifest_format import ManifestRecord, StepsRecord
+from monitor.series import GRADIENT_KINDS, KIND_TABLE
 
 # --- The effect of earlier steps on weights and moments.
 
@@ -28,6 +29,12 @@ CHANGED: Final = "changed in place"
 """Key and words of the manifest's note that gradients were clipped, or changed in another way, before they were read."""
 
 _WEIGHTS: Final = ("param_origin", "param_updated")
+
+_OF_WEIGHTS: Final = tuple(kind.name for kind in KIND_TABLE if kind.role)
+"""Kinds that depend on weights, or are weights."""
+
+MOST_BACK: Final = 10_000
+"""Steps that are looked through for one with such a kind."""
 
 Parameter = tuple[int, int, int, str]
 """Recording, stage, chunk and name."""
@@ -126,13 +133,18 @@ class EventHistory:
         for kind, role in (("grad_reduced", Role.GRADIENT), ("grad_unreduced", Role.LOCAL_GRADIENT)):
             if self.recorded.anywhere(recording, kind, fired.step) and recording not in fired.incomplete:
                 return role in roles
-        return bool(roles & {Role.GRADIENT, Role.ORIGINAL_WEIGHT, *step_propagation.IN_PASSES})
+        return bool(roles & {Role.GRADIENT, Role.MOMENT, Role.ORIGINAL_WEIGHT, *step_propagation.IN_PASSES})
+
+    def saw_gradients_before(self, recording: int, step: int) -> bool:
+        """Whether the gradients of the step before were looked at: otherwise they may have spoiled moments and weights."""
+        return self.recorded.shows_gradients(recording, step - 1)
 
     def weights(self, fired: StepEvents) -> step_propagation.Weights:
         """The known state of the weights that the step of ``fired`` began with."""
-        doubtful = frozenset(one for one in self.recordings if self.doubtful(one))
-        unknown = {one for one in doubtful if one in fired.incomplete or one in self._last[one].incomplete}
-        unknown |= {one for one in doubtful if not self.recorded.shows_weights(one, self._last[one].step, fired.step)}
+        doubtful = frozenset(one for one in self.recordings if self.doubtful(one) or self._moments_tell(one, fired))
+        last = {one: self._last.get(one, StepEvents(fired.step - 1)) for one in doubtful}
+        unknown = {one for one in doubtful if one in fired.incomplete or one in last[one].incomplete}
+        unknown |= {one for one in doubtful if not self.recorded.shows_weights(one, last[one].step, fired.step)}
         weights = step_propagation.Weights(
             frozenset(where for where in self.recorded.weights if where[0] not in unknown), doubtful
         )
@@ -142,10 +154,21 @@ class EventHistory:
             weights.modules.setdefault((recording, stage, chunk), set()).update(modules_around(parent(name)))
         return weights
 
+    def _moments_tell(self, recording: int, fired: StepEvents) -> bool:
+        """Whether moments show an update by bad gradients, which were not looked at. They are read before the step."""
+        return Role.MOMENT in fired.roles.get(recording, ()) and not self.saw_gradients_before(recording, fired.step)
+
     def _updated(self, recording: int, first: int, last: int) -> bool:
-        """Whether the optimizer made a judged step strictly between the two."""
+        """Whether the optimizer made a judged step strictly between the two, which would have shown an earlier bad update."""
         skipped = max((one.between(first + 1, last - 1).count for one in self._skipped[recording]), default=0)
-        return any(one.between(first + 1, last - 1).count > skipped for one in self._judged[recording])
+        if not any(one.between(first + 1, last - 1).count > skipped for one in self._judged[recording]):
+            return False
+        if not self.recorded.is_sparse(recording):
+            return True
+        between = range(last - 1, max(first, last - 1 - MOST_BACK), -1)
+        made = (step for step in between if not any(one.holds(step) for one in self._skipped[recording]))
+        judged = (step for step in made if any(one.holds(step) for one in self._judged[recording]))
+        return last - first > MOST_BACK or any(self.recorded.shows_update(recording, step) for step in judged)
 
 
 class _RecordedKinds:
@@ -157,12 +180,10 @@ class _RecordedKinds:
         self._kinds = {(recording, stage, chunk, kind) for (recording, stage, _), own in kinds.items() for kind, chunk in own}
         self._anywhere = {(recording, kind) for recording, _, _, kind in self._kinds}
         self._changed = {one.recording for one in job.members if notes_a_change(one.manifest)}
-        rare: dict[int, dict[object, ScanSummary]] = defaultdict(
-            dict
-        )  # most ranks have judged the same kinds in the same steps
+        rare: dict[int, dict[object, ScanSummary]] = defaultdict(dict)
         for one in job.members:
             judged = one.events.judged
-            if judged.kinds:
+            if judged.has_few:  # most ranks have judged the same kinds in the same steps
                 rare[one.recording][judged.steps, *judged.kinds.items()] = judged
         self._rare = {recording: list(judged.values()) for recording, judged in rare.items()}
 
@@ -183,8 +204,22 @@ class _RecordedKinds:
         """Whether weights of ``step`` are known, as far as they are recorded: from it, or from the update in ``last``."""
         return not (self._lacks(recording, "param_origin", step) and self._lacks(recording, "param_updated", last))
 
+    def shows_gradients(self, recording: int, step: int) -> bool:
+        """Whether gradients that the optimizer received in a step were looked at, as far as they are recorded at all."""
+        asked = [kind for kind in GRADIENT_KINDS if (recording, kind) in self._anywhere]
+        return not asked or any(not self._lacks(recording, kind, step) for kind in asked)
+
+    def shows_update(self, recording: int, step: int) -> bool:
+        """Whether a step has a kind that depends on weights, so that it shows whether an earlier update has spoiled them."""
+        asked = [kind for kind in _OF_WEIGHTS if (recording, kind) in self._anywhere]
+        return not asked or any(not self._lacks(recording, kind, step) for kind in asked)
+
+    def is_sparse(self, recording: int) -> bool:
+        """Whether some kinds were judged in some of the steps only."""
+        return recording in self._rare
+
     def _lacks(self, recording: int, kind: str, step: int) -> bool:
-        return any(kind in judged.absent(step) for judged in self._rare.get(recording, ()))
+        return any(not one.has(kind, step) and one.steps.holds(step) for one in self._rare.get(recording, ()))
 
     def changed_gradients(self, recording: int) -> bool:
         """Whether gradients were read after something had joined them all, as clipping by their norm does."""
@@ -308,11 +343,21 @@ class _Step:
             )
             return deviates_upstream or self._gradient(graph, subject, parameter)
         if subject.role == Role.MOMENT:
-            follows = bool(self._of.finite[number]) and self._history.last_update(recording) is not None
-            return follows or recording in self._history.spoiled or parameter in self._history.moments
+            last = self._history.last_update(recording)
+            follows = bool(self._of.finite[number]) and last is not None
+            if follows or recording in self._history.spoiled or parameter in self._history.moments:
+                return True
+            if self._history.saw_gradients_before(recording, self._step):
+                return False
+            return self._follows_another(number, Role.MOMENT) or (
+                last is not None and bool(last.parameters[Role.UPDATED_WEIGHT])
+            )
         if subject.role == Role.UPDATED_WEIGHT:
             same = (self._fired.parameters[role] for role in (Role.ORIGINAL_WEIGHT, Role.MOMENT))
-            return self._history.is_dirty(recording, self._fired) or any(parameter in one for one in same)
+            if self._history.is_dirty(recording, self._fired) or any(parameter in one for one in same):
+                return True
+            seen = self._history.recorded.shows_gradients(recording, self._step)
+            return not seen and self._follows_another(number, Role.UPDATED_WEIGHT)
         if subject.role == Role.ORIGINAL_WEIGHT:
             return self._original_weight(parameter)
         return self._follows_another(number)
@@ -340,8 +385,10 @@ class _Step:
         known = recorded and recording not in last.incomplete
         return not known and self._history.doubtful(recording)
 
-    def _follows_another(self, number: int) -> bool:
-        """Whether anything fired earlier on the rank."""
+    def _follows_another(self, number: int, role: Role | None = None) -> bool:
+        """Whether anything fired earlier on the rank, or anything of a role."""
         of, events = self._of, self._events
         own = events[of.member[events] == of.member[number]]
+        if role is not None:
+            own = own[of.role[own] == role]
         return bool((of.call_id[own] < of.call_id[number]).any())

@@ -312,6 +312,7 @@ class Cause(Enum):
     CHANGED_GRADIENTS = "what changed all gradients together"
     MOMENTS = "the optimizer's state"
     UPDATE = "the optimizer's step"
+    UNSEEN_GRADIENTS = "the optimizer's step, whose gradients were not recorded"
     WEIGHTS = "weights between two steps"
     UNKNOWN = "unknown"
 
@@ -433,9 +434,11 @@ def _of_parameter(job: RankedJob, member: Member, graph: DataflowGraph, subject:
     if subject.role == Role.GRADIENT:
         return _aggregation(job, member, subject, step)
     if subject.role == Role.MOMENT:
-        return FaultLocation(Cause.MOMENTS, f"in the optimizer's state, before step {step}")
+        unseen = "" if _saw_gradients(member, step - 1) else "in gradients of earlier steps, which were not recorded, or "
+        return FaultLocation(Cause.MOMENTS, f"{unseen}in the optimizer's state, before step {step}")
     if subject.role == Role.UPDATED_WEIGHT:
-        return FaultLocation(Cause.UPDATE, f"in the optimizer's step {step}{_not_recorded(graph, subject)}")
+        cause = Cause.UPDATE if _saw_gradients(member, step) else Cause.UNSEEN_GRADIENTS
+        return FaultLocation(cause, f"in the optimizer's step {step}{_not_recorded(graph, subject)}")
     if subject.role == Role.ORIGINAL_WEIGHT:
         return FaultLocation(Cause.WEIGHTS, f"in the weights before step {step}, after the last update that was judged")
     return FaultLocation(Cause.UNKNOWN, "the first on its rank")
@@ -476,6 +479,18 @@ def _shows_its_own(member: Member | None, subject: Subject, step: int) -> bool:
     """Whether the rank's local gradient of the parameter was measured and judged."""
     local = Series("grad_unreduced", subject.series.vpp_stage, subject.series.name)
     return member is not None and member.has_judged_all(step) and _shows(member, local, step)
+
+
+def _saw_gradients(member: Member, step: int) -> bool:
+    """Whether gradients were recorded in a step, if they are recorded at all."""
+    graph = member.graph_in(step)
+    if graph is None or member.graph is None:
+        return True
+    return not _kinds_of_gradients(member.graph) or bool(_kinds_of_gradients(graph))
+
+
+def _kinds_of_gradients(graph: DataflowGraph) -> set[str]:
+    return {kind for kind, _ in graph.kinds} & set(GRADIENT_KINDS)
 
 
 def _not_recorded(graph: DataflowGraph, subject: Subject) -> str:

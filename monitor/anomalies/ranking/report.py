@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, Literal
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
@@ -215,6 +215,7 @@ _NEXT: Final = {
     Cause.CHANGED_GRADIENTS: "Look at what changes gradients before the optimizer's step, and at the communication library.",
     Cause.MOMENTS: "Look at what changed it since the last step that was judged: a loaded checkpoint, the device's memory.",
     Cause.UPDATE: "Its recorded inputs were clean: look at the learning rate, eps and the optimizer.",
+    Cause.UNSEEN_GRADIENTS: "Its gradients were not recorded: record them in every step (intervals), and repeat step {step}.",
     Cause.WEIGHTS: "Look at what changed the weights of rank {rank} {since}: a loaded checkpoint, a broadcast{unjudged}, or "
     "the device's memory.",
     Cause.UNKNOWN: "Look at what comes before it.",
@@ -354,11 +355,18 @@ def _deviation(one: Ranked, around: Surroundings) -> str:
 
 def _weights_unseen(one: Ranked) -> str:
     """A remark if weights are not recorded: an optimizer step that is too large shows in weights first."""
-    graph, subject = one.member.graph_in(one.step), one.subject
-    chunk, module = subject.series.vpp_stage, subject.module
-    if graph is None or not graph.has_weights(chunk, module) or graph.records_weights(chunk, module):
+    how = {"never": "are not recorded (param_distribution)", "rarely": "were not recorded in this step (intervals)"}
+    missing = _weights_missing(one)
+    return f" Weights {how[missing]}: the update before this step may have been too large." if missing else ""
+
+
+def _weights_missing(one: Ranked) -> Literal["never", "rarely", ""]:
+    """How weights of the event's module are missing in its step; empty if they are there."""
+    every, graph = one.member.graph, one.member.graph_in(one.step)
+    chunk, module = one.subject.series.vpp_stage, one.subject.module
+    if every is None or graph is None or not every.has_weights(chunk, module) or graph.records_weights(chunk, module):
         return ""
-    return " Weights are not recorded (param_distribution): the update before this step may have been too large."
+    return "rarely" if every.records_weights(chunk, module) else "never"
 
 
 def _no_event(coverage: Coverage, *, whole: bool) -> str:
@@ -376,9 +384,11 @@ def _because(one: Ranked) -> str:
     graph, subject, chunk = one.member.graph_in(one.step), one.subject, one.subject.series.vpp_stage
     if graph is None or not graph.shows_entry(subject.role, chunk, subject.module):
         return ""
-    if not graph.has_weights(chunk, subject.module) or graph.records_weights(chunk, subject.module):
+    how = {"never": " (set param_distribution and replica_check)", "rarely": " in this step (intervals)"}
+    missing = _weights_missing(one)
+    if not missing:
         return ": its inputs were clean"
     return (
-        f": its inputs were clean. Rank {one.member.rank}'s weights were not recorded (set param_distribution and "
-        "replica_check). If the weights are bad, the other device gives the same result"
+        f": its inputs were clean. Rank {one.member.rank}'s weights were not recorded{how[missing]}. If the weights are bad, "
+        "the other device gives the same result"
     )

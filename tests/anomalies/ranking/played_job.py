@@ -151,6 +151,11 @@ class PlayedRank:
         yield from (("replica", name, 0, NO_MICRO_STEP) for name in self.replicas)
         yield "other", "loss", 0, NO_MICRO_STEP
 
+    def _judged_kinds(self) -> dict[str, Sequence[int]]:
+        """Of every kind the steps; nothing where no one asks for it, as in files of earlier versions."""
+        measured = {kind for kind, name, *_ in self.rows() if self.measures(kind, name)}
+        return {kind: self.kinds.get(kind, self.steps) for kind in measured} if self.kinds else {}
+
     def measures(self, kind: str, name: str) -> bool:
         return kind not in self.without and f"{kind}/{name}" not in self.without
 
@@ -222,7 +227,7 @@ class PlayedRank:
             rows=len(call_ids) * len(self.steps) if self.rows_judged is None else self.rows_judged,
             trained=self.trained,
             not_judged={reason: StepsRecord.of(StepRanges(steps)) for reason, steps in self.not_judged.items()},
-            kinds={kind: StepsRecord.of(StepRanges(steps)) for kind, steps in self.kinds.items()},
+            kinds={kind: StepsRecord.of(StepRanges(steps)) for kind, steps in self._judged_kinds().items()},
             closed=self.closed,
         )
         (folder / judged_file(self.recording)).write_text(judged.model_dump_json())

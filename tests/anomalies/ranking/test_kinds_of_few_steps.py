@@ -67,6 +67,55 @@ def test_a_weight_changed_since_the_last_step_that_looked_at_weights(tmp_path):
     assert "between the update of step 0 and step 2: a loaded checkpoint, a broadcast, a step whose weights were not" in told
 
 
+def followed(kinds, *fired, steps=range(6), without=()):
+    """A rank with these kinds in some of its steps. Activations and weights are not recorded unless ``kinds`` has them."""
+    never = {"actv", "actv_grad", "param_origin", "param_updated", "exp_avg"} - kinds.keys()
+    rank = PlayedRank(steps=steps, kinds=kinds, without=[*never, *without])
+    for kind, name, step in fired:
+        rank.fire(kind, name, step=step)
+    return rank
+
+
+def test_a_step_that_shows_nothing_of_an_update_does_not_clear_the_one_before(tmp_path):
+    gradients = dict.fromkeys(("grad_unreduced", "grad_reduced"), (0, 3))
+    weights = dict.fromkeys(("param_origin", "param_updated"), (0, 5))
+    fired = [("grad_reduced", "b.weight", 3), ("param_origin", "a.x.weight", 5), ("param_origin", "b.weight", 5)]
+    assert origins(ranked(tmp_path / "weights", followed(gradients | weights, *fired))) == ["grad_reduced/b.weight"]
+    activations = dict.fromkeys(("actv", "actv_grad"), (0, 5))
+    fired = [("grad_reduced", "b.weight", 3), ("actv", "b.output", 5)]
+    assert origins(ranked(tmp_path / "activations", followed(gradients | activations, *fired))) == ["grad_reduced/b.weight"]
+
+
+def test_moments_show_the_gradients_that_nobody_read_and_what_follows_is_no_origin(tmp_path):
+    gradients = dict.fromkeys(("grad_unreduced", "grad_reduced"), (0, 2, 4))
+    fired = [("exp_avg", name, step) for step in range(2, 6) for name in ("a.x.weight", "b.weight")]
+    fired += [(kind, "b.weight", step) for step in (2, 4) for kind in ("grad_unreduced", "grad_reduced")]
+    found = ranked(tmp_path, followed(gradients | {"exp_avg": range(6)}, *fired))
+    assert origins(found) == ["exp_avg/a.x.weight"]
+    assert found.first_origin.location.text.startswith("in gradients of earlier steps, which were not recorded, or in the opt")
+
+
+def test_weights_spoiled_by_gradients_that_nobody_read_have_one_origin_and_the_advice_is_to_read_them(tmp_path):
+    gradients = dict.fromkeys(("grad_unreduced", "grad_reduced"), (0, 2))
+    kinds = gradients | dict.fromkeys(("param_origin", "param_updated", "exp_avg"), range(3))
+    fired = [("param_updated", name, 1) for name in ("a.x.weight", "b.weight")]
+    fired += [(kind, name, 2) for kind in ("param_origin", "exp_avg") for name in ("a.x.weight", "b.weight")]
+    found = ranked(tmp_path, followed(kinds, *fired, steps=range(3)))
+    assert origins(found) == ["param_updated/a.x.weight"]
+    assert "record them in every step (intervals)" in advice(found)
+
+
+def test_a_module_has_weights_also_in_a_step_without_any_kind_of_them(tmp_path):
+    few = dict.fromkeys(("grad_unreduced", "grad_reduced", "param_origin", "param_updated", "exp_avg"), (0,))
+    told = advice(ranked(tmp_path, PlayedRank(kinds=few).fire("actv", "a.x.output")))
+    assert "weights were not recorded in this step (intervals). If the weights are bad" in told
+
+
+def test_a_kind_whose_rows_no_rule_has_judged_is_not_clean(tmp_path):
+    rank = PlayedRank(kinds={"actv": (), "actv_grad": ()}).fire("grad_unreduced", "b.weight")
+    assert ranked(tmp_path, rank).ranked[0].location.text.startswith("in the forward or backward of the model")
+
+
 def test_a_stage_whose_boundary_was_not_recorded_in_the_step_is_not_called_clean(tmp_path):
     first, second = pipeline(2)
     first.kinds = ACTIVATIONS

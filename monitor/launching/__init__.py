@@ -1,0 +1,1 @@
+"""``trainermon run``: monitors a command that trains, without a change of its code."""

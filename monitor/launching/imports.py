@@ -1,0 +1,88 @@
+"""Waits until a program imports a framework, and then has its optimizers tell of their steps."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Final
+
+CONFIG_VARIABLE: Final = "MONITOR_RUN_CONFIG"
+"""The preset, or the path of a configuration."""
+
+PATH_VARIABLE: Final = "PYTHONPATH"
+
+
+def begin() -> None:
+    """Wait for the imports of frameworks, if the process was started by ``trainermon run``."""
+    if os.environ.get(CONFIG_VARIABLE):
+        sys.meta_path.insert(0, _After({"torch.optim.optimizer": _with_torch, "mindspore.nn.optim.optimizer": _with_mindspore}))
+
+
+def _with_torch(module: ModuleType) -> None:
+    from monitor.launching.attaching import SelfAttaching
+
+    attaching = SelfAttaching(os.environ[CONFIG_VARIABLE], "monitor.pytorch.launched")
+    attaching.stop = module.register_optimizer_step_post_hook(lambda optimizer, *_: attaching.stepped(optimizer)).remove
+
+
+def _with_mindspore(module: ModuleType) -> None:
+    from monitor.launching.attaching import SelfAttaching
+
+    attaching = SelfAttaching(os.environ[CONFIG_VARIABLE], "monitor.mindspore.launched")
+    optimizer: Any = module.Optimizer
+    call = optimizer.__call__
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(self, *args, **kwargs)
+        attaching.stepped(self)
+        return result
+
+    def stop() -> None:
+        if vars(optimizer).get("__call__") is called:
+            del optimizer.__call__
+
+    optimizer.__call__ = called
+    attaching.stop = stop
+
+
+class _After(MetaPathFinder):
+    """Calls a function after the first import of a module."""
+
+    def __init__(self, then: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._then = dict(then)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The module as others find it, with a loader that calls the function."""
+        del path, target
+        then = self._then.pop(name, None)
+        spec = None if then is None else find_spec(name)
+        if then is not None and spec is not None and spec.loader is not None:
+            spec.loader = _Calling(spec.loader, then)
+        return spec
+
+
+class _Calling(Loader):
+    """Loads as another loader does, and calls a function afterwards."""
+
+    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module; a failure of the function does not reach the program."""
+        self._loader.exec_module(module)
+        try:
+            self._then(module)
+        except Exception as error:
+            print(f"[monitor] WARNING trainermon run: nothing is monitored in this process: {error!r}", file=sys.stderr)

@@ -1,0 +1,164 @@
+"""Programs that know nothing of the monitor; ``loops.py HOW``. With ``BY_HAND=1`` they attach it in one line.
+
+They print the sum of their weights, as ``float.hex``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HOW = sys.argv[1]
+STEPS = 6
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+def watch(model: Any, optimizer: Any) -> None:
+    if os.environ.get("BY_HAND"):
+        import monitor
+
+        monitor.watch(model, optimizer)
+
+
+def plain() -> list[nn.Module]:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    watch(net, optimizer)
+    for _ in range(STEPS):
+        for _ in range(2):
+            net(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [net]
+
+
+def gan() -> list[nn.Module]:
+    generator, critic = Net(), nn.Sequential(Net())
+    optimizers = [torch.optim.Adam(one.parameters()) for one in (generator, critic)]
+    for one, optimizer in zip((generator, critic), optimizers, strict=True):
+        watch(one, optimizer)
+    for _ in range(STEPS):
+        made = generator(torch.randn(4, 8)).expand(4, 8)
+        (critic(torch.randn(4, 8)) - critic(made.detach())).mean().backward()
+        optimizers[1].step()
+        critic(made).mean().backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return [generator, critic]
+
+
+def two_optimizers() -> list[nn.Module]:
+    net = Net()
+    weights, biases = ([p for p in net.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
+    optimizers = [torch.optim.SGD(weights, lr=0.1), torch.optim.Adam(biases)]
+    watch(net, optimizers)
+    for _ in range(STEPS):
+        net(torch.randn(4, 8)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [net]
+
+
+def ranks() -> list[nn.Module]:
+    torch.distributed.init_process_group("gloo")
+    net = nn.parallel.DistributedDataParallel(Net())
+    called = torch.compile(net, backend="aot_eager")
+    optimizer = torch.optim.AdamW(net.parameters())
+    watch(called, optimizer)
+    torch.manual_seed(torch.distributed.get_rank())
+    for _ in range(STEPS):
+        called(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.distributed.destroy_process_group()
+    return [net]
+
+
+def transformers() -> list[nn.Module]:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    class Watching(TrainerCallback):
+        def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
+            watch(model, optimizer)
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2))
+    tokens = [{"input_ids": row, "labels": row} for row in torch.randint(32, (16, 8))]
+    arguments = TrainingArguments("trained", max_steps=STEPS, report_to="none", save_strategy="no", use_cpu=True)
+    Trainer(model, arguments, train_dataset=tokens, callbacks=[Watching()]).train()
+    return [model]
+
+
+def lightning() -> list[nn.Module]:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    class Regression(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x)
+
+        def training_step(self, batch: Tensor, _number: int) -> Tensor:
+            loss: Tensor = self(batch).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    class Watching(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            watch(pl_module, trainer.optimizers)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    module = Regression()
+    trainer = Trainer(max_steps=STEPS, accelerator="cpu", callbacks=[Watching()], **quiet)  # type: ignore[arg-type]
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4 * STEPS, 8), batch_size=4))
+    return [module]
+
+
+def accelerate() -> list[nn.Module]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    watch(model, optimizer)
+    for _ in range(2 * STEPS):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(4, 8)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [net]
+
+
+def no_model() -> list[nn.Module]:
+    weight = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(STEPS):
+        weight.square().sum().backward()
+        optimizer.step()
+    return []
+
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+models = globals()[HOW]()
+print(sum((float(p.detach().double().sum()) for model in models for p in model.parameters()), 0.0).hex())

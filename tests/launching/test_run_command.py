@@ -1,0 +1,116 @@
+"""``trainermon run``: a program is monitored without a change of its code, and computes the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOPS = Path(__file__).with_name("scripts") / "loops.py"
+RUN = [sys.executable, "-m", "monitor.launching.cli"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+FIRST = 2
+"""The first step shows the optimizers, and the second one the number of micro-batches."""
+
+
+def ended(command: list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MONITOR_OUTPUT_DIR": "recorded", **variables}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def weights(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    return sorted(line for line in done.stdout.splitlines() if "0x" in line)
+
+
+def rows(base: Path) -> dict[str, list[dict[str, Any]]]:
+    """From the first step that both ways record; by rank and model. Numbers, and no order of calls."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for directory in base.glob("*-rank*"):
+        table = [row for path in directory.glob("*.parquet") for row in pq.read_table(path).to_pylist()]
+        kept = [{key: value for key, value in row.items() if key != "call_id"} for row in table if row["step"] >= FIRST]
+        names = sorted({row["name"] for row in kept})
+        found[f"{directory.name.split('-')[-2]} {names}"] = sorted(kept, key=str)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "recordings"),
+    [
+        ("plain", 1),
+        ("gan", 2),
+        ("two_optimizers", 1),
+        ("ranks", 2),
+        ("transformers", 1),
+        ("lightning", 1),
+        ("accelerate", 1),
+    ],
+)
+def test_the_rows_are_those_of_a_line_in_the_program(how: str, recordings: int, tmp_path: Path) -> None:
+    python = TORCHRUN if how == "ranks" else [sys.executable]
+    program = [*python, str(LOOPS), how]
+    plain, by_hand = ended(program, tmp_path), ended(program, tmp_path, BY_HAND="1", MONITOR_OUTPUT_DIR="by_hand")
+    launched = ended([*RUN, *program], tmp_path)
+    assert weights(launched) == weights(by_hand) == weights(plain)
+    expected, found = rows(tmp_path / "by_hand"), rows(tmp_path / "recorded")
+    assert found.keys() == expected.keys()
+    assert found == expected
+    assert len(found) == recordings
+    assert {"grad_reduced", "param_updated"} <= {row["kind"] for table in found.values() for row in table}
+    assert launched.stderr.count("trainermon run: attached to") >= recordings
+    assert [line for line in launched.stderr.splitlines() if "[monitor] WARNING" in line] == []
+
+
+def test_what_cannot_be_told_is_left_alone_with_a_warning(tmp_path: Path) -> None:
+    done = ended([*RUN, sys.executable, str(LOOPS), "no_model"], tmp_path)
+    assert done.returncode == 0
+    assert "SGD is not monitored, because no model of this process has its parameters" in done.stderr
+    assert not (tmp_path / "recorded").exists()
+
+
+def test_another_configuration_by_name_or_path(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"mv_distribution": true, "format": "parquet"}')
+    for config, kinds in (("gradients", {"grad_reduced"}), ("mine.json", {"exp_avg", "exp_avg_sq"})):
+        output = f"out-{Path(config).stem}"
+        command = [*RUN, "--config", config, sys.executable, str(LOOPS), "plain"]
+        assert ended(command, tmp_path, MONITOR_OUTPUT_DIR=output).returncode == 0
+        (table,) = rows(tmp_path / output).values()
+        assert {row["kind"] for row in table} - {"run", "update_ratio"} == kinds
+
+
+def test_what_cannot_be_used_is_refused_before_the_command_starts(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('{"wg_distributon": true}')
+    for config, said in (("helth", "'helth' is not one of"), ("bad.json", "did you mean `wg_distribution`")):
+        done = ended([*RUN, "--config", config, sys.executable, "-c", "print('started')"], tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+    missing = ended([*RUN, "no-such-command"], tmp_path)
+    assert (missing.returncode, missing.stderr.strip()) == (2, "no-such-command cannot be started: No such file or directory")
+
+
+def test_arguments_and_the_exit_status_are_those_of_the_command(tmp_path: Path) -> None:
+    code = "import sys; print(sys.argv[1:]); raise SystemExit(7)"
+    done = ended([*RUN, sys.executable, "-c", code, "--config", "x", "--help", "-v"], tmp_path)
+    assert (done.returncode, done.stdout.strip()) == (7, "['--config', 'x', '--help', '-v']")
+
+
+def test_a_sitecustomize_of_the_environment_is_run_too(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import builtins; builtins.own_was_run = True")
+    path = os.pathsep.join([str(own), str(ROOT)])
+    done = ended([*RUN, sys.executable, "-c", "print(own_was_run)"], tmp_path, PYTHONPATH=path)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_a_program_without_a_framework_imports_nothing_of_one(tmp_path: Path) -> None:
+    code = "import sys; print(sorted({'torch', 'numpy', 'pydantic', 'pyarrow'} & sys.modules.keys()))"
+    done = ended([*RUN, sys.executable, "-c", code], tmp_path)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
