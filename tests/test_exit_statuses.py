@@ -162,7 +162,8 @@ def test_a_command_ends_with_the_status_of_the_table(command: str, status: int, 
 
 @pytest.mark.parametrize("command", SCRIPTS)
 def test_every_command_has_a_case_of_each_status_and_a_row_in_the_document(command: str) -> None:
-    assert {status for status, _ in CASES[command]} == {0, 1, 2}
+    if command != "monitor-run":  # it becomes another program, in a process of its own: tests/launching
+        assert {status for status, _ in CASES[command]} == {0, 1, 2}
     section = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8").partition("## Exit statuses")[2]
     (row,) = re.findall(rf"^\| `{command}` \|(.*)\|$", section.partition("\n## ")[0], flags=re.MULTILINE)
     assert len(row.split("|")) == 3

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from monitor.attaching import HEALTH, preset_fields
-from monitor.cli import command_app
+from monitor.cli import Version, command_app
 from monitor.config.loading import ConfigError, config_of, load_config
 from monitor.launching.imports import CONFIG_VARIABLE, PATH_VARIABLE
 
@@ -22,6 +22,7 @@ def run(
     config: Annotated[
         str, typer.Option(metavar="FILE|PRESET", help="A configuration, or the name of one that comes with the monitor.")
     ] = HEALTH,
+    _version: Version = False,
 ) -> None:
     """Monitor a command that trains, without a change of its code.
 
@@ -33,7 +34,7 @@ def run(
 
       trainermon run --config first-fault python train.py
 
-    The exit status is that of the command; 2 if it was not started.
+    Exit status: 0 the command ended well, 1 or another number as it ended, 2 also if it was not started.
     """
     path = Path(config).expanduser()
     try:

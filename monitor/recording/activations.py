@@ -345,8 +345,8 @@ class ModuleCollector:
             return
         advice = "Micro-steps may be miscounted."
         self.roots[chunk] = root
-        before = self.failures.guarded("counting micro-steps", partial(self._root_begins, chunk), advice)
-        after = self.failures.guarded("following the backward of the model", partial(self._root_ends, chunk), advice)
+        before = self.failures.guarded("counting micro-steps", partial(self.root_begins, chunk), advice)
+        after = self.failures.guarded("following the backward of the model", partial(self.root_ends, chunk), advice)
         self._adapter.hook_root(chunk, root, before, after, self._root_hooks)
 
     def watch(self, chunk: int, name: str, module: Any, wanted: ModuleSelection) -> None:
@@ -431,7 +431,8 @@ class ModuleCollector:
         self._root_hooks.remove()
         self._adapter.remove()
 
-    def _root_begins(self, chunk: int, root: Any, _args: Any, _kwargs: Any) -> None:
+    def root_begins(self, chunk: int, root: Any, _args: Any = (), _kwargs: Any = None) -> None:
+        """Called before the root's forward."""
         if self._is_running is not None and self._open_roots[chunk] and not self._is_running(root, 2):
             self._forward_raised(chunk)  # of the two, one is the call that begins now
         counted = self.recorder.active or not self.clock.micro_steps
@@ -451,7 +452,7 @@ class ModuleCollector:
         """
         return any(call.tracked for call in self._open_roots[chunk])
 
-    def _root_ends(self, chunk: int, root: Any, _args: Any, _kwargs: Any, result: Any) -> None:
+    def root_ends(self, chunk: int, root: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Called after the root's forward. If it raised, the exception is being handled."""
         if not self._open_roots[chunk] or self._repeating() or root is not self.roots[chunk]:
             return

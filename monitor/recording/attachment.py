@@ -282,6 +282,17 @@ class Attachment:
         if trains and self._recorder.active:
             self.collectors.each(phases.Collector.forward_begins, root)
 
+    def micro_batch_begins(self) -> None:
+        """Parts of the model are about to be called, and the model itself may not be: what its forward would begin begins."""
+        for chunk, root in enumerate(self.watch.chunks):
+            self._forward_begins(root, (), {})
+            self.modules.root_begins(chunk, root)
+
+    def micro_batch_ends(self, result: Any) -> None:
+        """These parts were called, with this result."""
+        for chunk, root in enumerate(self.watch.chunks):
+            self.modules.root_ends(chunk, root, (), {}, result)
+
     # `StepListener`: the phases of an optimizer's step, in this order.
 
     def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:

@@ -385,6 +385,19 @@ class ModelMonitor:
         for recording in self._recordings:
             self._failures.guarded("ending a batch", recording.attachment.batch_ended)()
 
+    def micro_batch_begins(self) -> None:
+        """For trainers that call parts of a model and not the model, whose forwards count the micro-batches: one begins.
+
+        ``micro_batch_ends`` must follow before the next one. A forward of the model in between does not count again.
+        """
+        for recording in self._recordings:
+            self._failures.guarded("beginning a micro-batch", recording.attachment.micro_batch_begins)()
+
+    def micro_batch_ends(self, result: Any = None) -> None:
+        """The forward of the micro-batch has ended, with this result, such as its loss."""
+        for recording in self._recordings:
+            self._failures.guarded("ending a micro-batch", recording.attachment.micro_batch_ends)(result)
+
     def generate_wgrad_metrics(self) -> tuple[Metrics, Metrics]:
         """The weight gradients of the current step, ``(reduced, unreduced)``, each ``{tag: {op: value}}``.
 

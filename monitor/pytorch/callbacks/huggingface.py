@@ -16,7 +16,8 @@ class MonitorCallback(TrainerCallback):
 
     >>> Trainer(model, arguments, callbacks=[MonitorCallback()])  # doctest: +SKIP
 
-    Steps have the Trainer's numbers, also after a checkpoint. The arguments are those of ``monitor.watch``.
+    Steps have the Trainer's numbers, also after a checkpoint. The arguments are those of ``monitor.watch``. If training raises,
+    the monitor stays attached until the next training begins; ``monitor.close()`` ends it.
 
     Attributes:
         monitor: The monitor of the training in progress or of the last one; None before.
@@ -45,6 +46,9 @@ class MonitorCallback(TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write what is queued, and close."""
         self._close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "monitor": None}
 
     def _close(self) -> None:
         if self.monitor is not None:
