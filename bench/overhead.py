@@ -49,6 +49,9 @@ CONFIGS = {
     "everything": GRADIENTS | WEIGHTS | MOMENTS | ACTIVATIONS,
     "everything, replicas checked": GRADIENTS | WEIGHTS | MOMENTS | ACTIVATIONS | {"replica_check": True},
 }
+HEALTH = Path(__file__).resolve().parents[1] / "configs" / "health.json"
+CONFIGS["health"] = json.loads(HEALTH.read_text())
+"""What ``monitor.watch`` records. The peer has no such configuration, so it is measured only if it is asked for."""
 PEER_PYTHON = Path(__file__).resolve().parents[1] / ".venv-peer" / "bin" / "python"
 TITLES = {"ours": "monitor", "peer": "mindstudio-probe", "before": "monitor before"}
 COLUMNS: dict[str, Callable[[Cost], str]] = {
@@ -159,7 +162,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("gpt", "tiny", "both"), default="both")
     parser.add_argument(
-        "--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), metavar="CONFIG", help=", ".join(CONFIGS)
+        "--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS)[:-1], metavar="CONFIG", help=", ".join(CONFIGS)
     )
     parser.add_argument(
         "--monitors", nargs="+", choices=("ours", "peer"), default=["ours", "peer"], metavar="MONITOR", help="ours, peer"

@@ -336,12 +336,13 @@ class _NameIndex:
             return (spelling,)
         bare = without_module(spelling)
         if ANY in bare:
-            matches = _pattern(bare).fullmatch
+            matches = pattern(bare).fullmatch
             return [name for some, names in self._bare.items() if some and matches(some) for name in names]
         return self._bare.get(bare) or self._short.get(bare) or self._distinctive.get(bare, [])
 
 
-def _pattern(text: str) -> re.Pattern[str]:
+def pattern(text: str) -> re.Pattern[str]:
+    """The pattern that a text with ``ANY`` and ``NUMBER`` stands for. It matches whole names."""
     components = {"": "", ANY: "[^.]*", 2 * ANY: ".*", f"{2 * ANY}.": r"(?:.*\.)?", NUMBER: "[0-9]+"}
     parts = re.split(r"(\*\*\.|\*\*|\*|#)", text)
     return re.compile("".join(components.get(part) or re.escape(part) for part in parts), re.DOTALL)

@@ -114,6 +114,7 @@ class TestDefaults:
             "warn_files_per_step": 10_000,
             "replica_check": None,
             "on_alert": None,
+            "forward": {"to": None, "kinds": [], "names": [], "ops": ["norm"], "most": 200, "file": "", "port": 0},
             "run_numbers": None,
         }
         assert load("{}").step_count_per_record == 1

@@ -358,6 +358,35 @@ class L2Targets(_StrictModel):
     """Routers whose logits are looked at, by full or short name. Empty: none."""
 
 
+class Forward(_StrictModel):
+    """Where numbers of each step are passed on to while training runs."""
+
+    to: Literal["wandb", "prometheus", "opentelemetry"] | None = None
+    """`wandb`: the run of this process. `prometheus`: a file or a port. `opentelemetry`: the global meter provider. Null:
+    nowhere."""
+    kinds: Strings = ()
+    """Kinds, the most important first, such as `run` for loss, learning rates and total norms. Empty: all, `run` first."""
+    names: Strings = ()
+    """Names of tensors, or patterns with `*` as in `targets`. Empty: all."""
+    ops: Strings = ("norm",)
+    """Statistics. They need not be among those of the configuration."""
+    most: Annotated[int, Field(ge=1, le=10_000)] = 200
+    """How many numbers of a step, at most: the first that fit. A warning says if there are more."""
+    file: str = ""
+    """With `prometheus`: the text file to write, for the node exporter. `{rank}` in it stands for the rank."""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """With `prometheus`: the port of the loopback to serve on. `LOCAL_RANK` is added."""
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> Forward:
+        places = [name for name in ("file", "port") if getattr(self, name)]
+        if self.to == "prometheus" and len(places) != 1:
+            raise ValueError('"prometheus" needs either "file" or "port"')
+        if self.to != "prometheus" and places:
+            raise ValueError(f'{places[0]} goes with "to": "prometheus"')
+        return self
+
+
 class Settings(_StrictModel):
     """Every field that an alert may switch, which is all but ``on_alert`` itself."""
 
@@ -539,6 +568,8 @@ class MonitorConfig(Settings):
     on_alert: Annotated[OnAlert | None, ALERTS] = None
     """What to switch on, on all ranks, for some steps when an alert rule fires on any of them, or `replica_check` finds wrong
     bits. Null: nothing."""
+    forward: Annotated[Forward, OUTPUT] = Forward()
+    """Numbers to pass on to where people look, while training runs. Read at the start, also with dynamic monitoring."""
 
     def changes_on_alert(self) -> dict[str, Any]:
         """The fields of ``on_alert``, as JSON has them. What it switches on is recorded in each of its steps, unless it has

@@ -88,7 +88,11 @@ class SelfAttaching:
     def _attach(self, optimizer: Any) -> None:
         side = self._side or cast(Launched, import_module(self._side_name))
         self._side = side
-        model = owner_of(optimizer, side)
+        objects = gc.get_objects()
+        if any(type(one) is side.TrainerMon and one.watches(optimizer) for one in objects):
+            LOGGER.info("trainermon run: the program monitors %s itself.", type(optimizer).__name__)
+            return
+        model = owner_of(optimizer, side, objects)
         if model is None:
             return
         beside = next((one for one in self._attached if one.model() is model), None)
@@ -111,10 +115,10 @@ def _nothing() -> None:
     """Until the framework is imported, there is nothing to stop."""
 
 
-def owner_of(optimizer: Any, side: Launched) -> Any:
-    """The outermost model with the parameters of an optimizer; None, with a warning, if it cannot be told."""
+def owner_of(optimizer: Any, side: Launched, objects: Iterable[Any]) -> Any:
+    """The outermost model with the parameters of an optimizer, among all objects; None, with a warning, if it is not clear."""
     held = side.held(optimizer)
-    models = side.models(gc.get_objects())
+    models = side.models(objects)
     inner = {id(part) for model in models for part in side.parts(model)}
     owners: list[Owner] = []
     for model in models:

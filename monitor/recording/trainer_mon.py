@@ -18,6 +18,7 @@ from monitor.coordinator.manifest_format import RECORDINGS, RecordedModel
 from monitor.coordinator.output import base_directory, prepare
 from monitor.coordinator.ownership import Ownership, no_rank_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures
+from monitor.forwarding.forwarding import forwarding_of, forwarding_to
 from monitor.recording.arguments import count, given
 from monitor.recording.attached_model import AttachmentSpec, ModelNames
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
@@ -104,6 +105,7 @@ class ModelMonitor:
         self._recordings: list[Recording] = []
         self._closed = False
         self._said: set[str] = set()
+        self._forwarding: dict[str, WatcherFactory] = {**forwarding_of(config.forward, self._failures)}
         self._dynamic = dynamic
         self._listening: dict[str, WatcherFactory] = {}
         self._alert_callbacks: list[AlertCallback] = []
@@ -111,6 +113,18 @@ class ModelMonitor:
         self._communication = (
             None if self._dynamic else self._backend.factories.communication(self._config.cc_distribution, self._failures)
         )
+
+    def forward_to(self, call: Callable[[dict[str, float], int], object], **chosen: Any) -> None:
+        """Call a function with numbers of each step: ``{"monitor/grad_reduced/layers.0.weight/norm": 1.5}``, and the step.
+
+        Args:
+            call: Called on a thread of the monitor, some steps late. For example ``run.log`` of an experiment tracker.
+            chosen: ``kinds``, ``names``, ``ops`` and ``most``, as in the configuration field ``forward``.
+
+        Raises:
+            ConfigError: ``chosen`` cannot be used.
+        """
+        self.listen(f"forwarding to {getattr(call, '__qualname__', call)}", forwarding_to(call, chosen, self._failures))
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -172,6 +186,10 @@ class ModelMonitor:
         learned = 1 if self._ends_after_first_step else LEARNED
         micro_steps = learned if micro_batches is None else count("micro_batches", micro_batches, 1)
         self._attach(self._framework_of(model, optimizer), micro_steps, (dp_group, None), start, claims=True)
+
+    def watches(self, optimizer: Any) -> bool:
+        """Whether the steps of an optimizer are followed."""
+        return any(recording.attachment.shares((), (optimizer,)) for recording in self._recordings)
 
     def _framework_of(self, model: Any, optimizer: Any) -> FrameworkAdapter:
         chunks = self._backend.modules.chunks_of(model)
@@ -262,7 +280,8 @@ class ModelMonitor:
         groups_of = watch.framework.groups
         where = partial(self._backend.job.place, groups_of, len(watch.chunks), pp=self._process_group, dp=dp_group, tp=tp_group)
         spec = RecordingSpec(self._config, self._config_path, self._base, watched, self._failures, start)
-        recording = Recording(spec, where, self._backend, self._listening)
+        first = self._listening | self._forwarding if not self._recordings else self._listening
+        recording = Recording(spec, where, self._backend, first)
         if self._backend.job.is_settled() and watch.ownership.monitored:
             recording.open()
         try:

@@ -74,6 +74,13 @@ def test_what_cannot_be_told_is_left_alone_with_a_warning(tmp_path: Path) -> Non
     assert not (tmp_path / "recorded").exists()
 
 
+def test_a_program_that_attaches_the_monitor_itself_is_left_alone(tmp_path: Path) -> None:
+    done = ended([*RUN, sys.executable, str(LOOPS), "two_optimizers"], tmp_path, BY_HAND="1")
+    assert weights(done)
+    assert done.stderr.count("the program monitors") == 2
+    assert len(list((tmp_path / "recorded").glob("*-rank*"))) == 1
+
+
 def test_another_configuration_by_name_or_path(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text('{"mv_distribution": true, "format": "parquet"}')
     for config, kinds in (("gradients", {"grad_reduced"}), ("mine.json", {"exp_avg", "exp_avg_sq"})):

@@ -22,6 +22,10 @@ from torch import nn
 ALLOWED: Final = 5_000_000
 FORMATS: Final = ["csv", "hdf5", "parquet", "tensorboard"]
 POINTS: Final = 50
+BETWEEN: Final = 20
+"""Steps after which the writer catches up. If it lags, the queue grows up to ``queue_bytes`` and keeps its memory. That depends
+on what else the machine does, and would hide a leak.
+"""
 
 
 def main() -> int:
@@ -56,6 +60,8 @@ def soaked(base: Path, steps: int) -> list[int]:
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if (step + 1) % BETWEEN == 0:
+                monitor.flush(60.0)
             if (step + 1) % max(1, steps // POINTS) == 0:
                 monitor.flush(60.0)
                 for path in base.glob("out/*/[!.]*_*-*.*"):

@@ -1,0 +1,1 @@
+"""Passes numbers of each step on to where people look: Weights & Biases, Prometheus, OpenTelemetry, or a function."""
