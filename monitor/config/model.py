@@ -367,7 +367,7 @@ class Forward(_StrictModel):
     kinds: Strings = ()
     """Kinds, the most important first, such as `run` for loss, learning rates and total norms. Empty: all, `run` first."""
     names: Strings = ()
-    """Names of tensors, or patterns with `*` as in `targets`. Empty: all."""
+    """Names of tensors, or patterns with `*` as in `targets`. Empty: all. The run's own numbers are not tensors."""
     ops: Strings = ("norm",)
     """Statistics. They need not be among those of the configuration."""
     most: Annotated[int, Field(ge=1, le=10_000)] = 200

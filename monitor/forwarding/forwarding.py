@@ -79,7 +79,7 @@ class Forwarding:
         if (series, op) in self._chosen:
             return self._chosen[series, op]
         number, name = None, self._series[series].name
-        if not self._fits or any(fits(name) for fits in self._fits):
+        if not self._fits or kind == RUN_KIND or any(fits(name) for fits in self._fits):
             if self._passed < self._wanted.most:
                 self._passed += 1
                 number = Number(kind, name, op)
