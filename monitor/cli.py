@@ -65,7 +65,7 @@ class CommandEntry(NamedTuple):
 
 
 COMMANDS: Final = {
-    "run": CommandEntry("monitor.launching.cli", "app", "Monitor a command that trains, without a change of its code."),
+    "run": CommandEntry("monitor.launching.cli", "app", "Monitor a command without a change of its code."),
     "merge": CommandEntry("monitor.merge.cli", "app", "Merge what the ranks of a job recorded into one data set."),
     "report": CommandEntry("monitor.report.cli", "app", "Say whether a run is healthy, and what broke first."),
     "top": CommandEntry("monitor.top.cli", "app", "Show a running job: ranks, loss, unusual tensors, alerts."),

@@ -342,7 +342,7 @@ class _NameIndex:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """The pattern that a text with ``ANY`` and ``NUMBER`` stands for. It matches whole names."""
+    """A text with ``ANY`` and ``NUMBER`` as a regular expression for whole names."""
     components = {"": "", ANY: "[^.]*", 2 * ANY: ".*", f"{2 * ANY}.": r"(?:.*\.)?", NUMBER: "[0-9]+"}
     parts = re.split(r"(\*\*\.|\*\*|\*|#)", text)
     return re.compile("".join(components.get(part) or re.escape(part) for part in parts), re.DOTALL)

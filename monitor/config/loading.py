@@ -238,6 +238,19 @@ def config_of(given: Mapping[str, Any] | MonitorConfig) -> MonitorConfig:
     return given
 
 
+def configuration_of(given: str | os.PathLike[str] | Mapping[str, Any] | MonitorConfig) -> tuple[MonitorConfig, str, bool]:
+    """The configuration, the path of its file if it has one, and whether changes of the file are followed."""
+    if isinstance(given, (MonitorConfig, Mapping)):
+        return config_of(given), "", False
+    config, path = load_config(given), _path_text(given)
+    return config, path, is_dynamic(path)
+
+
+def _path_text(path: str | os.PathLike[str]) -> str:
+    """The absolute path, as valid text: bytes that are not text are escaped."""
+    return os.path.abspath(os.path.expanduser(os.fsdecode(path))).encode("utf-8", "backslashreplace").decode()
+
+
 def _usable(name: str, document: Document, text: str, *, dynamic: bool) -> MonitorConfig:
     fields, warnings = tolerated(document, text)
     config = _validated(name, fields, document.lines)

@@ -373,7 +373,7 @@ class Forward(_StrictModel):
     most: Annotated[int, Field(ge=1, le=10_000)] = 200
     """How many numbers of a step, at most: the first that fit. A warning says if there are more."""
     file: str = ""
-    """With `prometheus`: the text file to write, for the node exporter. `{rank}` in it stands for the rank."""
+    """With `prometheus`: the text file to write, for the node exporter. `{rank}` in it is replaced by the rank."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """With `prometheus`: the port of the loopback to serve on. `LOCAL_RANK` is added."""
 

@@ -1,19 +1,197 @@
-"""Chooses the numbers of each step, on the writer thread, and passes them on."""
+"""Chooses numbers of each step on the writer thread, and hands them to wandb, Prometheus, OpenTelemetry or a function."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, final
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol, final
 
 from monitor.config.loading import ConfigError, config_of
 from monitor.config.model import Forward
-from monitor.failures import Failures
-from monitor.forwarding.targets import ForwardTarget, Function, Number, target_of
+from monitor.coordinator.output import write_whole
+from monitor.failures import LOGGER, Failures
 from monitor.selection import pattern
 from monitor.series import MICRO_STEP_KINDS, RUN_KIND, SeriesTable
 from monitor.stats.features import COLUMNS_OF
 from monitor.stats.ops import NUMERIC_OPS, derive
 from monitor.stats.table import KindRows, StepRows, combined_micro_steps
+
+# --- Where numbers are passed on to.
+
+LOOPBACK: Final = "127.0.0.1"
+_ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+_HEADER: Final = (
+    "# HELP trainermon_step The last step whose numbers are shown.\n# TYPE trainermon_step gauge\n",
+    "# HELP trainermon_value A statistic of a tensor, or a number of the run.\n# TYPE trainermon_value gauge\n",
+)
+
+
+class Number(NamedTuple):
+    """What is passed on: a statistic of a series."""
+
+    kind: str
+    name: str
+    op: str
+
+
+class ForwardTarget(Protocol):
+    """Takes the numbers of one step after the other, on the writer thread."""
+
+    def put(self, step: int, numbers: Mapping[Number, float]) -> None:
+        """Take the numbers of a step. May raise, which is reported once."""
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+def target_of(wanted: Forward, rank: int) -> ForwardTarget:
+    """The target that a configuration names, with its library imported.
+
+    Raises:
+        ImportError: The library is not installed.
+        OSError: The port cannot be used.
+    """
+    if wanted.to == "wandb":
+        return Wandb(import_module("wandb"))
+    if wanted.to == "opentelemetry":
+        return OpenTelemetry(import_module("opentelemetry.metrics"), rank)
+    if wanted.file:
+        return PrometheusFile(Path(os.path.expanduser(wanted.file.replace("{rank}", str(rank)))), rank)
+    return PrometheusServer(wanted.port + int(os.environ.get("LOCAL_RANK", "0")), rank)
+
+
+@final
+class Function:
+    """Calls a function with a dictionary and the step."""
+
+    def __init__(self, call: Callable[[dict[str, float], int], object]) -> None:
+        self._call = call
+
+    def put(self, step: int, numbers: Mapping[Number, float]) -> None:
+        self._call(flat(numbers), step)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@final
+class Wandb:
+    """The run of Weights & Biases in this process, if there is one.
+
+    The program counts the run's steps itself, and numbers come a little late. So they are added to what the program commits
+    next, with a step of their own, ``monitor/step``.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._run: Any = None
+        self._said = False
+
+    def put(self, step: int, numbers: Mapping[Number, float]) -> None:
+        run = self._library.run
+        if run is None:
+            if not self._said:
+                self._said = True
+                LOGGER.info('forward: there is no run of wandb in this process. Call wandb.init(), or leave "forward" out.')
+            return
+        if run is not self._run:
+            self._run = run
+            run.define_metric("monitor/*", step_metric="monitor/step")
+        run.log({**flat(numbers), "monitor/step": step}, commit=False)
+
+    def close(self) -> None:
+        """The run is the program's."""
+
+
+@final
+class OpenTelemetry:
+    """Gauges of the global meter provider, ``trainermon.value`` and ``trainermon.step``."""
+
+    def __init__(self, metrics: Any, rank: int) -> None:
+        meter = metrics.get_meter("trainermon")
+        self._value = meter.create_gauge("trainermon.value", description="A statistic of a tensor, or a number of the run.")
+        self._step = meter.create_gauge("trainermon.step", description="The last step whose numbers are shown.")
+        self._rank = rank
+
+    def put(self, step: int, numbers: Mapping[Number, float]) -> None:
+        self._step.set(step, {"rank": self._rank})
+        for number, value in numbers.items():
+            self._value.set(value, {"rank": self._rank, **number._asdict()})
+
+    def close(self) -> None:
+        """The provider is the program's."""
+
+
+@final
+class PrometheusFile:
+    """A text file for the textfile collector of Prometheus' node exporter. It is replaced in each step."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path, self._rank = path, rank
+
+    def put(self, step: int, numbers: Mapping[Number, float]) -> None:
+        write_whole(self._path, exposition(self._rank, step, numbers).encode())
+
+    def close(self) -> None:
+        """The file stays, with the last numbers."""
+
+
+@final
+class PrometheusServer:
+    """``http://127.0.0.1:PORT/metrics`` with the numbers of the last step."""
+
+    def __init__(self, port: int, rank: int) -> None:
+        self._rank = rank
+        self.text = ""
+        served = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                content = served.text.encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer((LOOPBACK, port), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, name="trainermon-metrics", daemon=True).start()
+
+    def put(self, step: int, numbers: Mapping[Number, float]) -> None:
+        self.text = exposition(self._rank, step, numbers)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def exposition(rank: int, step: int, numbers: Mapping[Number, float]) -> str:
+    """The numbers in the text format of Prometheus."""
+    lines = [f'{_HEADER[0]}trainermon_step{{rank="{rank}"}} {step}\n', _HEADER[1]]
+    for number, value in numbers.items():
+        labels = ",".join(f'{key}="{one.translate(_ESCAPES)}"' for key, one in number._asdict().items())
+        lines.append(f'trainermon_value{{rank="{rank}",{labels}}} {_spelled(value)}\n')
+    return "".join(lines)
+
+
+def _spelled(value: float) -> str:
+    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(str(value), repr(value))
+
+
+def flat(numbers: Mapping[Number, float]) -> dict[str, float]:
+    """The numbers by one name each: ``monitor/grad_reduced/layers.0.weight/norm``."""
+    return {f"monitor/{'/'.join(number)}": value for number, value in numbers.items()}
+
+
+# --- Which numbers are passed on.
 
 LEFT_OUT: Final = (
     "forward: {left} numbers of step {step} are not passed on, since {most} others are. Choose by kinds, names and ops, or "

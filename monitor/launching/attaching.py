@@ -6,32 +6,13 @@ import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple
 
 from monitor.attaching import preset_fields
 from monitor.failures import LOGGER
 
 MOST_NAMED: Final = 3
 """Models that a warning names."""
-
-
-class Launched(Protocol):
-    """The side of a framework: a module of these functions."""
-
-    TrainerMon: Any
-
-    def held(self, optimizer: Any) -> Collection[int]:
-        """The ids of the tensors that an optimizer steps."""
-
-    def models(self, objects: Iterable[Any]) -> list[Any]:
-        """The models and parts of models among some objects."""
-
-    def parts(self, model: Any) -> Iterable[Any]:
-        """The direct parts of a model."""
-
-    def parameters(self, model: Any) -> Collection[int]:
-        """The ids of the parameters of a model."""
 
 
 class Owner(NamedTuple):
@@ -61,15 +42,15 @@ class SelfAttaching:
 
     Args:
         config: A preset, or the path of a configuration.
-        side: The module of the framework (``Launched``), imported with the first step.
+        room: The package that monitors the framework, imported with the first step.
+        kind: The class of the framework's models.
 
     Attributes:
         stop: Tells of no more steps.
     """
 
-    def __init__(self, config: str, side: str) -> None:
-        self._config, self._side_name = config, side
-        self._side: Launched | None = None
+    def __init__(self, config: str, room: str, kind: Callable[[], type]) -> None:
+        self._config, self._room, self._kind = config, room, kind
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._attached: list[_Attached] = []
         self.stop: Callable[[], None] = _nothing
@@ -86,13 +67,12 @@ class SelfAttaching:
             self.stop()
 
     def _attach(self, optimizer: Any) -> None:
-        side = self._side or cast(Launched, import_module(self._side_name))
-        self._side = side
+        made_by = import_module(self._room).TrainerMon
         objects = gc.get_objects()
-        if any(type(one) is side.TrainerMon and one.watches(optimizer) for one in objects):
+        if any(type(one) is made_by and one.watches(optimizer) for one in objects):
             LOGGER.info("trainermon run: the program monitors %s itself.", type(optimizer).__name__)
             return
-        model = owner_of(optimizer, side, objects)
+        model = owner_of(optimizer, self._kind(), objects)
         if model is None:
             return
         beside = next((one for one in self._attached if one.model() is model), None)
@@ -101,7 +81,7 @@ class SelfAttaching:
             LOGGER.warning(said, type(optimizer).__name__, type(model).__name__)
             return
         if beside is None:
-            monitor = side.TrainerMon(configuration(self._config), params_have_main_grad=False)
+            monitor = made_by(configuration(self._config), params_have_main_grad=False)
             beside = _Attached(monitor, weakref.ref(model), [])
             self._attached.append(beside)
         beside.optimizers.append(weakref.ref(optimizer))
@@ -115,27 +95,50 @@ def _nothing() -> None:
     """Until the framework is imported, there is nothing to stop."""
 
 
-def owner_of(optimizer: Any, side: Launched, objects: Iterable[Any]) -> Any:
-    """The outermost model with the parameters of an optimizer, among all objects; None, with a warning, if it is not clear."""
-    held = side.held(optimizer)
-    models = side.models(objects)
-    inner = {id(part) for model in models for part in side.parts(model)}
+def owner_of(optimizer: Any, kind: type, objects: Iterable[Any]) -> Any:
+    """The outermost model of a kind with the parameters of an optimizer; None, with a warning, if it is not clear.
+
+    Asks no object for its class: a proxy would answer for another one.
+    """
+    held = held_by(optimizer)
+    trains = next(base for base in type(optimizer).__mro__ if base.__name__ == "Optimizer")
+    found = [one for one in objects if issubclass(type(one), kind)]
+    # MindSpore's optimizers are cells, and so is what calls one.
+    models = [one for one in found if not any(issubclass(type(part), trains) for part in (one, *parts_of(one)))]
+    inner = {id(part) for model in models for part in parts_of(model)}
     owners: list[Owner] = []
     for model in models:
         if id(model) not in inner and model is not optimizer:
-            own = set(side.parameters(model))
-            if of := len(own & set(held)):
+            own = parameters_of(model)
+            if of := len(own & held):
                 owners.append(Owner(model, of, len(own) - of))
     owners.sort(key=lambda one: (-one.of, one.others))
     if owners and owners[0][1:] not in [one[1:] for one in owners[1:]]:
         return owners[0].model
-    found = _named(owners) if owners else "no model of this process has its parameters"
-    LOGGER.warning(
-        "trainermon run: %s is not monitored, because %s. Attach by monitor.watch(model, optimizer) in its code.",
-        type(optimizer).__name__,
-        f"it may belong to {found}" if owners else found,
-    )
+    why = f"it may belong to {_named(owners)}" if owners else "no model of this process has its parameters"
+    said = "trainermon run: %s is not monitored, because %s. Attach by monitor.watch(model, optimizer) in its code."
+    LOGGER.warning(said, type(optimizer).__name__, why)
     return None
+
+
+def held_by(optimizer: Any) -> set[int]:
+    """The ids of the tensors that an optimizer of PyTorch or MindSpore steps."""
+    groups = getattr(optimizer, "param_groups", None)
+    return {id(one) for one in (optimizer.parameters if groups is None else (p for group in groups for p in group["params"]))}
+
+
+def parts_of(model: Any) -> Collection[Any]:
+    """The direct parts of a module or cell."""
+    found: dict[str, Any] = vars(model).get("_modules") or vars(model).get("_cells") or {}
+    return found.values()
+
+
+def parameters_of(model: Any) -> set[int]:
+    """The ids of the parameters of a module or cell; none while it is being made."""
+    try:
+        return {id(one) for one in (model.get_parameters() if hasattr(model, "get_parameters") else model.parameters())}
+    except AttributeError:
+        return set()
 
 
 def _named(owners: Sequence[Owner]) -> str:
@@ -143,5 +146,5 @@ def _named(owners: Sequence[Owner]) -> str:
 
 
 def configuration(preset_or_path: str) -> str | Mapping[str, Any]:
-    """What ``TrainerMon`` takes: a path, or the fields of a preset."""
-    return preset_or_path if Path(preset_or_path).is_file() else preset_fields(preset_or_path)
+    """What ``TrainerMon`` takes: an absolute path, or the fields of a preset."""
+    return preset_or_path if "/" in preset_or_path else preset_fields(preset_or_path)

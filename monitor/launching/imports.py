@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
+from importlib import abc, machinery, util
 from typing import Any, Final
 
 CONFIG_VARIABLE: Final = "MONITOR_RUN_CONFIG"
@@ -23,17 +20,17 @@ def begin() -> None:
         sys.meta_path.insert(0, _After({"torch.optim.optimizer": _with_torch, "mindspore.nn.optim.optimizer": _with_mindspore}))
 
 
-def _with_torch(module: ModuleType) -> None:
+def _with_torch(module: Any) -> None:
     from monitor.launching.attaching import SelfAttaching
 
-    attaching = SelfAttaching(os.environ[CONFIG_VARIABLE], "monitor.pytorch.launched")
+    attaching = SelfAttaching(os.environ[CONFIG_VARIABLE], "monitor.pytorch", lambda: _class_of("torch.nn", "Module"))
     attaching.stop = module.register_optimizer_step_post_hook(lambda optimizer, *_: attaching.stepped(optimizer)).remove
 
 
-def _with_mindspore(module: ModuleType) -> None:
+def _with_mindspore(module: Any) -> None:
     from monitor.launching.attaching import SelfAttaching
 
-    attaching = SelfAttaching(os.environ[CONFIG_VARIABLE], "monitor.mindspore.launched")
+    attaching = SelfAttaching(os.environ[CONFIG_VARIABLE], "monitor.mindspore", lambda: _class_of("mindspore.nn", "Cell"))
     optimizer: Any = module.Optimizer
     call = optimizer.__call__
 
@@ -50,36 +47,41 @@ def _with_mindspore(module: ModuleType) -> None:
     attaching.stop = stop
 
 
-class _After(MetaPathFinder):
+def _class_of(package: str, name: str) -> type:
+    found: type = getattr(sys.modules[package], name)
+    return found
+
+
+class _After(abc.MetaPathFinder):
     """Calls a function after the first import of a module."""
 
-    def __init__(self, then: Mapping[str, Callable[[ModuleType], None]]) -> None:
+    def __init__(self, then: Mapping[str, Callable[[Any], None]]) -> None:
         self._then = dict(then)
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> machinery.ModuleSpec | None:
         """The module as others find it, with a loader that calls the function."""
         del path, target
         then = self._then.pop(name, None)
-        spec = None if then is None else find_spec(name)
+        spec = None if then is None else util.find_spec(name)
         if then is not None and spec is not None and spec.loader is not None:
             spec.loader = _Calling(spec.loader, then)
         return spec
 
 
-class _Calling(Loader):
+class _Calling(abc.Loader):
     """Loads as another loader does, and calls a function afterwards."""
 
-    def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
+    def __init__(self, loader: Any, then: Callable[[Any], None]) -> None:
         self._loader, self._then = loader, then
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
+    def create_module(self, spec: machinery.ModuleSpec) -> Any:
+        created: Any = self._loader.create_module(spec)
         return created
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module: Any) -> None:
         """Execute the module; a failure of the function does not reach the program."""
         self._loader.exec_module(module)
         try:

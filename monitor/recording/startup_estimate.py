@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -60,7 +59,7 @@ class MissingKinds:
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
         self._expected: Sequence[ExpectedKinds] = ()
-        self._steps = Counter[str]()
+        self._steps: dict[str, int] = {}
         self._first = 0
         self._has: Callable[[int, str], bool]
 
@@ -79,7 +78,8 @@ class MissingKinds:
         """Check the rows of a step. Skipped and incomplete steps are ignored."""
         if not self._expected or rows.status != "complete" or rows.step < self._first:
             return  # steps of the previous configuration may still be in the queue
-        self._steps.update(one.kinds[0] for one in self._expected if self._has(rows.step, one.field))
+        for one in self._expected:
+            self._steps[one.kinds[0]] = self._steps.get(one.kinds[0], 0) + self._has(rows.step, one.field)
         missing = [one for one in self._expected if not any(kind in rows.kinds for kind in one.kinds)]
         late = [one for one in missing if self._steps[one.kinds[0]] >= one.after]
         for one in late:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 from monitor.anomalies.callbacks import AlertEvent
-from monitor.config import MonitorConfig, load_config
-from monitor.config.loading import config_of, is_dynamic
+from monitor.config import MonitorConfig
+from monitor.config.loading import configuration_of
 from monitor.config.model import CcDistribution
 from monitor.coordinator.manifest_format import RECORDINGS, RecordedModel
 from monitor.coordinator.output import base_directory, prepare
@@ -77,7 +77,7 @@ class ModelMonitor:
         """
         if opt_ty is not None:
             warnings.warn("opt_ty is ignored: remove the argument.", DeprecationWarning, stacklevel=2)
-        config, path, dynamic = _read(config_file_path)
+        config, path, dynamic = configuration_of(config_file_path)
         self._begin_with(config, path, dynamic, base_directory(), process_group, params_have_main_grad)
 
     @classmethod
@@ -223,7 +223,7 @@ class ModelMonitor:
         if not watch.ownership.monitored and not self._ends_after_first_step and not self._dynamic:
             self._warn_if_none_monitored(watch.ownership)
         elif shared is not None:
-            if not _has_more(framework.optimizers, shared.attachment.watch.framework.optimizers):
+            if not {*map(id, shared.attachment.watch.framework.optimizers)} < {*map(id, framework.optimizers)}:
                 said = "set_monitor was called again for the same model or optimizer. It is attached again, at the same step."
                 self._failures.warn("attached twice", said)
             self._hook(shared, watch, self._names(watch), start or shared.attachment.clock.step, watch_of)
@@ -594,21 +594,3 @@ class ModelMonitor:
             rows[0] = reduced_from_local(rows[1])
         for into, found in zip(merged, rows, strict=True):
             into.update(found)
-
-
-def _read(given: str | os.PathLike[str] | Mapping[str, Any] | MonitorConfig) -> tuple[MonitorConfig, str, bool]:
-    """The configuration, the path of its file if it has one, and whether changes of the file are followed."""
-    if isinstance(given, (MonitorConfig, Mapping)):
-        return config_of(given), "", False
-    config, path = load_config(given), _path_text(given)
-    return config, path, is_dynamic(path)
-
-
-def _path_text(path: str | os.PathLike[str]) -> str:
-    """The absolute path, as valid text: bytes that are not text are escaped."""
-    return os.path.abspath(os.path.expanduser(os.fsdecode(path))).encode("utf-8", "backslashreplace").decode()
-
-
-def _has_more(optimizers: Sequence[Any], known: Sequence[Any]) -> bool:
-    """Whether these are the known optimizers and others: they are attached step by step."""
-    return {id(one) for one in known} < {id(one) for one in optimizers}

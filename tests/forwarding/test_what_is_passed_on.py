@@ -24,7 +24,7 @@ from torch import nn
 
 import monitor
 from monitor import ConfigError
-from monitor.forwarding.targets import Number, exposition
+from monitor.forwarding.forwarding import Number, exposition
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "forwarding.md").read_text(encoding="utf-8")
 STEPS = 3
@@ -61,7 +61,7 @@ def trained(prepare: Callable[[Any], object] = lambda _: None, micro_batches: in
 
 def in_files(base: Path, kind: str, op: str) -> dict[tuple[int, str], float]:
     found: dict[tuple[int, str], float] = {}
-    for path in base.glob(f"*-rank0-*/{kind}_*.csv"):
+    for path in base.glob(f"*-rank0-*/{kind}_[0-9]*.csv"):
         with path.open() as lines:
             found |= {(int(row["step"]), row["name"]): float(row[op]) for row in csv.DictReader(lines)}
     return found
@@ -87,12 +87,14 @@ def test_micro_steps_are_one_number(base: Path) -> None:
     seen: list[dict[str, float]] = []
     trained(lambda one: one.forward_to(lambda numbers, _: seen.append(numbers), kinds=["actv"], names=["0.output"]), 2)
     rows: dict[int, list[float]] = {}
-    for path in base.glob("*-rank0-*/actv_*.csv"):
+    for path in base.glob("*-rank0-*/actv_[0-9]*.csv"):
         with path.open() as lines:
             for row in csv.DictReader(lines):
                 if row["name"] == "0.output":
                     rows.setdefault(int(row["step"]), []).append(float(row["norm"]))
-    assert [one["monitor/actv/0.output/norm"] for one in seen] == pytest.approx([math.hypot(*rows[step]) for step in rows])
+    assert [one["monitor/actv/0.output/norm"] for one in seen] == pytest.approx(
+        [math.hypot(*rows[step]) for step in sorted(rows)]
+    )
 
 
 def test_the_choice_is_by_kind_name_op_and_number_and_stays_the_same(base: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +237,7 @@ run = wandb.init(project="p", settings=wandb.Settings(x_disable_stats=True, cons
 from test_what_is_passed_on import trained
 
 def prepare(one):
-    one.forward_to(lambda numbers, step: run.log({"mine": step}, step=step), most=1)
+    one.forward_to(lambda numbers, step: run.log({"mine": step}), most=1)
 
 trained(prepare, forward={"to": "wandb", "kinds": ["grad_reduced"]})
 run.finish()

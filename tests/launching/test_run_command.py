@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def ended(command: list[str], cwd: Path, **variables: str) -> subprocess.Complet
 
 def weights(done: subprocess.CompletedProcess[str]) -> list[str]:
     assert done.returncode == 0, done.stderr[-3000:]
-    return sorted(line for line in done.stdout.splitlines() if "0x" in line)
+    return sorted(re.findall(r"-?0x[01]\.[0-9a-f]+p[+-]\d+", done.stdout))
 
 
 def rows(base: Path) -> dict[str, list[dict[str, Any]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
@@ -165,14 +164,16 @@ def _in_few_steps(ranking: Ranking) -> dict[str, list[str]]:
 
     A kind that lacks one step is not told: moments begin with the second.
     """
-    every, of = ranking.job.members, defaultdict(list)
+    every = ranking.job.members
+    of: dict[str, list[int]] = {}
     for one in every:
         for kind, steps in one.events.judged.kinds.items():
             if one.events.judged.steps.count - steps.count > 1:
-                of[f"{kind} ({steps.count:,} of {one.events.judged.steps.count:,})"].append(one.rank)
-    found: dict[str, list[str]] = defaultdict(list)
+                said = f"{kind} ({steps.count:,} of {one.events.judged.steps.count:,})"
+                of.setdefault(said, []).append(one.rank)
+    found: dict[str, list[str]] = {}
     for kind, ranks in of.items():
-        found["" if len(ranks) == len(every) else f" by {listed(sorted(set(ranks)))}"].append(kind)
+        found.setdefault("" if len(ranks) == len(every) else f" by {listed(sorted(set(ranks)))}", []).append(kind)
     return found
 
 

@@ -2,17 +2,16 @@
 
 import os
 import sys
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
+from importlib import machinery, util
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _run_the_one_behind() -> None:
     """An environment may have a ``sitecustomize`` of its own, which this one hides."""
-    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path or ".") != _HERE])
+    spec = machinery.PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path or ".") != _HERE])
     if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(module_from_spec(spec))
+        spec.loader.exec_module(util.module_from_spec(spec))
 
 
 _run_the_one_behind()
