@@ -277,8 +277,8 @@ class CcDistribution(_StrictModel):
 
 
 class Intervals(_StrictModel):
-    """Of the collected steps, every how many have the tensors of a switch. They count from the first step of the schedule, so
-    that 10 means steps 0, 10, 20 if every step is collected.
+    """For each switch, in every how many of the collected steps its tensors are recorded, counted from the first: 10 means
+    steps 0, 10 and 20 if every step is collected.
     """
 
     xy_distribution: Positive = 1
@@ -402,7 +402,7 @@ class Settings(_StrictModel):
     step_interval: Annotated[Positive, SCHEDULE] = 1
     """Collect every n-th step, counted from `start_step`."""
     intervals: Annotated[Intervals, SCHEDULE] = Intervals()
-    """Record some kinds of tensors in fewer of the collected steps: `{"xy_distribution": 10}`."""
+    """Record what a switch asks for in every n-th collected step: with `{"xy_distribution": 10}` activations in every 10th."""
     print_struct: Annotated[bool, STRUCTURE] = False
     """Write the structure of every watched module after the first step, and end the run."""
     module_ranks: Annotated[Ranks, SELECTION] = ()

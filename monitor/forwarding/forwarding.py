@@ -15,7 +15,7 @@ from monitor.config.model import Forward
 from monitor.coordinator.output import write_whole
 from monitor.failures import LOGGER, Failures
 from monitor.selection import pattern
-from monitor.series import MICRO_STEP_KINDS, RUN_KIND, SeriesTable
+from monitor.series import KINDS, MICRO_STEP_KINDS, RUN_KIND, SeriesTable
 from monitor.stats.features import COLUMNS_OF
 from monitor.stats.ops import NUMERIC_OPS, derive
 from monitor.stats.table import KindRows, StepRows, combined_micro_steps
@@ -210,10 +210,16 @@ class Forwarding:
         self._wanted, self._series, self._target, self._failures = wanted, series, target, failures
         self._fits = [pattern(name).fullmatch for name in wanted.names]
         self._ops = [op for op in wanted.ops if op in NUMERIC_OPS]
-        if unknown := [op for op in wanted.ops if op not in NUMERIC_OPS]:
-            failures.warn("forward", f"forward.ops: {', '.join(unknown)} cannot be passed on: it is no number.")
+        unknown = {
+            "ops": [op for op in wanted.ops if op not in NUMERIC_OPS],
+            "kinds": [kind for kind in wanted.kinds if kind not in KINDS],
+        }
+        for field, given in unknown.items():
+            if given:
+                failures.warn(f"forward.{field}", f"forward.{field}: there is no {', '.join(given)} to pass on.")
         self._chosen: dict[tuple[int, str], Number | None] = {}
         self._left = self._passed = 0
+        self._looked = False
 
     def look(self, rows: StepRows) -> None:
         """Pass the numbers of a step on."""
@@ -224,6 +230,11 @@ class Forwarding:
             for op in COLUMNS_OF.get(kind, self._ops)
             for number, value in self._of(kind, op, rows.kinds[kind])
         }
+        if not self._chosen and not self._looked:
+            found = ", ".join(rows.kinds)
+            said = f"forward: step {rows.step} has no number of the kinds and names to pass on. Its kinds are {found}."
+            self._failures.warn("nothing to pass on", said)
+        self._looked = True
         if self._left > before:
             said = LEFT_OUT.format(left=self._left, step=rows.step, most=self._wanted.most)
             self._failures.warn("numbers that are not passed on", said)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -247,9 +246,14 @@ class Attachment:
             self._numbers = RunNumbers(attached, gradients, automatic=automatic)
             yield "run_numbers", self._numbers
 
-    def has(self, step: int, field: str) -> bool:
-        """Whether a collected step has the kinds of a configuration field."""
-        return self.schedule.is_nth(step, getattr(self.watch.config.intervals, field, 1))
+    def _has(self, field: str) -> bool:
+        """Whether the step in progress, if it is collected, has the kinds of a configuration field."""
+        return (self.clock.step - self.schedule.start_step) % self.periods.get(field, 1) == 0
+
+    @property
+    def periods(self) -> dict[str, int]:
+        """From one step to the next that has the kinds of a configuration field, counted from the first of the schedule."""
+        return {field: self.schedule.step_interval * interval for field, interval in self.watch.config.intervals}
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
         """Hook the selected modules."""
@@ -448,7 +452,7 @@ class Attachment:
         self._batches = 0
         self._turns.clear()
         wanted = self._monitored and self.schedule.collects(self.clock.step, self.collected)
-        self._recorder.activate(wanted, partial(self.has, self.clock.step))
+        self._recorder.activate(wanted, self._has)
         if self._recorder.active and not before_a_turn:
             self._scaling_said = ""
         self.collectors.all(phases.Collector.begin_step, before_a_turn=before_a_turn)

@@ -281,7 +281,11 @@ class Recording:
             check_sums=watch.config.measures_check_sums,
         )
         self.attachment.use(watch, names, schedule, collected)
-        self._missing_kinds.expect(self.attachment.expected, self.attachment.clock.step, self.attachment.has)
+        self._expect()
+
+    def _expect(self) -> None:
+        of = self.attachment
+        self._missing_kinds.expect(of.expected, of.clock.step, of.schedule.start_step, of.periods)
 
     def use_ops(self, ops: Iterable[str]) -> None:
         """Measure what the ops need, from the next tensor on."""
@@ -320,7 +324,7 @@ class Recording:
             rest = self.attachment.collected, None if learning else self.attachment.schedule
         host = Host(self._recorder, self.open, self._failures, self._backend)
         self.attachment = Attachment(watch, names, host, start_step, *rest)
-        self._missing_kinds.expect(self.attachment.expected, self.attachment.clock.step, self.attachment.has)
+        self._expect()
         self._show_steps()
 
     def _show_steps(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
@@ -61,16 +61,18 @@ class MissingKinds:
         self._expected: Sequence[ExpectedKinds] = ()
         self._steps: dict[str, int] = {}
         self._first = 0
-        self._has: Callable[[int, str], bool]
+        self._start = 0
+        self._periods: Mapping[str, int] = {}
 
-    def expect(self, kinds: Collection[str], first: int, has: Callable[[int, str], bool]) -> None:
+    def expect(self, kinds: Collection[str], first: int, start: int, periods: Mapping[str, int]) -> None:
         """From step ``first`` on: warn if one of ``kinds``, which this rank should record, has no rows.
 
         Args:
-            has: Whether a collected step has the kinds of a field.
+            start: First step of the schedule.
+            periods: From one step to the next that has the kinds of a field, by field.
         """
         self._steps.clear()
-        self._first, self._has = first, has
+        self._first, self._start, self._periods = first, start, periods
         found = [replace(one, kinds=tuple(kind for kind in one.kinds if kind in kinds)) for one in EXPECTED]
         self._expected = [one for one in found if one.kinds]
 
@@ -79,7 +81,8 @@ class MissingKinds:
         if not self._expected or rows.status != "complete" or rows.step < self._first:
             return  # steps of the previous configuration may still be in the queue
         for one in self._expected:
-            self._steps[one.kinds[0]] = self._steps.get(one.kinds[0], 0) + self._has(rows.step, one.field)
+            has = (rows.step - self._start) % self._periods.get(one.field, 1) == 0
+            self._steps[one.kinds[0]] = self._steps.get(one.kinds[0], 0) + has
         missing = [one for one in self._expected if not any(kind in rows.kinds for kind in one.kinds)]
         late = [one for one in missing if self._steps[one.kinds[0]] >= one.after]
         for one in late:

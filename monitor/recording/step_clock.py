@@ -31,10 +31,6 @@ class Schedule:
         since = step - self.start_step
         return collected < self.collect_times and since >= 0 and since % self.step_interval == 0
 
-    def is_nth(self, step: int, interval: int) -> bool:
-        """Whether a collected ``step`` is one of every ``interval``, counted from the first."""
-        return (step - self.start_step) // self.step_interval % interval == 0
-
     def collected_before(self, step: int) -> int:
         """Number of steps to collect before ``step``, if every step from ``start_step`` on took place."""
         return min(len(range(self.start_step, step, self.step_interval)), self.collect_times)

@@ -124,7 +124,8 @@ class ModelMonitor:
         Raises:
             ConfigError: ``chosen`` cannot be used.
         """
-        self.listen(f"forwarding to {getattr(call, '__qualname__', call)}", forwarding_to(call, chosen, self._failures))
+        name = f"forwarding {len(self._listening) + 1} to {getattr(call, '__qualname__', call)}"
+        self.listen(name, forwarding_to(call, chosen, self._failures))
 
     @property
     def ops(self) -> tuple[str, ...]:

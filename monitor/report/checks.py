@@ -301,7 +301,8 @@ def _of_the_run(facts: Facts, kind: str, name: str) -> CheckFinding | None:
 
 
 def _loss(facts: Facts) -> CheckFinding:
-    return _of_the_run(facts, RUN_KIND, "loss") or CheckFinding(NOT_LOOKED_AT, "The run recorded no loss.")
+    unseen = CheckFinding(NOT_LOOKED_AT, "The run recorded no loss: pass it to log(loss=...).")
+    return _of_the_run(facts, RUN_KIND, "loss") or unseen
 
 
 def _total_norm(facts: Facts) -> CheckFinding:

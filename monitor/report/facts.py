@@ -56,6 +56,7 @@ Progress = Callable[[str, int, int], None]
 MOST_ASKED: Final = 8
 """Directories whose series files are read."""
 _REGULAR: Final = {kind.name for kind in KIND_TABLE if kind.warned}
+_FIELDS: Final = {kind.name: kind.field for kind in KIND_TABLE}
 """Kinds with rows in each step."""
 _BACKWARD: Final = {kind.name for kind in KIND_TABLE if kind.phase == "backward"}
 
@@ -453,25 +454,33 @@ def _left_out(facts: Facts) -> int:
 
 def ended_early(facts: Facts) -> dict[str, int]:
     """The kinds of which no rank has rows at the last steps, and of each the last step with rows."""
-    steps = _regular_steps(facts)
     last = {kind: rows.spans[-1].last for kind, rows in {**facts.kinds, **facts.others}.items() if kind in _REGULAR}
-    return {kind: step for kind, step in last.items() if (steps > step).sum() >= 2}
+    return {kind: step for kind, step in last.items() if (_regular_steps(facts, kind) > step).sum() >= 2}
 
 
 def lacking_steps(facts: Facts) -> dict[str, Ints]:
     """The kinds of which no rank has rows at some steps, and has some before and after them."""
     read = {kind: rows.steps for kind, rows in facts.kinds.items() if kind in _REGULAR and len(rows.steps)}
-    steps = _regular_steps(facts)
-    lacking = {kind: np.setdiff1d(steps[(steps > of[0]) & (steps < of[-1])], of) for kind, of in read.items()}
+    due = {kind: _regular_steps(facts, kind) for kind in read}
+    lacking = {kind: np.setdiff1d(due[kind][(due[kind] > of[0]) & (due[kind] < of[-1])], of) for kind, of in read.items()}
     return {kind: of for kind, of in lacking.items() if len(of)}
 
 
-def _regular_steps(facts: Facts) -> Ints:
-    """Recorded steps in which the optimizer stepped."""
+def _regular_steps(facts: Facts, kind: str) -> Ints:
+    """Recorded steps in which the optimizer stepped, and in which ``intervals`` ask for the kind.
+
+    If the configuration was changed while the run recorded, the steps of a kind with an interval are not known, and there are
+    none.
+    """
     ranges = ranges_of(facts.told["steps"]), ranges_of(facts.told["skipped_steps"])
     every, skipped = ([np.arange(one.start, one.stop, one.step) for one in each] for each in ranges)
     steps: Ints = np.setdiff1d(np.concatenate(every), np.concatenate([np.zeros(0, np.int64), *skipped]))
-    return steps
+    asked = {"start_step": 0, "step_interval": 1, "intervals": {}, **facts.first}
+    interval = asked["intervals"].get(_FIELDS.get(kind, ""), 1)
+    if interval == 1:
+        return steps
+    changed = any(one.configurations for one in facts.manifests.values())
+    return steps[:0] if changed else steps[(steps - asked["start_step"]) % (asked["step_interval"] * interval) == 0]
 
 
 def _axis(told: Mapping[str, Any], series: int) -> Axis:

@@ -112,6 +112,23 @@ def test_the_choice_is_by_kind_name_op_and_number_and_stays_the_same(base: Path,
     assert base.exists()
 
 
+def test_two_functions_of_one_name_are_both_called_and_what_fits_nothing_is_told(
+    base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[list[int]] = [[], [], []]
+
+    def prepare(one: Any) -> None:
+        for steps, kinds in zip(seen, (["run"], ["grad_reduced"], ["grad"]), strict=True):
+            one.forward_to(lambda _, step, steps=steps: steps.append(step), kinds=kinds)
+
+    trained(prepare)
+    assert seen == [list(range(STEPS))] * 3
+    said = [record.getMessage() for record in caplog.records if "forward" in record.getMessage()]
+    assert len([one for one in said if "forward.kinds: there is no grad to pass on" in one]) == 1
+    assert len([one for one in said if "no number of the kinds and names to pass on. Its kinds are" in one]) == 1
+    assert base.exists()
+
+
 def test_a_target_that_fails_is_told_of_once_and_stops_nothing(base: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fails(_numbers: dict[str, float], _step: int) -> None:
         raise RuntimeError("no network")

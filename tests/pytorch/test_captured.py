@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.pytorch.tensor_reader import OFF, DeviceSteps, TorchTensorReader
-from monitor.recording.recorder import RecordedSeries, Recorder
+from monitor.recording.recorder import Due, RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
 from monitor.stats.table import KindRows, SealedTable
 
@@ -62,6 +62,7 @@ class Captured:
         self.recorder = Recorder(self.reader)
         self.reader.device_steps = DeviceSteps(lambda _: self.tape.recording)
         self.reader.device_steps.make(HOST, 0)
+        self.due = Due(True)
         self.watched = self._watched("each", MICRO_STEPS)
         self.whole = self._watched("whole", (-1,))
         self.x = torch.zeros(3, dtype=torch.float64)
@@ -70,8 +71,8 @@ class Captured:
         with self.tape:
             self.tag.copy_(self.reader.device_steps.micro_step(HOST, 0))  # as a compiled call does
             y = self.x + 1
-            self.reader.record_value(self.whole, y, -1, NO_VALUE, self.tag)
-            self.reader.record_value(self.watched, y, 0, NO_VALUE, self.tag)
+            self.reader.record_value(self.whole, y, -1, NO_VALUE, self.tag, self.due)
+            self.reader.record_value(self.watched, y, 0, NO_VALUE, self.tag, self.due)
         self.recorder.discard()
 
     def _watched(self, name: str, micro_steps: tuple[int, ...]) -> Any:
@@ -133,7 +134,7 @@ def test_what_was_not_seen_before_a_capture_has_no_row(captured: Captured) -> No
     late = captured._watched("late", MICRO_STEPS)
     captured.recorder.activate(True)
     with captured.tape:
-        captured.reader.record_value(late, captured.x, 0, NO_VALUE, captured.tag)
+        captured.reader.record_value(late, captured.x, 0, NO_VALUE, captured.tag, captured.due)
     assert ("late", 0) not in captured.step([1.0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,17 @@ import torch.distributed as dist
 from observing import small_gpt, tokens
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
 from watching import Output, attached, warnings_in
 
 from monitor.anomalies.events import ScanSummary
+from monitor.anomalies.ranking.ranking import ranking_of
 from monitor.coordinator.manifest_format import MANIFEST_FILE, read_manifest
 from monitor.coordinator.series_file import read_columns
 from monitor.pytorch.gradients import CHANGED
+from monitor.report.cli import app
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 STEPS = 7
 WHOLE: dict[str, Any] = {
@@ -261,3 +267,24 @@ def run_rank_in_turns(rank: int, directory: str) -> None:
 def test_on_ranks_they_are_missing_and_the_manifest_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.multiprocessing.start_processes(run_rank_in_turns, args=(str(tmp_path),), nprocs=2, start_method="fork")
+
+
+@pytest.mark.parametrize("format_name", ["csv", "parquet"])
+def test_a_report_misses_no_kind_in_steps_that_are_not_due(format_name: str, output: Output) -> None:
+    config = {"xy_distribution": True, "wg_distribution": True, "intervals": {"xy_distribution": 3}, "format": format_name}
+    trained(output, 1, plain, nothing, **config)
+    told = CliRunner().invoke(app, [str(output.base), "-o", str(output.base.parent / "page.html")])
+    assert "No step is missing on any rank." in told.output
+
+
+def test_moments_after_a_step_come_from_its_gradients(output: Output) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fields = json.loads((CONFIGS / "first_fault.json").read_text())
+    with attached(output, model, optimizer, **fields):
+        for step in range(4):
+            model(torch.full((2, 4), float("nan") if step == 2 else 1.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ranking = ranking_of(output.base / "anomaly_detected", 100)
+    assert [one.subject.series.kind for one in ranking.ranked if one.is_origin] == ["actv"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.pytorch.dump.backend import TorchReader
 from monitor.pytorch.tensor_reader import TorchTensorReader
-from monitor.recording.recorder import RecordedSeries, Recorder
+from monitor.recording.recorder import Due, RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
 from monitor.stats.host.array_kernel import VARIABLE
 from monitor.stats.table import KindRows, SealedTable
@@ -28,7 +28,9 @@ def all_at_once(recorder: Recorder, watched: RecordedSeries, x: Tensor) -> None:
 
 WAYS: dict[str, Record] = {
     "one": lambda recorder, watched, x: recorder.record(watched, x, 0),
-    "of compiled code": lambda recorder, watched, x: recorder.reader.record_value(watched, x, 0, NO_VALUE, torch.tensor(0)),
+    "of compiled code": lambda recorder, watched, x: recorder.reader.record_value(
+        watched, x, 0, NO_VALUE, torch.tensor(0), Due(True)
+    ),
     "all at once": all_at_once,
 }
 

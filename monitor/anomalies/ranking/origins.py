@@ -20,7 +20,7 @@ from monitor.anomalies.ranking.job import Columns, EventTable, Flags, Member, Pi
 from monitor.anomalies.ranking.order import Order
 from monitor.anomalies.ranking.step_propagation import StepPropagation
 from monitor.coordinator.manifest_format import ManifestRecord, StepsRecord
-from monitor.series import GRADIENT_KINDS, KIND_TABLE
+from monitor.series import GRADIENT_KINDS, KIND_TABLE, LEFT_BY_STEP
 
 # --- The effect of earlier steps on weights and moments.
 
@@ -342,6 +342,8 @@ class _Step:
                 self._fired.roles[recording] & {*step_propagation.PASSES}
             )
             return deviates_upstream or self._gradient(graph, subject, parameter)
+        if subject.role == Role.MOMENT and subject.series.kind.endswith(LEFT_BY_STEP):
+            return self._history.is_dirty(recording, self._fired) or self._follows_another(number, Role.MOMENT)
         if subject.role == Role.MOMENT:
             last = self._history.last_update(recording)
             follows = bool(self._of.finite[number]) and last is not None

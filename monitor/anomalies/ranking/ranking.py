@@ -20,7 +20,7 @@ from monitor.anomalies.ranking.order import order_of
 from monitor.anomalies.ranking.origins import notes_a_change, origins
 from monitor.anomalies.ranking.step_propagation import IN_PASSES, stage_boundary
 from monitor.coordinator.manifest_format import ManifestError
-from monitor.series import GRADIENT_KINDS, MOMENT_KINDS, Series
+from monitor.series import GRADIENT_KINDS, LEFT_BY_STEP, MOMENT_KINDS, Series
 
 # --- How many data-parallel ranks have an event. One rank alone points at its data or device; all ranks at weights or
 # software, which they share.
@@ -433,10 +433,11 @@ def _of_parameter(job: RankedJob, member: Member, graph: DataflowGraph, subject:
         return _local_gradient(member, graph, subject)
     if subject.role == Role.GRADIENT:
         return _aggregation(job, member, subject, step)
-    if subject.role == Role.MOMENT:
+    left = subject.series.kind.endswith(LEFT_BY_STEP)
+    if subject.role == Role.MOMENT and not left:
         unseen = "" if _saw_gradients(member, step - 1) else "in gradients of earlier steps, which were not recorded, or "
         return FaultLocation(Cause.MOMENTS, f"{unseen}in the optimizer's state, before step {step}")
-    if subject.role == Role.UPDATED_WEIGHT:
+    if left:  # weights or moments after the step
         cause = Cause.UPDATE if _saw_gradients(member, step) else Cause.UNSEEN_GRADIENTS
         return FaultLocation(cause, f"in the optimizer's step {step}{_not_recorded(graph, subject)}")
     if subject.role == Role.ORIGINAL_WEIGHT:

@@ -223,6 +223,8 @@ _NEXT: Final = {
 }
 
 
+_ALONE: Final = "Look at what scales, clips or changes gradients before the optimizer's step."
+
 _SHARED: Final = {
     Cause.INSIDE: "Dump what goes into {module} there, and compute it again on the CPU{because}.",
     Cause.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward again on the CPU.",
@@ -318,6 +320,8 @@ def _next(one: Ranked) -> list[str]:
     module = one.subject.module or "the model"
     which = "which is in no module that is watched" if one.subject.is_entry else f"{module} among it"
     next_step = _SHARED.get(where, _NEXT[where]) if one.shared is not None else _NEXT[where]
+    if where in (Cause.AGGREGATION, Cause.CHANGED_GRADIENTS) and len(one.member.ranks("dp")) < 2:
+        next_step = _ALONE
     since, unjudged = _since(one)
     more = {"because": _because(one), "since": since, "unjudged": unjudged}
     parts.append(next_step.format(module=module, which=which, rank=one.member.rank, step=one.step, **more))

@@ -94,7 +94,7 @@ def test_where_no_other_replica_can_tell_nothing_is_marked(reason, tmp_path):
         ("actv", "b.input", "Look at the code between these two"),
         ("actv_grad", "b.output", "Look at the loss function"),
         ("grad_unreduced", "b.weight", "run its backward on another device"),
-        ("grad_reduced", "b.weight", "look at the communication library"),
+        ("grad_reduced", "b.weight", "Look at what scales, clips or changes gradients before the optimizer's step."),
         ("exp_avg", "b.weight", "Look at what changed it since the last step that was judged"),
         ("param_updated", "b.weight", "look at the learning rate"),
         ("param_origin", "b.weight", "Look at what changed the weights of rank 0 between the update of step 0 and step 1: a"),
