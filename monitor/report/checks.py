@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from monitor.anomalies.corruption import ADVICE
+from monitor.anomalies.ranking.origins import notes_a_change
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.coordinator.manifest_format import THINNED
@@ -143,6 +144,7 @@ def place_of(one: Ranked, facts: Facts) -> Place:
     return Place(one.step, one.member.rank, kind, name)
 
 
+_TOGETHER: Final = " Gradients had been changed together before, as by clipping: any of them may be the cause."
 _RULES: Final = "Alert rules say where it began: switch them on, and run trainermon rank-anomalies."
 
 
@@ -150,9 +152,9 @@ def _finite(facts: Facts) -> CheckFinding:
     number = sum(one.infinite for one in facts.histories.values())
     if number:
         first = row_events(facts, only_infinite=True)[0]
-        return CheckFinding(
-            BAD, f"First came {said(first, facts)}. {number:,} values are NaN or infinite.", first.place, _RULES
-        )
+        together = first.kind == "grad_reduced" and any(map(notes_a_change, facts.manifests.values()))
+        says = f"First came {said(first, facts)}.{_TOGETHER if together else ''} {number:,} values are NaN or infinite."
+        return CheckFinding(BAD, says, first.place, _RULES)
     every = {**facts.kinds, **facts.others}
     asked = {kind: rows for kind, rows in every.items() if not shows_all(kind, [rows.op] if rows.op else [])}
     bounds = (

@@ -16,6 +16,7 @@ from monitor.anomalies.events import EVENTS_FOLDER
 from monitor.anomalies.listeners import EventFiles
 from monitor.anomalies.ranking.cli import app
 from monitor.recording import run
+from monitor.report.cli import app as report
 
 RULES: dict[str, Any] = {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}}
 WEIGHTS: dict[str, Any] = {"wg_distribution": True, "param_distribution": True, "ops": ["norm"], **RULES}
@@ -51,6 +52,21 @@ def test_a_healthy_run_is_reported_with_the_rows_that_were_recorded(output: Outp
     assert rows == 5 * 4 * 4  # gradients before and after aggregation, weights before and after the step
     assert ranked(output) == (0, ranked(output)[1])
     assert ranked(output)[1].endswith(f"No event in {rows} rows of 1 rank in 5 steps.")
+
+
+def test_of_gradients_that_were_clipped_together_none_is_called_the_cause(output: Output) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    with attached(output, model, optimizer, wg_distribution=True, wg_reduced_only=True, format="parquet"):
+        for step in range(5):
+            model(torch.ones(2, 3)).sum().backward()
+            if step == 3 and model[1].weight.grad is not None:
+                model[1].weight.grad[0, 0] = torch.nan
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    told = CliRunner().invoke(report, [str(output.base), "-o", str(output.base.parent / "page.html")]).output
+    assert "Gradients had been changed together before, as by clipping: any of them may be the cause." in " ".join(told.split())
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,7 @@ SAID = {
     Cause.CHANGED_GRADIENTS: ", where all were changed together, as by clipping: any of them may be the cause",
     Cause.MOMENTS: "in the optimizer's state, before step ",
     Cause.UPDATE: "in the optimizer's step ",
+    Cause.UNSEEN_GRADIENTS: "not recorded: ",
     Cause.WEIGHTS: "in the weights before step ",
     Cause.UNKNOWN: "the first event; its inputs are not known",
 }
