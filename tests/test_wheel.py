@@ -109,6 +109,15 @@ def test_presets_come_with_it(programs: Path, tmp_path: Path) -> None:
 
 
 @needs_compiler
+def test_a_command_is_run_with_its_own_sitecustomize(programs: Path, tmp_path: Path) -> None:
+    asked = "import sitecustomize; print(sitecustomize.__file__)"
+    command = (programs / "monitor-run", programs / "python", "-c", asked)
+    printed = run(*command, cwd=tmp_path, **folders_without_compiler(programs))
+    assert Path(printed.strip()).match("monitor/launching/site/sitecustomize.py")
+    assert Path(printed.strip()).is_relative_to(programs.parent)
+
+
+@needs_compiler
 def test_it_runs_the_example_of_the_readme_without_a_compiler(programs: Path, tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (tmp_path / "monitor_config.json").write_text(blocks(readme, "json")[0])
