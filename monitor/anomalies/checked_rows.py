@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.series import CHECKED_KINDS, REPLICA_KIND, SeriesTable
+from monitor.series import CHECKED_KINDS, REPLICA_KIND, SeriesTable, underlying_series
 from monitor.stats.ops import checksums
 from monitor.stats.partials import Words
 from monitor.stats.table import StepRows
@@ -56,7 +56,7 @@ class ChecksumReader:
         if not np.array_equal(replicas, self._replicas):
             places: dict[str, list[int]] = {kind: [] for kind in CHECKED_KINDS}
             for place, one in enumerate(replicas.tolist()):
-                kind = self._series[one].name.partition("/")[0]
+                kind = underlying_series(self._series[one]).kind
                 if kind in places:
                     places[kind].append(place)
             self._replicas = replicas.copy()

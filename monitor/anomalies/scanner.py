@@ -193,13 +193,16 @@ class StepFindings:
 
     Attributes:
         judged: By kind, the series of each row that the rules judged. The arrays are valid until the listeners return.
-        rows: The number of these rows.
     """
 
     step: int
     groups: tuple[FindingGroup, ...]
     judged: Mapping[str, NDArray[np.int64]]
-    rows: int
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that the rules judged."""
+        return sum(map(len, self.judged.values()))
 
     def __len__(self) -> int:
         return sum(map(len, self.groups))
@@ -268,7 +271,7 @@ class Scanner:
             self.dropped(rows.step, f"the rules failed: {error!r}")
             raise
         series = {kind: part.series for kind, part in judged.items()}
-        findings = StepFindings(rows.step, groups, series, sum(map(len, series.values())))
+        findings = StepFindings(rows.step, groups, series)
         self._notify(lambda listener: listener.judged(findings))
 
     def dropped(self, step: int, reason: str) -> None:

@@ -17,7 +17,7 @@ from monitor.failures import LOGGER, Failures
 from monitor.selection import pattern
 from monitor.series import KINDS, MICRO_STEP_KINDS, RUN_KIND, SeriesTable
 from monitor.stats.features import COLUMNS_OF
-from monitor.stats.ops import NUMERIC_OPS, derive
+from monitor.stats.ops import NUMERIC_OPS, derive_all
 from monitor.stats.table import KindRows, StepRows, combined_micro_steps
 
 # --- Where numbers are passed on to.
@@ -224,12 +224,7 @@ class Forwarding:
     def look(self, rows: StepRows) -> None:
         """Pass the numbers of a step on."""
         before = self._left
-        numbers = {
-            number: value
-            for kind in self._in_order(rows.kinds)
-            for op in COLUMNS_OF.get(kind, self._ops)
-            for number, value in self._of(kind, op, rows.kinds[kind])
-        }
+        numbers = {number: value for kind in self._in_order(rows.kinds) for number, value in self._of(kind, rows.kinds[kind])}
         if not self._chosen and not self._looked:
             found = ", ".join(rows.kinds)
             said = f"forward: step {rows.step} has no number of the kinds and names to pass on. Its kinds are {found}."
@@ -255,14 +250,15 @@ class Forwarding:
         found = [kind for kind in kinds if kind in wanted or not wanted]
         return sorted(found, key=wanted.index if wanted else lambda kind: kind != RUN_KIND)
 
-    def _of(self, kind: str, op: str, rows: KindRows) -> Iterator[tuple[Number, float]]:
+    def _of(self, kind: str, rows: KindRows) -> Iterator[tuple[Number, float]]:
         if kind in MICRO_STEP_KINDS:
             rows = combined_micro_steps(rows)
-        values, there = derive(op, rows.partials)
-        for series, value, has in zip(rows.series.tolist(), values.tolist(), there.tolist(), strict=True):
-            number = self._number(series, kind, op) if has else None
-            if number is not None:
-                yield number, value
+        every = rows.series.tolist()
+        for op, (values, there) in derive_all(COLUMNS_OF.get(kind, self._ops), rows.partials).items():
+            for series, value, has in zip(every, values.tolist(), there.tolist(), strict=True):
+                number = self._number(series, kind, op) if has else None
+                if number is not None:
+                    yield number, value
 
     def _number(self, series: int, kind: str, op: str) -> Number | None:
         if (series, op) in self._chosen:

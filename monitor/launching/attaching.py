@@ -63,7 +63,8 @@ class SelfAttaching:
             self._known.add(optimizer)
             self._attach(optimizer)
         except Exception as error:
-            LOGGER.warning("trainermon run: %s is not monitored: %s", type(optimizer).__name__, error or repr(error))
+            said = "trainermon run: %s is not monitored, nor are optimizers that step for the first time later: %r"
+            LOGGER.warning(said, type(optimizer).__name__, error)
             self.stop()
 
     def _attach(self, optimizer: Any) -> None:

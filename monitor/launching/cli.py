@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from monitor.attaching import HEALTH, preset_fields
+from monitor.attaching import HEALTH, configured
 from monitor.cli import Version, command_app
-from monitor.config.loading import ConfigError, config_of, load_config
-from monitor.launching.imports import CONFIG_VARIABLE, PATH_VARIABLE
+from monitor.config.loading import ConfigError, load_config
+from monitor.launching.imports import CONFIG_VARIABLE
 
 app = command_app()
 
@@ -42,13 +42,13 @@ def run(
             load_config(path)
             config = str(path.absolute())
         else:
-            config_of(preset_fields(config))
+            configured(config, {})
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     site = str(Path(__file__).parent / "site")
-    given = [one for one in os.environ.get(PATH_VARIABLE, "").split(os.pathsep) if one and one != site]
-    environment = {**os.environ, CONFIG_VARIABLE: config, PATH_VARIABLE: os.pathsep.join([site, *given])}
+    given = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != site]
+    environment = {**os.environ, CONFIG_VARIABLE: config, "PYTHONPATH": os.pathsep.join([site, *given])}
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:

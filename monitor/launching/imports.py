@@ -11,8 +11,6 @@ from typing import Any, Final
 CONFIG_VARIABLE: Final = "MONITOR_RUN_CONFIG"
 """The preset, or the path of a configuration."""
 
-PATH_VARIABLE: Final = "PYTHONPATH"
-
 
 def begin() -> None:
     """Wait for the imports of frameworks, if the process was started by ``trainermon run``."""

@@ -248,12 +248,16 @@ class Attachment:
 
     def _has(self, field: str) -> bool:
         """Whether the step in progress, if it is collected, has the kinds of a configuration field."""
-        return (self.clock.step - self.schedule.start_step) % self.periods.get(field, 1) == 0
+        return (self.clock.step - self.schedule.start_step) % self._period(field) == 0
+
+    def _period(self, field: str) -> int:
+        interval: int = getattr(self.watch.config.intervals, field, 1)
+        return self.schedule.step_interval * interval
 
     @property
     def periods(self) -> dict[str, int]:
         """From one step to the next that has the kinds of a configuration field, counted from the first of the schedule."""
-        return {field: self.schedule.step_interval * interval for field, interval in self.watch.config.intervals}
+        return {field: self._period(field) for field, _ in self.watch.config.intervals}
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
         """Hook the selected modules."""

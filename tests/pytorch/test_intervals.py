@@ -14,7 +14,7 @@ from observing import small_gpt, tokens
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
-from watching import Output, attached, warnings_in
+from watching import Output, attached, on_two_ranks, warnings_in
 
 from monitor.anomalies.events import ScanSummary
 from monitor.anomalies.ranking.ranking import ranking_of
@@ -141,17 +141,10 @@ def test_rows_are_those_of_every_nth_step(
     assert {said for said in warnings_in(caplog) if "cc_distribution" not in said} == set()
 
 
-def run_rank(rank: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    with pytest.MonkeyPatch.context() as patched:
-        base = Path(directory) / f"out{rank}"
-        base.mkdir()
-        patched.setenv("MONITOR_OUTPUT_DIR", str(base))
-        check_rows(Output(base), 2, plain, summed_by_hand)
-        check_rows(Output(base), 1, DistributedDataParallel, nothing)
-        check_what_was_judged(Output(base))
-    dist.destroy_process_group()
+def check_rank(output: Output) -> None:
+    check_rows(output, 2, plain, summed_by_hand)
+    check_rows(output, 1, DistributedDataParallel, nothing)
+    check_what_was_judged(output)
 
 
 def check_what_was_judged(output: Output) -> None:
@@ -168,7 +161,7 @@ def check_what_was_judged(output: Output) -> None:
 
 def test_on_two_ranks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torch.multiprocessing.start_processes(run_rank, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    on_two_ranks(check_rank, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -247,26 +240,18 @@ def test_gradients_that_came_in_a_step_without_rows_are_not_called_changed(outpu
     assert CHANGED not in str(notes.get("grad_reduced"))
 
 
-def run_rank_in_turns(rank: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/turns", rank=rank, world_size=2)
-    with pytest.MonkeyPatch.context() as patched:
-        base = Path(directory) / f"turns{rank}"
-        base.mkdir()
-        patched.setenv("MONITOR_OUTPUT_DIR", str(base))
-        output = Output(base)
-        whole, fewer = trained_in_turns(output), trained_in_turns(output, intervals={"wg_distribution": 2})
-        every, rows = output.rows("grad_reduced", whole), output.rows("grad_reduced", fewer)
-        assert all(row in every for row in rows)
-        assert {row.step for row in rows} == {0, 2, 6, 8}  # of step 4, all gradients came before it
-        notes = read_manifest(fewer / MANIFEST_FILE).notes
-        assert "came before their step began" in str(notes["grad_reduced"])
-    dist.destroy_process_group()
+def check_rank_in_turns(output: Output) -> None:
+    whole, fewer = trained_in_turns(output), trained_in_turns(output, intervals={"wg_distribution": 2})
+    every, rows = output.rows("grad_reduced", whole), output.rows("grad_reduced", fewer)
+    assert all(row in every for row in rows)
+    assert {row.step for row in rows} == {0, 2, 6, 8}  # of step 4, all gradients came before it
+    notes = read_manifest(fewer / MANIFEST_FILE).notes
+    assert "came before their step began" in str(notes["grad_reduced"])
 
 
 def test_on_ranks_they_are_missing_and_the_manifest_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torch.multiprocessing.start_processes(run_rank_in_turns, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    on_two_ranks(check_rank_in_turns, tmp_path)
 
 
 @pytest.mark.parametrize("format_name", ["csv", "parquet"])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from observing import small_gpt, tokens
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from watching import Output, attached, warnings_in
+from watching import Output, attached, on_two_ranks, warnings_in
 
 from monitor import ConfigError, MonitorConfig
 from monitor.config.loading import config_of
@@ -75,21 +75,14 @@ def test_rows_of_reduced_gradients_are_the_same(
     assert warnings_in(caplog) == []
 
 
-def run_rank(rank: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    with pytest.MonkeyPatch.context() as patched:
-        base = Path(directory) / f"out{rank}"
-        base.mkdir()
-        patched.setenv("MONITOR_OUTPUT_DIR", str(base))
-        assert_only_the_reduced_are_left(Output(base), 2, summed_by_hand)
-        assert_only_the_reduced_are_left(Output(base), 1, nothing, DistributedDataParallel)
-    dist.destroy_process_group()
+def check_rank(output: Output) -> None:
+    assert_only_the_reduced_are_left(output, 2, summed_by_hand)
+    assert_only_the_reduced_are_left(output, 1, nothing, DistributedDataParallel)
 
 
 def test_on_two_ranks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torch.multiprocessing.start_processes(run_rank, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    on_two_ranks(check_rank, tmp_path)
 
 
 def test_rows_of_micro_batches_cannot_be_asked_for_at_the_same_time() -> None:

@@ -6,12 +6,13 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from reading_back import EVERYTHING, Output, Row
 from torch import nn
 from torch.amp import GradScaler
@@ -108,3 +109,19 @@ def train(model: nn.Module, optimizer: Any, steps: int, *inputs: torch.Tensor) -
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses
+
+
+def on_two_ranks(check: Callable[[Output], object], tmp_path: Path) -> None:
+    """Call ``check`` on each of two gloo ranks, in processes of their own, with an output directory of the rank."""
+    torch.multiprocessing.start_processes(_as_rank, args=(str(tmp_path), check), nprocs=2, start_method="fork")
+
+
+def _as_rank(rank: int, directory: str, check: Callable[[Output], object]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    with pytest.MonkeyPatch.context() as patched:
+        base = Path(directory) / f"out{rank}"
+        base.mkdir()
+        patched.setenv("MONITOR_OUTPUT_DIR", str(base))
+        check(Output(base))
+    dist.destroy_process_group()

@@ -57,10 +57,16 @@ class Member:
 
     def graph_in(self, step: int) -> DataflowGraph | None:
         """The graph of the kinds that were judged in a step: a configuration may record some in few steps."""
-        judged = self.events.judged
-        if self.graph is None or not judged.kinds or not judged.steps.holds(step):
-            return self.graph
-        return self.graph.without(frozenset(kind for kind, _ in self.graph.kinds if not judged.has(kind, step)))
+        if step not in self._graphs:  # each event of the step asks
+            judged, graph = self.events.judged, self.graph
+            if graph is not None and judged.kinds and judged.steps.holds(step):
+                graph = graph.without(frozenset(kind for kind, _ in graph.kinds if not judged.has(kind, step)))
+            self._graphs[step] = graph
+        return self._graphs[step]
+
+    @cached_property
+    def _graphs(self) -> dict[int, DataflowGraph | None]:
+        return {}
 
     @property
     def rank(self) -> int:

@@ -7,11 +7,11 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from monitor.attaching import HEALTH, configured
-from monitor.pytorch.trainer_mon import TrainerMon
+from monitor.attaching import HEALTH
+from monitor.pytorch.callbacks import AttachingCallback
 
 
-class MonitorCallback(TrainerCallback):
+class MonitorCallback(AttachingCallback, TrainerCallback):
     """Attaches the monitor when training begins, and closes it when training ends.
 
     >>> Trainer(model, arguments, callbacks=[MonitorCallback()])  # doctest: +SKIP
@@ -19,23 +19,17 @@ class MonitorCallback(TrainerCallback):
     Steps have the Trainer's numbers, also after a checkpoint. The arguments are those of ``monitor.watch``. If training raises,
     the monitor stays attached until the next training begins; ``monitor.close()`` ends it.
 
-    Attributes:
-        monitor: The monitor of the training in progress or of the last one; None before.
-
     Raises:
         ConfigError: The configuration cannot be used.
     """
 
     def __init__(self, preset: str | None = HEALTH, **fields: Any) -> None:
-        self._config = configured(preset, fields)
-        self.monitor: TrainerMon | None = None
+        self._configure(preset, fields)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Attach to the model and its optimizer."""
         del control
-        self._close()  # of an earlier training that failed
-        self.monitor = TrainerMon(self._config, params_have_main_grad=False)
-        self.monitor.watch(
+        self._new_monitor().watch(
             given["model"],  # without its wrapper, which would show the group
             given["optimizer"],
             micro_batches=args.gradient_accumulation_steps,
@@ -46,10 +40,3 @@ class MonitorCallback(TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Write what is queued, and close."""
         self._close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "monitor": None}
-
-    def _close(self) -> None:
-        if self.monitor is not None:
-            self.monitor.close()

@@ -6,11 +6,11 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from monitor.attaching import HEALTH, configured
-from monitor.pytorch.trainer_mon import TrainerMon
+from monitor.attaching import HEALTH
+from monitor.pytorch.callbacks import AttachingCallback
 
 
-class MonitorCallback(Callback):
+class MonitorCallback(AttachingCallback, Callback):
     """Attaches the monitor when training starts, and closes it when training ends or fails.
 
     >>> Trainer(callbacks=[MonitorCallback()])  # doctest: +SKIP
@@ -19,26 +19,21 @@ class MonitorCallback(Callback):
     divided by their number. If the module optimizes by hand, the first step shows the number of its micro-batches, and has no
     rows. The arguments are those of ``monitor.watch``.
 
-    Attributes:
-        monitor: The monitor of the training in progress or of the last one; None before.
-
     Raises:
         ConfigError: The configuration cannot be used.
     """
 
     def __init__(self, preset: str | None = HEALTH, **fields: Any) -> None:
         super().__init__()
-        self._config = configured(preset, fields)
-        self.monitor: TrainerMon | None = None
+        self._configure(preset, fields)
         self._open = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the model as the strategy has wrapped it, and to its optimizers."""
-        self._close()  # of an earlier training that failed
         micro_batches = int(trainer.accumulate_grad_batches) if pl_module.automatic_optimization else None
-        self.monitor = TrainerMon(self._config, params_have_main_grad=False)
         model, start = trainer.strategy.model, trainer.global_step // max(1, len(trainer.optimizers))
-        self.monitor.watch(model, trainer.optimizers, micro_batches=micro_batches, start_iteration=start)
+        self._open = False
+        self._new_monitor().watch(model, trainer.optimizers, micro_batches=micro_batches, start_iteration=start)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         """A module that the strategy does not wrap is not called: ``training_step`` is, and may call parts of it."""
@@ -67,11 +62,3 @@ class MonitorCallback(Callback):
     def on_exception(self, *_: Any, **__: Any) -> None:
         """Write what is queued, and the step in progress as incomplete."""
         self._close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "monitor": None}
-
-    def _close(self) -> None:
-        self._open = False
-        if self.monitor is not None:
-            self.monitor.close()
