@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from models import Workload
+from pyarrow.parquet import read_metadata
 from stepping import UNMONITORED, Worker, step_round
 
 CLOCKS = ("cpu", "thread", "wall")
@@ -138,8 +139,8 @@ def _difference(modules: Iterable[str], known: Iterable[str]) -> list[str]:
 
 
 def count_rows(directory: Path) -> int:
-    """Rows in all CSV files below ``directory``, headers aside."""
-    total = 0
+    """Rows in all CSV files, headers aside, and Parquet files below ``directory``."""
+    total = sum(read_metadata(path).num_rows for path in directory.rglob("*.parquet"))
     for path in directory.rglob("*.csv"):
         with path.open("rb") as lines:
             total += sum(1 for _ in lines) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -39,7 +40,7 @@ def watch(
         model: A module or cell, or the list of chunks of a virtual pipeline.
         optimizer: As for ``TrainerMon.set_monitor``.
         preset: A configuration that comes with the monitor (``configs/``), by name; None for none.
-        micro_batches: How many a step has. By default the first step shows it, and has no rows.
+        micro_batches: How many a step has. By default the first step shows it, and has no rows if it has several.
         dp_group: The data-parallel group, if no wrapper of the model shows it, so that one of its ranks writes for all.
         start_iteration: Number of the first step.
         fields: Fields of the configuration, which replace those of the preset.
@@ -54,7 +55,7 @@ def watch(
     """
     room = _room_of(model)
     config = configured(preset, fields)
-    monitor: ModelMonitor = import_module(room).TrainerMon(config, params_have_main_grad=_has_main_grad(model))
+    monitor: ModelMonitor = import_module(room).TrainerMon(config, params_have_main_grad=has_main_grad(model))
     monitor.watch(model, optimizer, micro_batches=micro_batches, dp_group=dp_group, start_iteration=start_iteration)
     return monitor
 
@@ -62,6 +63,17 @@ def watch(
 def configured(preset: str | None, fields: Mapping[str, Any]) -> MonitorConfig:
     """The configuration of a preset with some fields replaced. Errors and arguments are those of ``watch``."""
     return config_of({**({} if preset is None else preset_fields(preset)), **fields})
+
+
+def named(preset_or_path: str | os.PathLike[str]) -> str | os.PathLike[str] | Mapping[str, Any]:
+    """The fields of a preset if what is given looks like the name of one: no folder, no suffix, and no such file.
+
+    Raises:
+        ConfigError: There is no preset of this name.
+    """
+    path = Path(preset_or_path)
+    is_name = isinstance(preset_or_path, str) and path.name == preset_or_path and not path.suffix and not path.exists()
+    return preset_fields(str(preset_or_path)) if is_name else preset_or_path
 
 
 def preset_fields(name: str) -> dict[str, Any]:
@@ -96,7 +108,8 @@ def _room_of(model: Any) -> str:
     raise TypeError(f"model: expected {kinds}, or a list of them, got {type(first).__name__}")
 
 
-def _has_main_grad(model: Any) -> bool:
+def has_main_grad(model: Any) -> bool:
+    """Whether a parameter of a model, or of its chunks, has a gradient in ``main_grad``."""
     chunks = model if isinstance(model, (list, tuple)) else [model]
     return any(hasattr(parameter, "main_grad") for chunk in chunks for parameter in _parameters(chunk))
 

@@ -9,6 +9,7 @@ from typing import Any
 from mindspore import Tensor, nn
 from mindspore.train import Callback, RunContext
 
+from monitor.attaching import named
 from monitor.failures import Failures
 from monitor.mindspore.dump import PrecisionDebugger
 from monitor.mindspore.hooks import after_forward, takes_hooks
@@ -26,7 +27,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     >>> model.train(epochs, dataset, callbacks=[MonitorCallback("monitor_config.json")])  # doctest: +SKIP
 
     Args:
-        config_file_path: A JSON file, which may have comments.
+        config_file_path: A JSON file, which may have comments, or the name of a preset, such as ``health``.
         grad_acc_steps: Forwards a step.
         process_group: The pipeline-parallel group of this rank.
         dp_group: Data-parallel group.
@@ -51,7 +52,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         start_iteration: int = 0,
     ) -> None:
         super().__init__()
-        self._new_monitor = partial(TrainerMon, config_file_path, process_group)
+        self._new_monitor = partial(TrainerMon, named(config_file_path), process_group)
         self.monitor = self._new_monitor()
         self._hooks, self._failures = HookSet(), Failures()
         self._has_ended = False

@@ -435,7 +435,7 @@ class ModuleCollector:
         """Called before the root's forward."""
         if self._is_running is not None and self._open_roots[chunk] and not self._is_running(root, 2):
             self._forward_raised(chunk)  # of the two, one is the call that begins now
-        counted = self.recorder.active or not self.clock.micro_steps
+        counted = self.recorder.active or self.clock.learning
         if not counted or self._repeating() or root is not self.roots[chunk]:
             return
         self.threads.add(get_ident())
@@ -495,7 +495,7 @@ class ModuleCollector:
         self._begun_in_pass.add((chunk, micro_step))
 
     def _check_micro_step(self, micro_step: int) -> None:
-        if micro_step == self.clock.micro_steps > 0 and self.clock.known:
+        if micro_step == self.clock.micro_steps and self.clock.known and not self.clock.learning:
             said = f"grad_acc_steps is {self.clock.micro_steps}, but step {self.clock.step} has more root forwards."
             advice = "Pass the true number to set_monitor, and call batch_ended() after a batch that failed or was skipped."
             self.failures.warn("more micro-steps", f"{said} They get the next micro-step numbers. {advice}")

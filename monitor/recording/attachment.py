@@ -150,7 +150,7 @@ class Attachment:
         self._backend, self._recorder, self._failures, self._run = host.backend, host.recorder, host.failures, host.run
         self.watch = watch
         self.schedule = schedule or Schedule.of(watch.config)
-        self.clock = Clock(start_step, watch.grad_acc_steps, len(watch.chunks))
+        self.clock = Clock(start_step, max(1, watch.grad_acc_steps), len(watch.chunks), learning=not watch.grad_acc_steps)
         self.on_first_step: Callable[[], None] | None = None
         self.when_ended: Callable[[], object] | None = None
         self.at_boundary: Callable[[int], object] = _no_change
@@ -159,7 +159,7 @@ class Attachment:
         self.collected = collected
         self._batches = 0
         self.last_collected: int | None = None
-        self._names = names
+        self.names = names
         self._scaling: dict[str, RecordedSeries] = {}
         self._turns = phases.OptimizerTurns()
         self._now: phases.OptimizerTurn | None = None
@@ -191,7 +191,7 @@ class Attachment:
             collected: Number of steps of ``schedule`` that were scheduled for collection so far.
         """
         self.rest()
-        self.watch, self._names = watch, names
+        self.watch, self.names = watch, names
         self.sealer.use(watch)
         self._attach()
         self.schedule, self.collected = schedule, collected
@@ -206,8 +206,8 @@ class Attachment:
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
         self._monitored = watch.ownership.monitored
-        parameters = list(self._names.parameters())
-        modules = list(self._names.modules())
+        parameters = list(self.names.parameters())
+        modules = list(self.names.modules())
         for chunk, root in enumerate(watch.chunks):
             self.modules.watch_root(chunk, root)
         if config.xy_distribution:
@@ -225,7 +225,7 @@ class Attachment:
         """Create the configured collectors, in the order of their calls, each with the configuration field that asks for it."""
         config, backend = attached.config, attached.backend
         if config.recording_l2_features:
-            yield "recording_l2_features", FeatureCollector(attached, self._names, self.modules)
+            yield "recording_l2_features", FeatureCollector(attached, self.names, self.modules)
         if config.stack_info and self._monitored:
             yield "stack_info", StackCollector(attached, modules, lambda: self._run().directory)
         if config.print_struct:
@@ -261,7 +261,7 @@ class Attachment:
 
     def watch_activations(self, modules: Sequence[NamedModule] | None = None) -> None:
         """Hook the selected modules."""
-        for module in self._names.modules() if modules is None else modules:
+        for module in self.names.modules() if modules is None else modules:
             if module.wanted is not None:
                 self.modules.watch(module.chunk, module.name, module.module, module.wanted)
 
@@ -390,10 +390,11 @@ class Attachment:
         """
         if not self.begun:  # the optimizer has ended the step
             return
-        if not self.clock.micro_steps:
+        if self.clock.learning:
             self._failures.warn("batch_ended", "batch_ended() needs the number of micro-batches: pass micro_batches to watch.")
+            return
         self._batches += 1
-        if self._batches >= self.clock.micro_steps > 0:
+        if self._batches >= self.clock.micro_steps:
             self._end_step(self._turns.status)
 
     def _records_scaled(self) -> bool:
@@ -402,26 +403,28 @@ class Attachment:
     # The end of a step and the beginning of the next one.
 
     def _end_step(self, status: Status, *, before_a_turn: bool = False) -> None:
-        """Seal the step, and begin the next one.
+        """Seal the step, and begin the next one. Rows that a wrong number of micro-batches has mixed up are dropped.
 
         Args:
             before_a_turn: Whether an optimizer is about to step, so that its gradients exist already.
         """
-        was_active = self._recorder.active
+        right = not self.clock.misguessed
+        collected = self._recorder.active and right
         try:  # if sealing fails, the next step must begin all the same
-            if was_active:
+            if collected:
                 self._failures.guarded("looking at the optimizers", self._report_optimizers)()
             self._before_seal()
             self._recorder.end_step()
-            if was_active:
+            if collected:
                 self._failures.guarded("sealing a step", self.sealer.seal, "Its rows are missing.")(status, self.modules.seen)
-            if was_active:
                 self.last_collected = self.clock.step
+            elif not right:
+                self._recorder.discard()
         finally:
-            self._end_step_of_collectors(collected=was_active)
+            self._end_step_of_collectors(collected=collected)
             self.modules.end_step()
             self.collectors.all(phases.Collector.end_turn, None)
-            self.collected += self.schedule.collects(self.clock.step, self.collected)
+            self.collected += right and self.schedule.collects(self.clock.step, self.collected)
             self.clock.next_step()
             self._finish_first_step()  # before the boundary, which may attach collectors that have not seen a step
             self.at_boundary(self.clock.step)
@@ -477,14 +480,14 @@ class Attachment:
             keep: Write the step in progress as incomplete, since it may contain the fault. If false, it is discarded.
         """
         self._steps.remove()
-        if keep and not self._any_turn and max(self.clock.forward) >= max(1, self.clock.micro_steps):
+        if keep and not self._any_turn and max(self.clock.forward) >= self.clock.micro_steps:
             names = ", ".join(dict.fromkeys(type(one).__name__ for one in self._steps.optimizers))
             self._failures.warn("no optimizer's step", NEVER_STEPPED.format(names=names))
         was_active = self._recorder.active
         self._before_seal()
         self._recorder.end_step()
         if was_active and self._recorder.has_rows:
-            if keep:
+            if keep and not self.clock.learning:
                 self._failures.guarded("sealing the last step", self.sealer.seal)("incomplete", self.modules.seen)
             else:
                 self._recorder.discard()

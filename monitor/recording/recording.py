@@ -320,8 +320,7 @@ class Recording:
         if hasattr(self, "attachment"):
             # The step in progress continues under its number. Writing its rows so far would write the step twice.
             self.attachment.detach(keep=False)
-            learning = not self.attachment.clock.micro_steps  # until then, nothing is scheduled
-            rest = self.attachment.collected, None if learning else self.attachment.schedule
+            rest = self.attachment.collected, None if self.attachment.clock.learning else self.attachment.schedule
         host = Host(self._recorder, self.open, self._failures, self._backend)
         self.attachment = Attachment(watch, names, host, start_step, *rest)
         self._expect()

@@ -42,10 +42,11 @@ class Clock:
 
     Attributes:
         step: Number of the step in progress; it ends with the optimizer's step.
-        micro_steps: Number of micro-batches a step; 0 while it is not known yet.
+        micro_steps: Number of micro-batches a step.
         forward: Micro-step of the latest root forward of each chunk, -1 before the first.
         ended_with: Number of root forwards of the step that ended last.
         known: Whether every step has ``micro_steps`` forwards. With several optimizers it may have any number.
+        learning: Whether ``micro_steps`` is a guess, which the end of the step in progress shows to be right or wrong.
         backward: Micro-step of each chunk's backward in progress; -1 before the first, and after a forward has begun.
             Schedules such as 1F1B interleave forwards and backwards.
     """
@@ -54,6 +55,7 @@ class Clock:
     micro_steps: int
     chunks: int
     known: bool = True
+    learning: bool = False
     forward: list[int] = field(init=False)
     backward: list[int] = field(init=False)
     ended_with: int = 0
@@ -69,7 +71,13 @@ class Clock:
     def next_step(self) -> None:
         self.step += 1
         self.ended_with = max(self.forward) + 1
+        self.learning = False
         self.restart()
+
+    @property
+    def misguessed(self) -> bool:
+        """Whether the step in progress has shown that the guess is wrong."""
+        return self.learning and max(self.forward) >= self.micro_steps
 
     def forward_begins(self, chunk: int) -> None:
         """Begin another micro-step of a chunk. Gradients that a backward adds before it reaches a result of the chunk belong to

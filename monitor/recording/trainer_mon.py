@@ -179,7 +179,7 @@ class ModelMonitor:
         """Attach as ``set_monitor`` does, and find out what it is not told.
 
         Args:
-            micro_batches: How many a step has. By default the forwards of the first step show it, which has no rows then.
+            micro_batches: How many a step has. By default the forwards of the first step show it, which has rows if it is one.
             dp_group: Data-parallel group, where no wrapper of the model shows it. Of ranks that a wrapper shows to hold
                 replicas, the first one writes.
         """
@@ -217,7 +217,7 @@ class ModelMonitor:
         shared = next((one for one in self._recordings if one.attachment.shares(framework.chunks, framework.optimizers)), None)
         # Count on every rank, monitored or not: ranks agree on a name for each recording of a role.
         watched = self._watched(framework, groups) if shared is None else None
-        config = self._first_config(shared, learns=grad_acc_steps == LEARNED)
+        config = self._first_config(shared)
         watch = watch_of(config)
         if not watch.ownership.monitored:
             self._close_communication()
@@ -236,10 +236,8 @@ class ModelMonitor:
         role = find(framework, self._backend, *groups, self._process_group) or framework.name
         return RECORDINGS.begin(role, names_of(framework, self._backend), shapes_of(framework, self._backend))
 
-    def _first_config(self, shared: Recording | None, *, learns: bool) -> MonitorConfig:
+    def _first_config(self, shared: Recording | None) -> MonitorConfig:
         """The configuration that applies when a model is attached."""
-        if learns:
-            return with_recording_off(self._config).model_copy(update={"collect_times": 0})
         if not self._dynamic:
             return self._config
         switching = None if shared is None else shared.switching
@@ -315,12 +313,14 @@ class ModelMonitor:
             recording.attachment.on_first_step = partial(self._after_first_step, recording)
 
     def _learn(self, recording: Recording, watch: AttachmentSpec, count: MicroBatchCount, step: int) -> None:
-        """A step has ended, and shows how many micro-batches a step has."""
+        """A step has ended, and shows how many micro-batches a step has: as many as were guessed, or others."""
         attachment, first = recording.attachment, not count.adopted
         seen = attachment.clock.ended_with
         if not count.step_ended(seen):
             return
-        micro_steps = attachment.clock.micro_steps = count.adopted
+        guessed, micro_steps = attachment.clock.micro_steps, count.adopted
+        attachment.clock.micro_steps = micro_steps
+        kept = first and micro_steps == guessed and not self._dynamic
 
         def watch_of(config: MonitorConfig) -> AttachmentSpec:
             ownership = replace(watch.ownership, module_ranks=config.module_ranks)
@@ -328,12 +328,14 @@ class ModelMonitor:
 
         said = f"Step {step - 1} had {seen} micro-batches (training forwards of the model), so a step has {micro_steps}."
         if seen:
-            LOGGER.info("[rank %d] %s%s", self._failures.rank, said, " It has no rows." if first else "")
+            LOGGER.info("[rank %d] %s%s", self._failures.rank, said, " It has no rows." if first and not kept else "")
         else:
             self._failures.warn("micro-batches", f"{said} Pass micro_batches if that is wrong.")
         if self._dynamic:
             recording.follow_file(partial(self._switch, recording, watch_of))
             attachment.at_boundary(step)
+        elif kept:
+            self._announce(watch_of(self._config), attachment.names, recording)
         else:
             config = self._config.model_copy(update={"ops": self._ops})
             self._switch(recording, watch_of, config, Schedule.of(config), attachment.collected)

@@ -1,4 +1,4 @@
-"""``monitor.watch``: one line records what the three lines record, from the second step on."""
+"""``monitor.watch``: one line records what the three lines record; the first step too, if it has one micro-batch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_first_step_shows_how_many_micro_batches_there_are(micro_batches: in
     trained(one_line, micro_batches)
     (second,) = set(output.directories()) - {first}
 
-    expected = {name: text for name, text in files(first).items() if not name.endswith("_0-0.csv")}
+    expected = {name: text for name, text in files(first).items() if micro_batches == 1 or not name.endswith("_0-0.csv")}
     assert files(second) == expected
     assert f"a step has {micro_batches}" in json.loads((second / "manifest.json").read_text())["notes"]["micro_steps"]
 
@@ -103,10 +103,24 @@ def test_a_number_given_during_the_first_step_is_used(output: Output) -> None:
     ("schedule", "steps"),
     [({"collect_times": 2}, {11, 12}), ({"collect_times": 1, "step_interval": 2, "start_step": 11}, {11}), ({}, {11, 12, 13})],
 )
-def test_the_first_step_does_not_count_as_collected(schedule: dict[str, int], steps: set[int], output: Output) -> None:
-    fields = {"wg_distribution": True, "format": "csv", **schedule}
-    trained(lambda model, optimizer: monitor.watch(model, optimizer, None, start_iteration=10, **fields), 1)
-    assert {row.step for row in output.rows("grad_reduced")} == steps
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_first_step_without_rows_does_not_count_as_collected(
+    micro_batches: int, schedule: dict[str, int], steps: set[int], output: Output
+) -> None:
+    def attach(model: nn.Module, optimizer: Any) -> Any:
+        return monitor.watch(model, optimizer, None, start_iteration=10, wg_distribution=True, format="csv", **schedule)
+
+    trained(attach, micro_batches)
+    first = {10} if micro_batches == 1 and "start_step" not in schedule else set()
+    kept = sorted(first | steps)[: schedule.get("collect_times", STEPS)]
+    assert {row.step for row in output.rows("grad_reduced")} == set(kept)
+
+
+def test_a_first_step_that_is_cut_off_has_no_rows(output: Output) -> None:
+    model = net()
+    with one_line(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        model(torch.ones(2, 4)).sum().backward()
+    assert output.rows("grad_unreduced") == []
 
 
 def test_ops_changed_in_the_first_step_stay(output: Output) -> None:
@@ -149,7 +163,7 @@ def test_training_is_the_same(output: Output) -> None:
 def test_fields_replace_those_of_the_preset_and_health_is_the_default(output: Output) -> None:
     trained(lambda model, optimizer: monitor.watch(model, optimizer, format="csv", param_distribution=False), 1)
     kinds = {path.name.rsplit("_", 1)[0] for path in output.directory().glob("*.csv")}
-    assert kinds == {"grad_reduced", "run"}
+    assert kinds == {"actv", "grad_reduced", "run"}
 
 
 @pytest.mark.parametrize(
