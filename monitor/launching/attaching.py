@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
-from monitor.attaching import preset_fields
+from monitor.attaching import has_main_grad, named
 from monitor.failures import LOGGER
 
 MOST_NAMED: Final = 3
 """Models that a warning names."""
+
+
+class Training(NamedTuple):
+    """What trains the parameters of a model.
+
+    Attributes:
+        optimizer: What is passed to ``watch``: an optimizer of the framework, or what steps it and keeps the parameters.
+        parameters: The ids of the parameters of the model that it steps.
+        inside: Optimizers that step within it, and are not followed by themselves.
+    """
+
+    optimizer: Any
+    parameters: set[int]
+    inside: Sequence[Any] = ()
 
 
 class Owner(NamedTuple):
@@ -37,20 +51,27 @@ class _Attached(NamedTuple):
 class SelfAttaching:
     """Attaches a monitor to the model of each optimizer, when the optimizer has stepped for the first time.
 
-    The first step has no rows, because the model was called before anything was known of it. The second one has none, either,
-    because it shows how many micro-batches a step has.
+    The first step has no rows, because the model was called before anything was known of it. The second one shows how many
+    micro-batches a step has, and has rows if it is one.
 
     Args:
         config: A preset, or the path of a configuration.
         room: The package that monitors the framework, imported with the first step.
         kind: The class of the framework's models.
+        training: Finds what trains with an optimizer, among all objects of the process. None: another call will tell of it.
 
     Attributes:
         stop: Tells of no more steps.
     """
 
-    def __init__(self, config: str, room: str, kind: Callable[[], type]) -> None:
-        self._config, self._room, self._kind = config, room, kind
+    def __init__(
+        self,
+        config: str,
+        room: str,
+        kind: Callable[[], type],
+        training: Callable[[Any, Sequence[Any]], Training | None],
+    ) -> None:
+        self._config, self._room, self._kind, self._training = config, room, kind, training
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._attached: list[_Attached] = []
         self.stop: Callable[[], None] = _nothing
@@ -70,10 +91,15 @@ class SelfAttaching:
     def _attach(self, optimizer: Any) -> None:
         made_by = import_module(self._room).TrainerMon
         objects = gc.get_objects()
-        if any(type(one) is made_by and one.watches(optimizer) for one in objects):
+        training = self._training(optimizer, objects)
+        if training is None:
+            return
+        self._known.update(training.inside)
+        optimizer = training.optimizer
+        if any(type(one) is made_by and one.watches(inner) for one in objects for inner in (optimizer, *training.inside)):
             LOGGER.info("trainermon run: the program monitors %s itself.", type(optimizer).__name__)
             return
-        model = owner_of(optimizer, self._kind(), objects)
+        model = owner_of(training, self._kind(), objects)
         if model is None:
             return
         beside = next((one for one in self._attached if one.model() is model), None)
@@ -82,34 +108,34 @@ class SelfAttaching:
             LOGGER.warning(said, type(optimizer).__name__, type(model).__name__)
             return
         if beside is None:
-            monitor = made_by(configuration(self._config), params_have_main_grad=False)
+            monitor = made_by(named(self._config), params_have_main_grad=has_main_grad(model))
             beside = _Attached(monitor, weakref.ref(model), [])
             self._attached.append(beside)
         beside.optimizers.append(weakref.ref(optimizer))
         watched = [one for known in beside.optimizers if (one := known()) is not None]
         beside.monitor.watch(model, watched, start_iteration=1)
-        named = " and ".join(type(one).__name__ for one in watched)
-        LOGGER.info("trainermon run: attached to %s, trained by %s.", type(model).__name__, named)
+        by = " and ".join(type(one).__name__ for one in watched)
+        LOGGER.info("trainermon run: attached to %s, trained by %s.", type(model).__name__, by)
 
 
 def _nothing() -> None:
     """Until the framework is imported, there is nothing to stop."""
 
 
-def owner_of(optimizer: Any, kind: type, objects: Iterable[Any]) -> Any:
-    """The outermost model of a kind with the parameters of an optimizer; None, with a warning, if it is not clear.
+def owner_of(training: Training, kind: type, objects: Iterable[Any]) -> Any:
+    """The outermost model of a kind with the parameters that are trained; None, with a warning, if it is not clear.
 
     Asks no object for its class: a proxy would answer for another one.
     """
-    held = held_by(optimizer)
-    trains = next(base for base in type(optimizer).__mro__ if base.__name__ == "Optimizer")
+    optimizer, held = training.optimizer, training.parameters
+    trains = tuple(base for base in type(optimizer).__mro__ if base.__name__ == "Optimizer")
     found = [one for one in objects if issubclass(type(one), kind)]
     # MindSpore's optimizers are cells, and so is what calls one.
     models = [one for one in found if not any(issubclass(type(part), trains) for part in (one, *parts_of(one)))]
     inner = {id(part) for model in models for part in parts_of(model)}
     owners: list[Owner] = []
     for model in models:
-        if id(model) not in inner and model is not optimizer:
+        if id(model) not in inner:
             own = parameters_of(model)
             if of := len(own & held):
                 owners.append(Owner(model, of, len(own) - of))
@@ -122,10 +148,11 @@ def owner_of(optimizer: Any, kind: type, objects: Iterable[Any]) -> Any:
     return None
 
 
-def held_by(optimizer: Any) -> set[int]:
-    """The ids of the tensors that an optimizer of PyTorch or MindSpore steps."""
+def trained_by(optimizer: Any, _objects: Sequence[Any] = ()) -> Training:
+    """An optimizer of PyTorch or MindSpore that steps the parameters of a model themselves."""
     groups = getattr(optimizer, "param_groups", None)
-    return {id(one) for one in (optimizer.parameters if groups is None else (p for group in groups for p in group["params"]))}
+    held = optimizer.parameters if groups is None else (p for group in groups for p in group["params"])
+    return Training(optimizer, {id(one) for one in held})
 
 
 def parts_of(model: Any) -> Collection[Any]:
@@ -144,8 +171,3 @@ def parameters_of(model: Any) -> set[int]:
 
 def _named(owners: Sequence[Owner]) -> str:
     return " or ".join(type(one.model).__name__ for one in owners[:MOST_NAMED])
-
-
-def configuration(preset_or_path: str) -> str | Mapping[str, Any]:
-    """What ``TrainerMon`` takes: an absolute path, or the fields of a preset."""
-    return preset_or_path if "/" in preset_or_path else preset_fields(preset_or_path)

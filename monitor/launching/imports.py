@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
 from importlib import abc, machinery, util
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from monitor.launching.attaching import SelfAttaching
 
 CONFIG_VARIABLE: Final = "MONITOR_RUN_CONFIG"
 """The preset, or the path of a configuration."""
@@ -15,34 +19,66 @@ CONFIG_VARIABLE: Final = "MONITOR_RUN_CONFIG"
 def begin() -> None:
     """Wait for the imports of frameworks, if the process was started by ``trainermon run``."""
     if os.environ.get(CONFIG_VARIABLE):
-        sys.meta_path.insert(0, _After({"torch.optim.optimizer": _with_torch, "mindspore.nn.optim.optimizer": _with_mindspore}))
+        imported = {
+            "torch.optim.optimizer": _with_torch,
+            "deepspeed.runtime.engine": _with_deepspeed,
+            "mindspore.nn.optim.optimizer": _with_mindspore,
+        }
+        sys.meta_path.insert(0, _After(imported))
 
 
 def _with_torch(module: Any) -> None:
+    def stepped(optimizer: Any, *_: Any) -> None:
+        _torch_attaching().stepped(optimizer)
+
+    stop = module.register_optimizer_step_post_hook(stepped).remove
+    _torch_attaching().stop = stop
+
+
+@cache
+def _torch_attaching() -> SelfAttaching:
     from monitor.launching.attaching import SelfAttaching
 
-    attaching = SelfAttaching(os.environ[CONFIG_VARIABLE], "monitor.pytorch", lambda: _class_of("torch.nn", "Module"))
-    attaching.stop = module.register_optimizer_step_post_hook(lambda optimizer, *_: attaching.stepped(optimizer)).remove
+    def training_of(optimizer: Any, objects: Sequence[Any]) -> Any:
+        from monitor.launching import engines  # which imports torch
+
+        return engines.training_of(optimizer, objects)
+
+    return SelfAttaching(_config(), "monitor.pytorch", lambda: _class_of("torch.nn", "Module"), training_of)
+
+
+def _with_deepspeed(module: Any) -> None:
+    """An engine may step its optimizer several times in a step, with other groups of parameters each time."""
+    _tell_after(module.DeepSpeedEngine, "_take_model_step", _torch_attaching())
 
 
 def _with_mindspore(module: Any) -> None:
-    from monitor.launching.attaching import SelfAttaching
+    from monitor.launching.attaching import SelfAttaching, trained_by
 
-    attaching = SelfAttaching(os.environ[CONFIG_VARIABLE], "monitor.mindspore", lambda: _class_of("mindspore.nn", "Cell"))
-    optimizer: Any = module.Optimizer
-    call = optimizer.__call__
+    attaching = SelfAttaching(_config(), "monitor.mindspore", lambda: _class_of("mindspore.nn", "Cell"), trained_by)
+    attaching.stop = _tell_after(module.Optimizer, "__call__", attaching)
 
+
+def _tell_after(owner: Any, name: str, attaching: SelfAttaching) -> Callable[[], None]:
+    """Tell of each call of a method. Returns what ends it."""
+    call, own = getattr(owner, name), name in vars(owner)
+
+    @wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = call(self, *args, **kwargs)
         attaching.stepped(self)
         return result
 
     def stop() -> None:
-        if vars(optimizer).get("__call__") is called:
-            del optimizer.__call__
+        if vars(owner).get(name) is called:
+            setattr(owner, name, call) if own else delattr(owner, name)
 
-    optimizer.__call__ = called
-    attaching.stop = stop
+    setattr(owner, name, called)
+    return stop
+
+
+def _config() -> str:
+    return os.environ[CONFIG_VARIABLE]
 
 
 def _class_of(package: str, name: str) -> type:

@@ -41,7 +41,7 @@ def optimizers_in(given: Any) -> tuple[Optimizer, ...]:
     Raises:
         TypeError: An element is no optimizer, or there is none.
     """
-    return arguments.optimizers_in(given, innermost, _unwrapped)
+    return arguments.optimizers_in(given, innermost, unwrapped)
 
 
 def containers_in(given: Any) -> Iterator[Optimizer]:
@@ -61,7 +61,7 @@ def innermost(optimizer: Any, called: str = "optimizer") -> Optimizer:
     Raises:
         TypeError: There is none.
     """
-    inner = _unwrapped(optimizer)
+    inner = unwrapped(optimizer)
     given = type(optimizer).__name__
     if isinstance(inner, Optimizer):
         if not hasattr(inner, "_optimizer_step_pre_hooks"):
@@ -70,7 +70,7 @@ def innermost(optimizer: Any, called: str = "optimizer") -> Optimizer:
     raise TypeError(f"{called} is a {given}: expected a torch.optim.Optimizer, or a wrapper that keeps one in `.optimizer`.")
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def unwrapped(optimizer: Any) -> Any:
     """The innermost object inside wrappers. Stops at a container of several optimizers."""
     inner = optimizer
     for _ in range(MAX_WRAPPERS):
@@ -106,7 +106,7 @@ def wrappers_in(given: Any) -> Iterator[tuple[Optimizer, Optimizer]]:
     held = held_by(given)
     for one in held if held is not None else ():
         yield from wrappers_in(one)
-    inner = _unwrapped(given)
+    inner = unwrapped(given)
     while held is None and given is not inner:
         if isinstance(inner, Optimizer) and _calls_hooks_of_its_own(given, inner):
             yield given, inner

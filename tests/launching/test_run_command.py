@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
+from launched import ROOT, RUN, TORCHRUN, ended, rows, weights
 
-ROOT = Path(__file__).resolve().parents[2]
 LOOPS = Path(__file__).with_name("scripts") / "loops.py"
-RUN = [sys.executable, "-m", "monitor.launching.cli"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 FIRST = 2
-"""The first step shows the optimizers, and the second one the number of micro-batches."""
-
-
-def ended(command: list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MONITOR_OUTPUT_DIR": "recorded", **variables}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-
-def weights(done: subprocess.CompletedProcess[str]) -> list[str]:
-    assert done.returncode == 0, done.stderr[-3000:]
-    return sorted(re.findall(r"-?0x[01]\.[0-9a-f]+p[+-]\d+", done.stdout))
-
-
-def rows(base: Path) -> dict[str, list[dict[str, Any]]]:
-    """From the first step that both ways record; by rank and model. Numbers, and no order of calls."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for directory in base.glob("*-rank*"):
-        table = [row for path in directory.glob("*.parquet") for row in pq.read_table(path).to_pylist()]
-        kept = [{key: value for key, value in row.items() if key != "call_id"} for row in table if row["step"] >= FIRST]
-        names = sorted({row["name"] for row in kept})
-        found[f"{directory.name.split('-')[-2]} {names}"] = sorted(kept, key=str)
-    return found
+"""From this step on, all programs have rows: the first one shows the optimizers, and the second one the micro-batches."""
 
 
 @pytest.mark.parametrize(
@@ -48,9 +21,6 @@ def rows(base: Path) -> dict[str, list[dict[str, Any]]]:
         ("gan", 2),
         ("two_optimizers", 1),
         ("ranks", 2),
-        ("transformers", 1),
-        ("lightning", 1),
-        ("accelerate", 1),
     ],
 )
 def test_the_rows_are_those_of_a_line_in_the_program(how: str, recordings: int, tmp_path: Path) -> None:
@@ -59,7 +29,7 @@ def test_the_rows_are_those_of_a_line_in_the_program(how: str, recordings: int, 
     plain, by_hand = ended(program, tmp_path), ended(program, tmp_path, BY_HAND="1", MONITOR_OUTPUT_DIR="by_hand")
     launched = ended([*RUN, *program], tmp_path)
     assert weights(launched) == weights(by_hand) == weights(plain)
-    expected, found = rows(tmp_path / "by_hand"), rows(tmp_path / "recorded")
+    expected, found = rows(tmp_path / "by_hand", FIRST), rows(tmp_path / "recorded", FIRST)
     assert found.keys() == expected.keys()
     assert found == expected
     assert len(found) == recordings
@@ -88,7 +58,7 @@ def test_another_configuration_by_name_or_path(tmp_path: Path) -> None:
         output = f"out-{Path(config).stem}"
         command = [*RUN, "--config", config, sys.executable, str(LOOPS), "plain"]
         assert ended(command, tmp_path, MONITOR_OUTPUT_DIR=output).returncode == 0
-        (table,) = rows(tmp_path / output).values()
+        (table,) = rows(tmp_path / output, FIRST).values()
         assert {row["kind"] for row in table} - {"run", "update_ratio"} == kinds
 
 

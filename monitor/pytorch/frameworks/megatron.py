@@ -285,6 +285,11 @@ class MasterWeights:
         """Whether the stepped tensors are known."""
         return bool(self._of)
 
+    @property
+    def parameters(self) -> set[int]:
+        """The ids of the parameters of the model that are stepped on this rank."""
+        return set(self._of)
+
     def _adopt(self, optimizer: Any) -> None:
         self._stepping = optimizer
         self._of = {id(p): stepped for member in members(optimizer) for p, stepped in _stepped_by(member)}

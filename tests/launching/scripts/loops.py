@@ -91,64 +91,6 @@ def ranks() -> list[nn.Module]:
     return [net]
 
 
-def transformers() -> list[nn.Module]:
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-
-    class Watching(TrainerCallback):
-        def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
-            watch(model, optimizer)
-
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2))
-    tokens = [{"input_ids": row, "labels": row} for row in torch.randint(32, (16, 8))]
-    arguments = TrainingArguments("trained", max_steps=STEPS, report_to="none", save_strategy="no", use_cpu=True)
-    Trainer(model, arguments, train_dataset=tokens, callbacks=[Watching()]).train()
-    return [model]
-
-
-def lightning() -> list[nn.Module]:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-
-    class Regression(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def forward(self, x: Tensor) -> Any:
-            return self.net(x)
-
-        def training_step(self, batch: Tensor, _number: int) -> Tensor:
-            loss: Tensor = self(batch).square().mean()
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
-
-    class Watching(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            watch(pl_module, trainer.optimizers)
-
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    module = Regression()
-    trainer = Trainer(max_steps=STEPS, accelerator="cpu", callbacks=[Watching()], **quiet)  # type: ignore[arg-type]
-    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4 * STEPS, 8), batch_size=4))
-    return [module]
-
-
-def accelerate() -> list[nn.Module]:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    net = Net()
-    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
-    watch(model, optimizer)
-    for _ in range(2 * STEPS):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(torch.randn(4, 8)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    return [net]
-
-
 def no_model() -> list[nn.Module]:
     weight = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -1,0 +1,49 @@
+"""Runs programs as users do, and reads what was recorded of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow.parquet as pq
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+RUN: Final = [sys.executable, "-m", "monitor.launching.cli"]
+TORCHRUN: Final = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+Ended = subprocess.CompletedProcess[str]
+
+
+def ended(command: list[str], cwd: Path, *path: Path, **variables: str) -> Ended:
+    """Run a command to its end.
+
+    Args:
+        path: Folders that it imports from, besides the project.
+        variables: Of its environment, besides those of the test.
+    """
+    found = os.pathsep.join(map(str, (ROOT, *path)))
+    environment = {**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1", "MONITOR_OUTPUT_DIR": "recorded", **variables}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def weights(done: Ended) -> list[str]:
+    """What the ranks print of their weights, in no order."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    return sorted(re.findall(r"-?0x[01]\.[0-9a-f]+p[+-]\d+", done.stdout))
+
+
+def rows(base: Path, first: int) -> dict[str, list[dict[str, Any]]]:
+    """The rows from step ``first`` on, by rank and names of tensors within wrappers. Numbers, and no order of calls."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for directory in base.glob("*-rank*"):
+        table = [row for path in directory.glob("*.parquet") for row in pq.read_table(path).to_pylist()]
+        kept = [{key: value for key, value in row.items() if key != "call_id"} for row in table if row["step"] >= first]
+        for row in kept:
+            row["name"] = row["name"].replace("module.", "")
+        names = sorted({row["name"] for row in kept})
+        found[f"{directory.name.split('-')[-2]} {names}"] = sorted(kept, key=str)
+    return found

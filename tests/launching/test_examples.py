@@ -1,0 +1,88 @@
+"""The programs of ``docs/examples`` on two ranks: with their lines, and unchanged under ``trainermon run``."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from evidence import PROVES
+from launched import ROOT, RUN, TORCHRUN, Ended, ended, rows, weights
+
+import monitor
+
+EXAMPLES = ROOT / "docs" / "examples"
+PYTHON = [sys.executable]
+WITHOUT_CUDA = [*TORCHRUN, str(Path(__file__).with_name("scripts") / "without_cuda.py")]
+DEEPSPEED = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
+ADDED = re.compile(r"^.*  # \+$\n", re.MULTILINE)
+
+
+class Example(NamedTuple):
+    """How a program is started.
+
+    Attributes:
+        first: The first step that ``trainermon run`` records: 1, or 2 if a step has several micro-batches.
+        steps: How many it trains.
+        quick: Whether it is also run without the monitor each time, and not only by ``make prove``.
+    """
+
+    script: str
+    steps: int
+    first: int = 1
+    command: list[str] = TORCHRUN
+    variables: tuple[tuple[str, str], ...] = ()
+    quick: bool = False
+
+
+CASES = [
+    Example("nanogpt.py", 6, 2, quick=True),
+    Example("nanochat.py", 6, quick=True),
+    Example("llama_trainer.py", 4),
+    Example("llama_fsdp2.py", 4),
+    Example("with_lightning.py", 4, command=PYTHON),
+    Example("with_accelerate.py", 5, 2),
+    Example("with_deepspeed.py", 4, variables=tuple(DEEPSPEED.items())),
+    Example("with_megatron.py", 5, 2, command=WITHOUT_CUDA),
+]
+
+
+def norms(done: Ended) -> dict[int, float]:
+    """By step, the norm of all gradients that the framework has printed: the same on each rank."""
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.findall(r"^step (\d+) norm (\S+)$", done.stdout, flags=re.MULTILINE)
+    return {int(step): float(norm) for step, norm in found}
+
+
+@pytest.mark.parametrize("example", CASES, ids=lambda one: one.script)
+def test_an_example_records_what_its_framework_reports(example: Example, tmp_path: Path) -> None:
+    text = (EXAMPLES / example.script).read_text()
+    shutil.copy(EXAMPLES / "small_gpt.py", tmp_path)
+    for name, code in (("by_hand.py", text), ("unchanged.py", ADDED.sub("", text))):
+        (tmp_path / name).write_text(code)
+    assert "monitor" not in (tmp_path / "unchanged.py").read_text().lower()
+    variables = dict(example.variables)
+
+    by_hand = ended([*example.command, "by_hand.py"], tmp_path, MONITOR_OUTPUT_DIR="by_hand", **variables)
+    launched = ended([*RUN, *example.command, "unchanged.py"], tmp_path, **variables)
+    assert weights(launched) == weights(by_hand)
+    assert len(weights(by_hand)) == 2
+    assert norms(launched) == norms(by_hand)
+    assert len(norms(by_hand)) == example.steps
+    if PROVES or example.quick:
+        plain = ended([*example.command, "unchanged.py"], tmp_path, **variables)
+        assert (weights(plain), norms(plain)) == (weights(by_hand), norms(by_hand))
+    for done in (by_hand, launched):
+        assert [line for line in done.stderr.splitlines() if "[monitor] WARNING" in line] == []
+
+    recorded = {row["step"]: row for row in monitor.open_run(tmp_path / "by_hand").total_norm("grad_reduced").to_pylist()}
+    assert recorded.keys() == set(range(0 if example.first == 1 else 1, example.steps))
+    for step, row in recorded.items():
+        assert row["total_norm"] == pytest.approx(norms(by_hand)[step], rel=1e-5), row["missing"]
+    assert rows(tmp_path / "recorded", example.first) == rows(tmp_path / "by_hand", example.first) != {}
+    assert {row["step"] for table in rows(tmp_path / "recorded", 0).values() for row in table} == {
+        *range(example.first, example.steps)
+    }
