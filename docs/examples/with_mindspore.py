@@ -18,10 +18,10 @@ class Reporting(Callback):
 
     def __init__(self, net):
         super().__init__()
-        self.net, self.before = net, [p.asnumpy() for p in net.trainable_params()]
+        self.net, self.before = net, [p.asnumpy().copy() for p in net.trainable_params()]
 
     def on_train_step_end(self, run_context):
-        now = [p.asnumpy() for p in self.net.trainable_params()]
+        now = [p.asnumpy().copy() for p in self.net.trainable_params()]
         moved = sum(float(np.square((old - new).astype(np.float64)).sum()) for old, new in zip(self.before, now, strict=True))
         step = run_context.original_args().cur_step_num - 1
         print(f"step {step} norm {moved**0.5 / LEARNING_RATE:.9g}\n", end="", flush=True)

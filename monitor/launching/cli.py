@@ -27,7 +27,7 @@ def run(
     """Monitor a command without a change of its code.
 
     The monitor attaches to the model of each optimizer of PyTorch or MindSpore after its first step, in every process that the
-    command starts. The second step shows how many micro-batches a step has, and rows begin with the third. If it is not
+    command starts. Rows begin with the second step, or with the third if a step has several micro-batches. If it is not
     clear which model an optimizer trains, training continues without the monitor, with a warning.
 
       trainermon run torchrun --nproc-per-node 8 train.py --steps 1000

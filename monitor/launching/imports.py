@@ -37,12 +37,7 @@ def _with_torch(module: Any) -> None:
 
 @cache
 def _torch_attaching() -> SelfAttaching:
-    from monitor.launching.attaching import SelfAttaching
-
-    def training_of(optimizer: Any, objects: Sequence[Any]) -> Any:
-        from monitor.launching import engines  # which imports torch
-
-        return engines.training_of(optimizer, objects)
+    from monitor.launching.attaching import SelfAttaching, training_of
 
     return SelfAttaching(_config(), "monitor.pytorch", lambda: _class_of("torch.nn", "Module"), training_of)
 

@@ -238,10 +238,9 @@ class ModelMonitor:
 
     def _first_config(self, shared: Recording | None) -> MonitorConfig:
         """The configuration that applies when a model is attached."""
-        if not self._dynamic:
-            return self._config
         switching = None if shared is None else shared.switching
-        return with_recording_off(self._config) if switching is None else switching.config
+        followed = with_recording_off(self._config) if switching is None else switching.config
+        return followed if self._dynamic else self._config
 
     def _watch_of(
         self, framework: FrameworkAdapter, grad_acc_steps: int, groups: tuple[Any, Any], claims: bool, config: MonitorConfig
@@ -318,9 +317,8 @@ class ModelMonitor:
         seen = attachment.clock.ended_with
         if not count.step_ended(seen):
             return
-        guessed, micro_steps = attachment.clock.micro_steps, count.adopted
-        attachment.clock.micro_steps = micro_steps
-        kept = first and micro_steps == guessed and not self._dynamic
+        kept = first and count.adopted == attachment.clock.micro_steps and not self._dynamic
+        micro_steps = attachment.clock.micro_steps = count.adopted
 
         def watch_of(config: MonitorConfig) -> AttachmentSpec:
             ownership = replace(watch.ownership, module_ranks=config.module_ranks)

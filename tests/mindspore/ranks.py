@@ -81,7 +81,7 @@ def run_ranks(
         TimeoutError: It hangs. By then it has been ended.
     """
     (directory / "log").mkdir(parents=True)
-    port = _free_port()
+    port = free_port()
     command = [str(SCRIPTS / script), *map(str, arguments)]
     start = _start_msrun if msrun else _fork
     status = start(count, port, directory, command)
@@ -183,7 +183,7 @@ def _runs_in(directory: Path, pid: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below those that systems give to anyone who asks for any: no connection of another test gets it before the job does."""
     while True:
         port = SystemRandom().randrange(15_000, 31_000)

@@ -17,7 +17,7 @@ class MonitorCallback(AttachingCallback, Callback):
 
     Steps have the Trainer's numbers, also after a checkpoint; with several optimizers, whose steps Lightning adds up, the sum
     divided by their number. If the module optimizes by hand, the first step shows the number of its micro-batches, and has no
-    rows. The arguments are those of ``monitor.watch``.
+    rows if there are several. The arguments are those of ``monitor.watch``.
 
     Raises:
         ConfigError: The configuration cannot be used.
