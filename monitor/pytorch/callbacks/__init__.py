@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from monitor.attaching import configured
+from monitor.attaching import HEALTH, configured
 from monitor.pytorch.trainer_mon import TrainerMon
+
+__all__ = ["HEALTH", "AttachingCallback"]
 
 
 class AttachingCallback:

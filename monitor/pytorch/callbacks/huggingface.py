@@ -7,8 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from monitor.attaching import HEALTH
-from monitor.pytorch.callbacks import AttachingCallback
+from monitor.pytorch.callbacks import HEALTH, AttachingCallback
 
 
 class MonitorCallback(AttachingCallback, TrainerCallback):

@@ -6,8 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from monitor.attaching import HEALTH
-from monitor.pytorch.callbacks import AttachingCallback
+from monitor.pytorch.callbacks import HEALTH, AttachingCallback
 
 
 class MonitorCallback(AttachingCallback, Callback):
