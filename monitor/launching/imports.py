@@ -21,6 +21,7 @@ def begin() -> None:
     if os.environ.get(CONFIG_VARIABLE):
         imported = {
             "torch.optim.optimizer": _with_torch,
+            "torch._dynamo.config": _with_compiler,
             "deepspeed.runtime.engine": _with_deepspeed,
             "mindspore.nn.optim.optimizer": _with_mindspore,
         }
@@ -40,6 +41,11 @@ def _torch_attaching() -> SelfAttaching:
     from monitor.launching.attaching import SelfAttaching, training_of
 
     return SelfAttaching(_config(), "monitor.pytorch", lambda: _class_of("torch.nn", "Module"), training_of)
+
+
+def _with_compiler(config: Any) -> None:
+    """What is compiled in the first step is compiled again for the hooks that come after it."""
+    config.skip_nnmodule_hook_guards = False
 
 
 def _with_deepspeed(module: Any) -> None:

@@ -199,8 +199,10 @@ class Attachment:
     def rest(self) -> None:
         """Stop recording between two steps, until ``use``."""
         self.schedule, self._scaling_said = Schedule(self.clock.step, 1, 0), ""
+        # Made before the other one is removed: in between, torch's compiler would not guard code against new hooks.
+        modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend)
         self._remove_hooks()
-        self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend)
+        self.modules = modules
         self.collectors, self._numbers = phases.Collectors(), None
 
     def _attach(self) -> None:

@@ -62,6 +62,15 @@ def test_another_configuration_by_name_or_path(tmp_path: Path) -> None:
         assert {row["kind"] for row in table} - {"run", "update_ratio"} == kinds
 
 
+def test_what_was_compiled_in_the_first_step_has_rows_of_activations(tmp_path: Path) -> None:
+    (tmp_path / "activations.json").write_text('{"xy_distribution": true, "all_xy": true, "format": "parquet"}')
+    done = ended([*RUN, "--config", "activations.json", sys.executable, str(LOOPS), "compiled"], tmp_path)
+    assert weights(done) == weights(ended([sys.executable, str(LOOPS), "compiled"], tmp_path))
+    assert "WARNING" not in done.stderr
+    (table,) = rows(tmp_path / "recorded", 0).values()
+    assert {row["step"] for row in table if row["name"] == "layers.0.output"} == {1, 2, 3, 4, 5}
+
+
 def test_what_cannot_be_used_is_refused_before_the_command_starts(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"wg_distributon": true}')
     for config, said in (("helth", "'helth' is not one of"), ("bad.json", "did you mean `wg_distribution`")):

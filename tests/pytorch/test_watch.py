@@ -209,3 +209,12 @@ def test_the_examples_of_the_document_record(output: Output, tmp_path: Path, mon
         exec(compile(example, "attaching.md", "exec"), names)
         assert len(output.directories()) > before, example
     assert {path.suffix for path in output.base.rglob("*_[0-9]*.*")} == {".parquet"}
+
+
+def test_nothing_is_said_of_a_compiled_model_when_the_first_step_shows_several(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    trained(one_line, 2, lambda model: torch.compile(model, backend="eager"))
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == []
+    assert {row.step for row in output.rows("actv")} == {1, 2, 3}

@@ -569,8 +569,10 @@ class HookGuards:
         self._early: set[type] = set()
 
     def meet(self, root: nn.Module) -> None:
-        """Note which classes of modules in a model were compiled before the guards. Later compilations are guarded."""
-        if root not in self._met:
+        """Note which classes of modules in a model were compiled before the guards. Later compilations are guarded; and all are
+        if the program itself has set the guards.
+        """
+        if self._before and root not in self._met:
             self._met.add(root)
             self._early |= {type(module) for module in root.modules() if was_compiled(module)}
 

@@ -91,6 +91,17 @@ def ranks() -> list[nn.Module]:
     return [net]
 
 
+def compiled() -> list[nn.Module]:
+    net = Net()
+    called = torch.compile(net, backend="aot_eager")
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(STEPS):
+        called(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [net]
+
+
 def no_model() -> list[nn.Module]:
     weight = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
