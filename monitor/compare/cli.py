@@ -102,10 +102,10 @@ def monitor_compare(
     """Compare two precision dumps, or two monitored runs.
 
     Runs may have any format. It shows the first tensor in execution order that differs, and the largest
-    differences.
+    differences. What only one of two runs has is named.
 
-    Exit status: 0 they are the same, 1 they differ, there is no tensor to compare, or steps were thinned, 2 nothing was
-    compared.
+    Exit status: 0 they are the same, 1 they differ, something is missing on one side or there is no tensor to compare, 2
+    nothing was compared.
     """
     try:
         found = within(compare(left, right), tolerance)
@@ -115,7 +115,7 @@ def monitor_compare(
         say(Console(stderr=True), f"Nothing was compared: {error}", style="red")
         raise typer.Exit(NOTHING) from error
     _show(found)
-    raise typer.Exit(FLAWED if found.findings or found.thinned or found.is_empty else CLEAN)
+    raise typer.Exit(FLAWED if found.findings or found.not_compared or found.is_empty else CLEAN)
 
 
 def compare(left: Path, right: Path) -> Compared:
@@ -141,7 +141,7 @@ def within(compared: Compared, tolerance: float) -> Compared:
 
 def _show(found: Compared) -> None:
     console = Console()
-    for line in found.thinned:
+    for line in found.not_compared:
         say(console, f"Not compared: {line}")
     if found.is_empty:
         say(console, "Not looked at: there is no tensor that both sides have in the same step.")

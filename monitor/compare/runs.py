@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from monitor.compare.values import Compared, ComparisonError, Difference, Finding, of_numbers
-from monitor.merge.report import summary
+from monitor.merge.report import listed_steps, said_steps, summary
 from monitor.query.batches import IDENTITY, Batch, batch_of, batches, files_of, kinds_in, ops_in, place_of
 from monitor.query.opened import open_source
 from monitor.query.sources import MergedSet, QueryError, RunSource
 from monitor.sinks.csv import rounded
+from monitor.sinks.files import StepSpan
 from monitor.stats.ops import TEXT_OPS
 
 Row = dict[str, Any]
@@ -24,6 +27,9 @@ BATCH_ROWS: Final = 20_000
 MOST_ROWS: Final = 1 << 40
 """Of a kind in a step: kinds follow each other in the order in which a step has them."""
 
+MISSING: Final = ("missing ranks", "gaps", "dropped", "thinned", "not closed", "set aside")
+"""What a side's own report says of rows that are not there."""
+
 NDIGITS: Final = 6
 """Of a merged set of CSV, which does not say its own: the default."""
 
@@ -31,7 +37,8 @@ NDIGITS: Final = 6
 def compare(left: Path, right: Path) -> Compared:
     """Compare what was recorded below two directories: of ranks, or merged sets, in any format.
 
-    CSV has rounded numbers. Where only one side has a row from CSV, the numbers of the other are rounded alike.
+    CSV has rounded numbers. Where only one side has a row from CSV, the numbers of the other are rounded alike. What only one
+    side has, and what is known to be missing on a side, is named.
 
     Raises:
         ComparisonError: There is nothing, or no kind and rank that both have.
@@ -43,18 +50,55 @@ def compare(left: Path, right: Path) -> Compared:
         return Compared(0, [])
     if not shared:
         raise ComparisonError(f"{left} and {right} have no kind of rows and no rank in common.")
-    rows, findings = 0, []
+    rows, findings, alone = 0, [], (OneSide(left), OneSide(right))
     for kind in sorted({kind for kind, _ in shared}, key=place_of):
         for pair in _pairs(sides[0], sides[1], kind, [rank for each, rank in shared if each == kind]):
-            number, found = _differences(pair, [_ndigits(side, pair[0].ranks) for side in sides])
+            number, found = _differences(pair, [_ndigits(side, pair[0].ranks) for side in sides], alone)
             rows += number
             findings += found
     findings.sort(key=lambda finding: (finding.step, finding.order, finding.rank_order))
-    return Compared(rows, findings, thinned=(*_thinned(left, sides[0]), *_thinned(right, sides[1])))
+    said = [
+        line
+        for one, source, own, other in zip(alone, sides, places, reversed(places), strict=True)
+        for line in (*one.missing(source), *one.kinds(own - other), *one.steps())
+    ]
+    return Compared(rows, findings, not_compared=tuple(said))
 
 
-def _thinned(directory: Path, source: RunSource) -> Iterator[str]:
-    return (f"{directory}: {line}" for what, line in summary(source.told()) if what == "thinned")
+class OneSide:
+    """What one of two runs has alone, or lacks."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._steps: dict[tuple[str, int], list[int]] = defaultdict(list)
+
+    def add(self, kind: str, places: Iterable[tuple[int, int]]) -> None:
+        """It alone has rows of a kind of these ranks and steps."""
+        for rank, step in places:
+            self._steps[kind, rank].append(step)
+
+    def missing(self, source: RunSource) -> Iterator[str]:
+        """What its own report names as missing."""
+        found = [(what, line) for what, line in summary(source.told()) if what in MISSING]
+        return (f"{self._directory}: {f'{what} ' if what == MISSING[0] else ''}{line}" for what, line in found)
+
+    def kinds(self, places: Iterable[tuple[str, int]]) -> Iterator[str]:
+        """It alone has these kinds on these ranks."""
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for kind, rank in places:
+            ranks[kind].append(rank)
+        return (f"{self._directory} alone has {kind} of {_ranks(of)}" for kind, of in sorted(ranks.items()))
+
+    def steps(self) -> Iterator[str]:
+        """A line for each kind and its steps."""
+        ranks: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for (kind, rank), steps in self._steps.items():
+            ranks[kind, said_steps(listed_steps(steps))].append(rank)
+        return (f"{self._directory} alone has {kind} of {_ranks(of)} at {at}" for (kind, at), of in ranks.items())
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return said_steps(listed_steps(ranks)).replace("step", "rank")
 
 
 def _opened(directory: Path) -> RunSource:
@@ -76,13 +120,24 @@ def _ndigits(source: RunSource, ranks: tuple[int, ...]) -> int:
 
 
 def _pairs(left: RunSource, right: RunSource, kind: str, shared: list[int]) -> Iterator[tuple[Batch, Batch]]:
-    """The same steps and ranks of both sides, cut as the files of a merged set are, which hold all ranks."""
-    for one in batches(right if isinstance(right, MergedSet) else left, kind, BATCH_ROWS):
-        if ranks := [rank for rank in one.ranks if rank in shared]:
-            yield batch_of(left, kind, ranks, one.steps), batch_of(right, kind, ranks, one.steps)
+    """The same steps and ranks of both sides: all, cut as the files of a merged set are, which hold all ranks."""
+    first, second = (right, left) if isinstance(right, MergedSet) else (left, right)
+    others = [one.steps.last for one in batches(second, kind, BATCH_ROWS)]
+    for of, lots in itertools.groupby(batches(first, kind, BATCH_ROWS), key=lambda one: one.ranks):
+        if ranks := [rank for rank in of if rank in shared]:
+            for steps in _spans([one.steps.last for one in lots], others):
+                yield batch_of(left, kind, ranks, steps), batch_of(right, kind, ranks, steps)
 
 
-def _differences(pair: tuple[Batch, Batch], ndigits: list[int]) -> tuple[int, list[Finding]]:
+def _spans(ends: Sequence[int], others: Sequence[int]) -> Iterator[StepSpan]:
+    """All steps, cut after those of ``ends``, and after those of ``others`` that come later."""
+    begin = 0
+    for end in sorted({*ends, *(one for one in others if one > max(ends))}):
+        yield StepSpan(begin, end)
+        begin = end + 1
+
+
+def _differences(pair: tuple[Batch, Batch], ndigits: list[int], alone: tuple[OneSide, OneSide]) -> tuple[int, list[Finding]]:
     """One kind, in the steps that a rank has on both sides."""
     tables = [one.read()[0] for one in pair]
     shared = [op for op in ops_in(tables[0]) if op in ops_in(tables[1])]
@@ -90,20 +145,23 @@ def _differences(pair: tuple[Batch, Batch], ndigits: list[int]) -> tuple[int, li
     if tables[0].equals(tables[1]):
         return len(tables[0]), []
     left, right = (_rows(table.to_pylist(), pair[0].kind) for table in tables)
-    both = {key[:2] for key in left} & {key[:2] for key in right}
+    places = [{key[:2] for key in side} for side in (left, right)]
+    both = places[0] & places[1]
+    for one, own in zip(alone, places, strict=True):
+        one.add(pair[0].kind, own - both)
     findings: list[Finding] = []
     compared, first = 0, place_of(pair[0].kind) * MOST_ROWS
-    places: dict[tuple[int, int], int] = {}
+    last: dict[tuple[int, int], int] = {}
     for key, row in left.items():
-        order = first + places.get(key[:2], 0)
-        places[key[:2]] = order - first + 1
+        order = first + last.get(key[:2], 0)
+        last[key[:2]] = order - first + 1
         if key in right:
             compared += 1
             findings += _differing(key, order, *_alike(row, right[key], ndigits), shared)
         elif key[:2] in both:
             findings.append(_finding(key, order, "missing", "there", ""))
     added = (key for key in right if key[:2] in both and key not in left)
-    return compared, [*findings, *(_finding(key, first + places[key[:2]], "added", "", "there") for key in added)]
+    return compared, [*findings, *(_finding(key, first + last[key[:2]], "added", "", "there") for key in added)]
 
 
 def _rows(rows: list[Row], kind: str) -> dict[Key, Row]:

@@ -124,13 +124,13 @@ class Compared:
         tensors: How many were on both sides.
         arguments: How many values that are no tensors were on both sides.
         findings: In execution order: by step, then by rank, then as the left side ran, what the right alone has in between.
-        thinned: Steps that a side has removed from its files, a line each: they were not compared.
+        not_compared: What one side alone has, or what is known to be missing on a side, a line each.
     """
 
     tensors: int
     findings: list[Finding]
     arguments: int = 0
-    thinned: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -122,14 +122,14 @@ class Report:
             "directories": [run.directory.name for run in self.runs],
             "ranks": sorted({run.rank for run in self.runs}),
             "missing_ranks": list(self.missing_ranks),
-            "steps": _ranges(self.steps),
+            "steps": listed_steps(self.steps),
             "rows": dict(sorted(self.rows.items())),
             "tensors": dict(sorted(self.tensors.items())),
             "gaps": _listed(self._stepwise(self._gaps, "rank")),
             "dropped": _listed(self._dropped()),
             "thinned": _listed(self._removed()),
             "not_closed": _listed(self._not_closed()),
-            "skipped_steps": _ranges(self._skipped()),
+            "skipped_steps": listed_steps(self._skipped()),
             "duplicate_steps": _listed(self._stepwise(self._duplicates, "rank")),
             "replaced_steps": _listed(self._replaced()),
             "joints": _listed(self._joints()),
@@ -141,7 +141,7 @@ class Report:
             "bits": self._told_of_bits(),
             "incomplete": _listed(self._stepwise(self._incomplete, "name")),
             "without_global": _listed(
-                {"kind": kind, "name": name, "reason": reason, "steps": _ranges(steps)}
+                {"kind": kind, "name": name, "reason": reason, "steps": listed_steps(steps)}
                 for (kind, name, reason), steps in sorted(self._without_global.items())
             ),
             "not_combined": _listed(
@@ -184,7 +184,7 @@ class Report:
     @staticmethod
     def _stepwise(found: Mapping[tuple[str, ...], list[int]], what: str) -> Iterator[dict[str, Any]]:
         for (kind, which), steps in sorted(found.items(), key=lambda one: (one[0][0], _numeric(one[0][1]))):
-            yield {"kind": kind, what: int(which) if what == "rank" else which, "steps": _ranges(steps)}
+            yield {"kind": kind, what: int(which) if what == "rank" else which, "steps": listed_steps(steps)}
 
     def _skipped(self) -> Iterator[int]:
         """Steps of which there are rows. Ranks that say the same are asked once."""
@@ -235,7 +235,7 @@ def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What to print of a report: lines of what and how much."""
     yield "job", told["job_id"]
     yield "ranks", f"{len(told['ranks'])} of {told['world_size']}"
-    yield "steps", _said(told["steps"])
+    yield "steps", said_steps(told["steps"])
     yield "rows", f"{sum(told['rows'].values()):,} recorded, {sum(told['tensors'].values()):,} after merging replicas"
     if told["missing_ranks"]:
         yield "missing ranks", ", ".join(map(str, told["missing_ranks"][:20])) + _more(len(told["missing_ranks"]) - 20)
@@ -247,7 +247,7 @@ def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for one in listed[:5]:
             yield (
                 what.replace("_", " "),
-                line.format(**{**one, "at": _said(one.get("steps", one.get("redone", {"ranges": []})))}),
+                line.format(**{**one, "at": said_steps(one.get("steps", one.get("redone", {"ranges": []})))}),
             )
         if len(listed) + more > 5:
             yield "", f"and {len(listed) + more - 5} more"
@@ -325,7 +325,7 @@ def _listed(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"count": len(listed) + sum(1 for _ in every), "listed": listed}
 
 
-def _ranges(steps: Iterable[int]) -> dict[str, Any]:
+def listed_steps(steps: Iterable[int]) -> dict[str, Any]:
     """Ranges of steps as in a manifest, (first, last, interval) each."""
     found = StepRanges()
     for step in sorted(set(steps)):
@@ -345,7 +345,8 @@ def _spelled_steps(steps: StepsRecord) -> dict[str, Any]:
     return steps.model_dump(mode="json", exclude_none=True)
 
 
-def _said(steps: Mapping[str, Any]) -> str:
+def said_steps(steps: Mapping[str, Any]) -> str:
+    """A report's steps in words: ``steps 0 to 9, 20 to 30 by 2``."""
     ranges = without_pairs(StepRange(*one) for one in steps["ranges"])
     spelled = [
         f"{first}" if first == last else f"{first} to {last}{f' by {interval}' if interval > 1 else ''}"

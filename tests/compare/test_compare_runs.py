@@ -111,6 +111,42 @@ def test_steps_of_one_side_alone_are_left_out_and_rows_of_one_side_alone_are_nam
     assert found == [("3", "grad_reduced/0:v", "missing"), ("3", "grad_reduced/0:x", "added")]
 
 
+def recorded(base: Path, steps: range, kinds: tuple[str, ...] = ("grad_reduced",), ranks: range = range(1)) -> Path:
+    for rank in ranks:
+        one = RecordedRank(base, rank=rank, world_size=2, format="parquet", ops=("norm",))
+        for step in steps:
+            one.write(step, {kind: [Measured("w", [float(step)])] for kind in kinds})
+        one.close()
+    return base
+
+
+ALIKE = {"steps": range(2, 6), "kinds": ("grad_reduced",), "ranks": range(2)}
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"steps": range(2, 9)}, "b alone has grad_reduced of ranks 0 to 1 at steps 6 to 8"),
+        ({"steps": range(6)}, "b alone has grad_reduced of ranks 0 to 1 at steps 0 to 1"),
+        ({"steps": range(3, 6)}, "a alone has grad_reduced of ranks 0 to 1 at step 2"),
+        ({"kinds": ("grad_reduced", "param_updated")}, "b alone has param_updated of ranks 0 to 1"),
+        ({"ranks": range(1)}, "a alone has grad_reduced of rank 1"),
+        ({"ranks": range(1)}, "b: missing ranks 1"),
+    ],
+)
+@pytest.mark.parametrize("merges", [False, True])
+def test_what_one_side_alone_has_is_said_and_is_not_the_same(
+    tmp_path: Path, merges: bool, other: dict[str, object], said: str
+) -> None:
+    sides = recorded(tmp_path / "a", **ALIKE), recorded(tmp_path / "b", **{**ALIKE, **other})  # type: ignore[arg-type]
+    if merges:
+        merged(sides[1], format="parquet")
+    status, output = compared(sides[0], sides[1] / "merged" if merges else sides[1])
+    assert status == 1
+    assert said.replace(" ", "") in "".join(output.split()).replace("/merged", "")
+    assert "the same: " in output
+
+
 @pytest.mark.parametrize("damaged", [b"", bytes(200), b"PAR1" + bytes(200) + b"PAR1"])
 def test_a_merged_set_with_a_damaged_file_is_not_compared_and_the_file_is_named(tmp_path: Path, damaged: bytes) -> None:
     for side in "ab":
