@@ -25,7 +25,18 @@ BATCH_ROWS: Final = 20_000
 """Rows that are compared at a time, about: as Python objects a row takes a kilobyte."""
 
 MOST_ROWS: Final = 1 << 40
-"""Of a kind in a step: kinds follow each other in the order in which a step has them."""
+"""Of a kind in a step, if rows do not say in which order they were measured: kinds follow each other then."""
+
+USED, CALLS, REDUCED, STEPPED, COPIES = (phase * MOST_ROWS * MOST_ROWS for phase in range(5))
+PHASES: Final = {
+    **dict.fromkeys(("param_origin", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "linear_hook"), USED),
+    **dict.fromkeys(("grad_reduced", "run"), REDUCED),
+    **dict.fromkeys(("update_ratio", "adam_update", "adam_ratio"), STEPPED),
+    **dict.fromkeys(("param_updated", "exp_avg_updated", "exp_avg_sq_updated", "max_exp_avg_sq_updated"), STEPPED),
+    "replica": COPIES,
+}
+"""The order of a step, where it is not that of measuring: what the step uses, its calls forward and backward (all other kinds),
+the gradients that the optimizer is given, what it makes of them, and copies of all that."""
 
 MISSING: Final = ("missing ranks", "gaps", "dropped", "thinned", "not closed", "set aside")
 """What a side's own report says of rows that are not there."""
@@ -150,18 +161,19 @@ def _differences(pair: tuple[Batch, Batch], ndigits: list[int], alone: tuple[One
     for one, own in zip(alone, places, strict=True):
         one.add(pair[0].kind, own - both)
     findings: list[Finding] = []
-    compared, first = 0, place_of(pair[0].kind) * MOST_ROWS
+    compared, phase, first = 0, PHASES.get(pair[0].kind, CALLS), place_of(pair[0].kind) * MOST_ROWS
     last: dict[tuple[int, int], int] = {}
     for key, row in left.items():
-        order = first + last.get(key[:2], 0)
-        last[key[:2]] = order - first + 1
+        position = last.get(key[:2], first) if row["call_id"] is None else row["call_id"]
+        last[key[:2]] = position + 1
+        order = phase + position
         if key in right:
             compared += 1
             findings += _differing(key, order, *_alike(row, right[key], ndigits), shared)
         elif key[:2] in both:
             findings.append(_finding(key, order, "missing", "there", ""))
     added = (key for key in right if key[:2] in both and key not in left)
-    return compared, [*findings, *(_finding(key, first + last[key[:2]], "added", "", "there") for key in added)]
+    return compared, [*findings, *(_finding(key, phase + last[key[:2]], "added", "", "there") for key in added)]
 
 
 def _rows(rows: list[Row], kind: str) -> dict[Key, Row]:

@@ -158,3 +158,35 @@ def test_a_merged_set_with_a_damaged_file_is_not_compared_and_the_file_is_named(
     assert status == 2
     assert path.name in "".join(said.split())
     assert "Nothing was compared" in said
+
+
+KINDS = ("grad_reduced", "actv_grad", "param_updated", "actv", "param_origin")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("other", "first"),
+    [
+        (KINDS, "param_origin"),
+        (KINDS[:4], "actv"),
+        (KINDS[:3], "actv_grad"),
+        (("param_updated", "grad_reduced"), "grad_reduced"),
+    ],
+)
+def test_the_first_difference_is_the_first_in_the_order_of_a_step(
+    tmp_path: Path,
+    other: tuple[str, ...],
+    first: str,
+    format: str,  # noqa: A002
+) -> None:
+    """As a step has them: weights, forward, backward, reduced gradients, new weights."""
+    for side in "ab":
+        one = RecordedRank(tmp_path / side, format=format, ops=("norm",))
+        for step in range(2):
+            order = ("actv", "actv_grad", "param_origin", "grad_reduced", "param_updated")  # as they are measured
+            rows = {kind: [Measured("w", [2.0 if side == "b" and kind in other else 1.0])] for kind in order}
+            one.write(step, rows)
+        one.close()
+    status, said = compared(tmp_path / "a", tmp_path / "b")
+    assert status == 1
+    assert f"first: step 0, rank0: {first}/0:w" in said
