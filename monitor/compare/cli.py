@@ -15,7 +15,7 @@ from rich.table import Table
 
 from monitor.cli import Version, command_app
 from monitor.compare import dumps, runs
-from monitor.compare.values import Compared, ComparisonError, Finding
+from monitor.compare.values import ALONE, Compared, ComparisonError, Finding
 from monitor.coordinator.output import write_whole
 from monitor.merge.execution import MergeError
 from monitor.query.sources import QueryError
@@ -64,6 +64,8 @@ def table(title: str, findings: list[Finding]) -> Table:
 def described(finding: Finding) -> str:
     """In a line or two: what is not the same, and where."""
     where = f"step {finding.step}, {finding.rank}: {finding.name}"
+    if finding.what in ALONE and {finding.left, finding.right} == {"there", ""}:
+        return f"{where}: {ALONE[finding.what]}"
     if finding.difference is None:
         return f"{where}: {finding.what}: {finding.left or 'nothing'} against {finding.right or 'nothing'}"
     row = _row(finding)
@@ -140,16 +142,20 @@ def within(compared: Compared, tolerance: float) -> Compared:
 
 
 def _show(found: Compared) -> None:
-    console = Console()
-    for line in found.not_compared:
-        say(console, f"Not compared: {line}")
+    console, alone = Console(), len(found.findings) - found.different
     if found.is_empty:
         say(console, "Not looked at: there is no tensor that both sides have in the same step.")
-        return
-    if not found.findings:
-        say(console, f"the same: {found.tensors:,} tensors")
-        return
-    say(console, f"{len(found.findings):,} differences among {found.tensors:,} tensors")
-    say(console, f"first: {described(found.findings[0])}", style="bold")
+    elif found.different:
+        say(console, f"{found.different:,} differences among {found.tensors:,} {found.unit}")
+    else:
+        both = " that both sides have" if alone or found.not_compared else ""
+        say(console, f"the same: {found.tensors:,} {found.unit}{both}")
+    if alone:
+        say(console, f"on one side alone: {alone:,}")
+    if found.findings:
+        first = next((one for one in found.findings if one.what not in ALONE), found.findings[0])
+        say(console, f"first: {described(first)}", style="bold")
     if worst := largest(found)[:EVERY]:
         console.print(table("largest", worst))
+    for line in found.not_compared:
+        say(console, f"Not compared: {line}")

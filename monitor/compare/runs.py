@@ -10,9 +10,10 @@ from typing import Any, Final
 
 from monitor.compare.values import Compared, ComparisonError, Difference, Finding, of_numbers
 from monitor.merge.report import listed_steps, said_steps, summary
-from monitor.query.batches import IDENTITY, Batch, batch_of, batches, files_of, kinds_in, ops_in, place_of
+from monitor.query.batches import IDENTITY, SHOWN_KINDS, Batch, batch_of, batches, files_of, kinds_in, ops_in, place_of
 from monitor.query.opened import open_source
 from monitor.query.sources import MergedSet, QueryError, RunSource
+from monitor.series import REPLICA_KIND
 from monitor.sinks.csv import rounded
 from monitor.sinks.files import StepSpan
 from monitor.stats.ops import TEXT_OPS
@@ -27,16 +28,15 @@ BATCH_ROWS: Final = 20_000
 MOST_ROWS: Final = 1 << 40
 """Of a kind in a step, if rows do not say in which order they were measured: kinds follow each other then."""
 
-USED, CALLS, REDUCED, STEPPED, COPIES = (phase * MOST_ROWS * MOST_ROWS for phase in range(5))
+USED, CALLS, REDUCED, STEPPED = (phase * MOST_ROWS * len(SHOWN_KINDS) for phase in range(4))
 PHASES: Final = {
     **dict.fromkeys(("param_origin", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "linear_hook"), USED),
     **dict.fromkeys(("grad_reduced", "run"), REDUCED),
     **dict.fromkeys(("update_ratio", "adam_update", "adam_ratio"), STEPPED),
     **dict.fromkeys(("param_updated", "exp_avg_updated", "exp_avg_sq_updated", "max_exp_avg_sq_updated"), STEPPED),
-    "replica": COPIES,
 }
 """The order of a step, where it is not that of measuring: what the step uses, its calls forward and backward (all other kinds),
-the gradients that the optimizer is given, what it makes of them, and copies of all that."""
+the gradients that the optimizer is given, and what it makes of them."""
 
 MISSING: Final = ("missing ranks", "gaps", "dropped", "thinned", "not closed", "set aside")
 """What a side's own report says of rows that are not there."""
@@ -58,7 +58,7 @@ def compare(left: Path, right: Path) -> Compared:
     places = [_places(side) for side in sides]
     shared = places[0] & places[1]
     if not any(places):  # both can be read, and neither has rows
-        return Compared(0, [])
+        return Compared(0, [], unit="rows")
     if not shared:
         raise ComparisonError(f"{left} and {right} have no kind of rows and no rank in common.")
     rows, findings, alone = 0, [], (OneSide(left), OneSide(right))
@@ -73,7 +73,7 @@ def compare(left: Path, right: Path) -> Compared:
         for one, source, own, other in zip(alone, sides, places, reversed(places), strict=True)
         for line in (*one.missing(source), *one.kinds(own - other), *one.steps())
     ]
-    return Compared(rows, findings, not_compared=tuple(said))
+    return Compared(rows, findings, not_compared=tuple(said), unit="rows")
 
 
 class OneSide:
@@ -101,11 +101,14 @@ class OneSide:
         return (f"{self._directory} alone has {kind} of {_ranks(of)}" for kind, of in sorted(ranks.items()))
 
     def steps(self) -> Iterator[str]:
-        """A line for each kind and its steps."""
+        """A line for kinds of the same steps and ranks."""
         ranks: dict[tuple[str, str], list[int]] = defaultdict(list)
         for (kind, rank), steps in self._steps.items():
             ranks[kind, said_steps(listed_steps(steps))].append(rank)
-        return (f"{self._directory} alone has {kind} of {_ranks(of)} at {at}" for (kind, at), of in ranks.items())
+        kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for (kind, at), of in ranks.items():
+            kinds[_ranks(of), at].append(kind)
+        return (f"{self._directory} alone has {', '.join(some)} of {of} at {at}" for (of, at), some in kinds.items())
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -116,7 +119,9 @@ def _opened(directory: Path) -> RunSource:
     try:
         return open_source(directory)
     except QueryError as error:
-        raise ComparisonError(f"{directory} holds neither a precision dump nor a monitored run: {error}") from error
+        raise ComparisonError(
+            f"{directory} holds neither a precision dump nor a monitored run that can be read: {error}"
+        ) from error
 
 
 def _places(source: RunSource) -> set[tuple[str, int]]:
@@ -161,19 +166,26 @@ def _differences(pair: tuple[Batch, Batch], ndigits: list[int], alone: tuple[One
     for one, own in zip(alone, places, strict=True):
         one.add(pair[0].kind, own - both)
     findings: list[Finding] = []
-    compared, phase, first = 0, PHASES.get(pair[0].kind, CALLS), place_of(pair[0].kind) * MOST_ROWS
+    compared, first = 0, place_of(pair[0].kind) * MOST_ROWS
     last: dict[tuple[int, int], int] = {}
     for key, row in left.items():
         position = last.get(key[:2], first) if row["call_id"] is None else row["call_id"]
         last[key[:2]] = position + 1
-        order = phase + position
+        order = _phase(pair[0].kind, row["name"]) + position
         if key in right:
             compared += 1
             findings += _differing(key, order, *_alike(row, right[key], ndigits), shared)
         elif key[:2] in both:
             findings.append(_finding(key, order, "missing", "there", ""))
-    added = (key for key in right if key[:2] in both and key not in left)
-    return compared, [*findings, *(_finding(key, phase + last[key[:2]], "added", "", "there") for key in added)]
+    for key in (key for key in right if key[:2] in both and key not in left):
+        order = _phase(pair[0].kind, right[key]["name"]) + last[key[:2]]
+        findings.append(_finding(key, order, "added", "", "there"))
+    return compared, findings
+
+
+def _phase(kind: str, name: str) -> int:
+    """A replica's is that of the kind that is checked, with which its name begins."""
+    return PHASES.get(name.partition("/")[0] if kind == REPLICA_KIND else kind, CALLS)
 
 
 def _rows(rows: list[Row], kind: str) -> dict[Key, Row]:

@@ -88,6 +88,10 @@ def _cosine(x: NDArray[Any], y: NDArray[Any]) -> float | None:
 # --- What a comparison has found.
 
 
+ALONE: Final = {"missing": "on the left side alone", "added": "on the right side alone"}
+"""What a finding of one side says."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Something that is not the same on both sides.
@@ -121,7 +125,7 @@ class Compared:
     """All of it.
 
     Attributes:
-        tensors: How many were on both sides.
+        tensors: How many were on both sides; of runs, how many rows.
         arguments: How many values that are no tensors were on both sides.
         findings: In execution order: by step, then by rank, then as the left side ran, what the right alone has in between.
         not_compared: What one side alone has, or what is known to be missing on a side, a line each.
@@ -131,6 +135,12 @@ class Compared:
     findings: list[Finding]
     arguments: int = 0
     not_compared: tuple[str, ...] = ()
+    unit: str = "tensors"
+
+    @property
+    def different(self) -> int:
+        """How many findings are of something that both sides have."""
+        return sum(one.what not in ALONE for one in self.findings)
 
     @property
     def is_empty(self) -> bool:

@@ -73,16 +73,16 @@ class SelfAttaching:
         training: Callable[[Any, Sequence[Any]], Training | None],
     ) -> None:
         self._config, self._room, self._kind, self._training = config, room, kind, training
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # some cannot be hashed
         self._attached: list[_Attached] = []
         self.stop: Callable[[], None] = _nothing
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped. Does not raise."""
-        if optimizer in self._known:
+        if id(optimizer) in self._known:
             return
         try:
-            self._known.add(optimizer)
+            self._known[id(optimizer)] = optimizer
             self._attach(optimizer)
         except Exception as error:
             said = "trainermon run: %s is not monitored, nor are optimizers that step for the first time later: %r"
@@ -95,9 +95,11 @@ class SelfAttaching:
         training = self._training(optimizer, objects)
         if training is None:
             return
-        self._known.update(training.inside)
+        self._known.update({id(one): one for one in training.inside})
         optimizer = training.optimizer
-        if any(type(one) is made_by and one.watches(inner) for one in objects for inner in (optimizer, *training.inside)):
+        if any(
+            issubclass(type(one), made_by) and one.watches(inner) for one in objects for inner in (optimizer, *training.inside)
+        ):
             LOGGER.info("trainermon run: the program monitors %s itself.", type(optimizer).__name__)
             return
         model = owner_of(training, self._kind(), objects)
@@ -105,8 +107,9 @@ class SelfAttaching:
             return
         beside = next((one for one in self._attached if one.model() is model), None)
         if beside is not None and beside.monitor.step > 1:
-            said = "trainermon run: %s begins to step %s later than others. Its turns are not followed."
+            said = "trainermon run: %s begins to step %s later than others. From here on, this model is not monitored."
             LOGGER.warning(said, type(optimizer).__name__, type(model).__name__)
+            beside.monitor.close()
             return
         if beside is None:
             monitor = made_by(named(self._config), params_have_main_grad=has_main_grad(model))
@@ -143,7 +146,9 @@ def owner_of(training: Training, kind: type, objects: Iterable[Any]) -> Any:
     owners.sort(key=lambda one: (-one.of, one.others))
     if owners and owners[0][1:] not in [one[1:] for one in owners[1:]]:
         return owners[0].model
-    why = f"it may belong to {_named(owners)}" if owners else "no model of this process has its parameters"
+    unknown = "no model was found that has its parameters"
+    unknown += ", and objects that gc.freeze has set aside cannot be searched" if gc.get_freeze_count() else ""
+    why = f"it may belong to {_named(owners)}" if owners else unknown
     said = "trainermon run: %s is not monitored, because %s. Attach by monitor.watch(model, optimizer) in its code."
     LOGGER.warning(said, type(optimizer).__name__, why)
     return None

@@ -489,7 +489,7 @@ class Attachment:
         self._before_seal()
         self._recorder.end_step()
         if was_active and self._recorder.has_rows:
-            if keep and not self.clock.learning:
+            if keep and not self.clock.misguessed:
                 self._failures.guarded("sealing the last step", self.sealer.seal)("incomplete", self.modules.seen)
             else:
                 self._recorder.discard()

@@ -114,9 +114,21 @@ class MicroBatchCount:
     def step_ended(self, forwards: int) -> bool:
         """Whether ``adopted`` has changed. A first step whose forwards were not seen counts as one micro-batch."""
         first, again = not self.adopted, forwards == self._before
+        if not first and not forwards:  # a step that is not collected shows none
+            return False
         self._before = forwards
-        if not first and (self._corrected or not again or forwards in (0, self.adopted)):
+        if not first and (self._corrected or not again or forwards == self.adopted):
             return False
         self._corrected = not first
         self.adopted = max(1, forwards)
         return True
+
+    def said(self, step: int, forwards: int, *, late: bool) -> str:
+        """A sentence on the step before ``step``, which had so many.
+
+        Args:
+            late: Whether recording begins after it.
+        """
+        found = f"Step {step - 1} had {forwards} micro-batches (training forwards of the model), so a step has {self.adopted}."
+        begins = f" Rows and alerts begin with step {step}; with micro_batches={self.adopted} they begin with the first one."
+        return found + begins if late else found

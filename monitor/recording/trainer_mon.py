@@ -110,9 +110,8 @@ class ModelMonitor:
         self._listening: dict[str, WatcherFactory] = {}
         self._alert_callbacks: list[AlertCallback] = []
         # Start now: the first step may communicate before a model is attached.
-        self._communication = (
-            None if self._dynamic else self._backend.factories.communication(self._config.cc_distribution, self._failures)
-        )
+        made = None if dynamic else self._backend.factories.communication(config.cc_distribution, self._failures)
+        self._communication = made
 
     def forward_to(self, call: Callable[[dict[str, float], int], object], **chosen: Any) -> None:
         """Call a function with numbers of each step: ``{"monitor/grad_reduced/layers.0.weight/norm": 1.5}``, and the step.
@@ -274,9 +273,10 @@ class ModelMonitor:
         watch_of: SpecOf,
     ) -> None:
         names = self._names(watch)
-        dp_group, tp_group = groups
         groups_of = watch.framework.groups
-        where = partial(self._backend.job.place, groups_of, len(watch.chunks), pp=self._process_group, dp=dp_group, tp=tp_group)
+        where = partial(
+            self._backend.job.place, groups_of, len(watch.chunks), pp=self._process_group, dp=groups[0], tp=groups[1]
+        )
         spec = RecordingSpec(self._config, self._config_path, self._base, watched, self._failures, start)
         first = self._listening | self._forwarding if not self._recordings else self._listening
         recording = Recording(spec, where, self._backend, first)
@@ -324,9 +324,9 @@ class ModelMonitor:
             ownership = replace(watch.ownership, module_ranks=config.module_ranks)
             return replace(watch, config=config, grad_acc_steps=micro_steps, ownership=ownership)
 
-        said = f"Step {step - 1} had {seen} micro-batches (training forwards of the model), so a step has {micro_steps}."
+        said = count.said(step, seen, late=first and not kept)
         if seen:
-            LOGGER.info("[rank %d] %s%s", self._failures.rank, said, " It has no rows." if first and not kept else "")
+            LOGGER.info("[rank %d] %s", self._failures.rank, said)
         else:
             self._failures.warn("micro-batches", f"{said} Pass micro_batches if that is wrong.")
         if self._dynamic:

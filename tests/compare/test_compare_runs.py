@@ -63,7 +63,7 @@ FORMATS = ("csv", "hdf5", "parquet")
 @pytest.mark.parametrize("right", FORMATS)
 def test_runs_that_trained_alike_are_the_same_in_any_formats(tmp_path: Path, left: str, right: str) -> None:
     sides = trained(tmp_path / "a", left), trained(tmp_path / "b", right)
-    assert compared(*sides) == (0, "the same: 49 tensors\n")
+    assert compared(*sides) == (0, "the same: 49 rows\n")
 
 
 @pytest.mark.parametrize("left", FORMATS)
@@ -71,8 +71,8 @@ def test_runs_that_trained_alike_are_the_same_in_any_formats(tmp_path: Path, lef
 def test_a_merged_set_is_compared_with_the_ranks_of_another_run(tmp_path: Path, left: str, right: str) -> None:
     sides = trained(tmp_path / "a", left), trained(tmp_path / "b", right)
     merged(sides[0], format="parquet")
-    assert compared(sides[0] / "merged", sides[1]) == (0, "the same: 49 tensors\n")
-    assert compared(sides[1], sides[0] / "merged") == (0, "the same: 49 tensors\n")
+    assert compared(sides[0] / "merged", sides[1]) == (0, "the same: 49 rows\n")
+    assert compared(sides[1], sides[0] / "merged") == (0, "the same: 49 rows\n")
 
 
 @pytest.mark.parametrize(("left", "right"), [("csv", "hdf5"), ("hdf5", "csv"), ("parquet", "hdf5")])
@@ -80,7 +80,7 @@ def test_a_difference_that_csv_shows_is_found_in_any_formats(tmp_path: Path, lef
     sides = trained(tmp_path / "a", left), trained(tmp_path / "b", right, last=1 / 3 + 1e-5)
     status, said = compared(*sides)
     assert status == 1
-    assert said.startswith("1 differences among 49 tensors\nfirst: step 6, rank0: grad_reduced/0:e")
+    assert said.startswith("1 differences among 49 rows\nfirst: step 6, rank0: grad_reduced/0:e")
 
 
 def test_a_difference_below_the_last_digit_of_csv_is_one_between_exact_formats_alone(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_the_rows_are_those_of_a_line_in_the_program(how: str, recordings: int, 
 def test_what_cannot_be_told_is_left_alone_with_a_warning(tmp_path: Path) -> None:
     done = ended([*RUN, sys.executable, str(LOOPS), "no_model"], tmp_path)
     assert done.returncode == 0
-    assert "SGD is not monitored, because no model of this process has its parameters" in done.stderr
+    assert "SGD is not monitored, because no model was found that has its parameters" in done.stderr
     assert not (tmp_path / "recorded").exists()
 
 
@@ -60,6 +60,14 @@ def test_another_configuration_by_name_or_path(tmp_path: Path) -> None:
         assert ended(command, tmp_path, MONITOR_OUTPUT_DIR=output).returncode == 0
         (table,) = rows(tmp_path / output, FIRST).values()
         assert {row["kind"] for row in table} - {"run", "update_ratio"} == kinds
+
+
+def test_an_optimizer_that_replaces_another_ends_the_recording_of_its_model(tmp_path: Path) -> None:
+    done = ended([*RUN, sys.executable, str(LOOPS), "replaced"], tmp_path)
+    assert weights(done) == weights(ended([sys.executable, str(LOOPS), "replaced"], tmp_path))
+    assert "Unhashable begins to step Net later than others. From here on, this model is not monitored." in done.stderr
+    (table,) = rows(tmp_path / "recorded", 0).values()
+    assert {row["step"] for row in table if row["kind"] == "grad_reduced"} == {1, 2, 3, 4, 5}
 
 
 def test_what_was_compiled_in_the_first_step_has_rows_of_activations(tmp_path: Path) -> None:

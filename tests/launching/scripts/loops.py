@@ -102,6 +102,24 @@ def compiled() -> list[nn.Module]:
     return [net]
 
 
+def replaced() -> list[nn.Module]:
+    """Optimizers that follow each other. The last one cannot be hashed."""
+
+    class Unhashable(torch.optim.SGD):
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            optimizer = Unhashable(net.parameters(), lr=0.1)
+        net(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [net]
+
+
 def no_model() -> list[nn.Module]:
     weight = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
