@@ -105,7 +105,7 @@ def compiled() -> list[nn.Module]:
 def replaced() -> list[nn.Module]:
     """Optimizers that follow each other. The last one cannot be hashed."""
 
-    class Unhashable(torch.optim.SGD):
+    class Unhashable(torch.optim.SGD):  # noqa: PLW1641 - that is the case
         def __eq__(self, other: object) -> bool:
             return self is other
 
