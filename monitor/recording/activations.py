@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 from monitor.failures import Failures
 from monitor.recording.backend import HookSet, RecordingBackend, Removable, Target
@@ -17,6 +17,9 @@ from monitor.recording.step_clock import Clock
 from monitor.recording.tensor_paths import HiddenError, TensorPath, hidden_result
 from monitor.selection import ModuleSelection, TensorChoice
 from monitor.series import Series
+
+MOST_FORWARDS: Final = 1024
+"""Training forwards of a step that have rows, if the step was not said to have more."""
 
 
 class OpenRoot(NamedTuple):
@@ -439,12 +442,21 @@ class ModuleCollector:
         if not counted or self._repeating() or root is not self.roots[chunk]:
             return
         self.threads.add(get_ident())
-        self.tracking[chunk] = self._adapter.root_trains(root)
+        self.tracking[chunk] = self._adapter.root_trains(root) and self._has_room(chunk)
         if self.tracking[chunk] and not self.in_tracked_root(chunk):
             self.clock.forward_begins(chunk)
             self.recorder.micro_step_begins(chunk, self.clock.micro_steps)
             self._check_micro_step(self.clock.forward[chunk])
         self._open_roots[chunk].append(OpenRoot(self.tracking[chunk], sys.exc_info()[1]))
+
+    def _has_room(self, chunk: int) -> bool:
+        """Whether the step may have another forward: a step that no optimizer ends must not take ever more memory."""
+        begun = self.clock.forward[chunk] + 1
+        if begun < max(MOST_FORWARDS, self.clock.micro_steps):
+            return True
+        said = f"Step {self.clock.step} has had {begun} training forwards and has not ended. Its further ones have no rows."
+        self.failures.warn("endless step", f"{said} Pass the optimizers whose step() the loop calls.")
+        return False
 
     def in_tracked_root(self, chunk: int) -> bool:
         """Whether a training forward of the root is open. A nested one does not begin a micro-step: Lightning runs a training

@@ -10,6 +10,8 @@ from observing import ACTIVATIONS, observed, seeded
 from torch import Tensor, nn
 from watching import Output, attached
 
+from monitor.recording import activations
+
 
 def batch(number: int) -> Tensor:
     """Inputs whose norm is 2 (number + 1)."""
@@ -117,6 +119,18 @@ def test_more_root_forwards_than_announced_are_numbered_on_with_one_warning(
         rows = [(row.step, row.micro_step, row.values["norm"]) for row in output.rows(kind) if row.name == "1.output"]
         assert rows == [(step, number, 2.0 * (number + 1)) for step in range(3) for number in range(4)]
     assert sum("grad_acc_steps is 2" in record.message for record in caplog.records) == 1
+
+
+def test_a_step_that_no_optimizer_ends_takes_a_bounded_number_of_rows(
+    output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(activations, "MOST_FORWARDS", 4)
+    model = two_layers()
+    other = torch.optim.SGD(two_layers().parameters(), lr=0.0)
+    with attached(output, model, other, grad_acc_steps=2, **ACTIVATIONS):
+        run_batches(model, 50)
+    assert [row.micro_step for row in output.rows("actv") if row.name == "1.output"] == [0, 1, 2, 3]
+    assert sum("Step 0 has had 4 training forwards and has not ended" in record.message for record in caplog.records) == 1
 
 
 def test_numbering_begins_anew_with_each_step(output: Output) -> None:
