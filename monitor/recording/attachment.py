@@ -131,6 +131,7 @@ class Attachment:
         has_unheld: Whether a step has shown trained parameters without a known optimizer.
         last_collected: The last collected step that has ended; None before the first.
         on_first_step: Called once, after the next step, collected or not; may end the run.
+        names: The recorded modules and parameters.
         modules: Records activations, and counts micro-steps.
         collectors: The other collectors.
         sealer: Submits the rows of each collected step.
