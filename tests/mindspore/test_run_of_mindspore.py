@@ -28,8 +28,8 @@ def test_the_rows_are_those_of_a_line_in_the_program(tmp_path: Path) -> None:
     assert plain == by_hand == launched
     assert said.count("trainermon run: attached to Net, trained by Adam.") == 1
     runs = [monitor.open_run(tmp_path / name) for name in ("by_hand", "recorded")]
-    assert runs[0].kinds == runs[1].kinds
-    for kind in runs[0].kinds:
+    assert {"grad_reduced", "param_updated", "run"} <= {*runs[1].kinds} <= {*runs[0].kinds}  # that of step 0 has activations
+    for kind in runs[1].kinds:
         tables = [run.rows(kind, steps=range(2, 100)).to_pylist() for run in runs]
         kept = [[{key: value for key, value in row.items() if key not in ("call_id", "rank")} for row in one] for one in tables]
         assert kept[0] == kept[1], kind
