@@ -13,7 +13,7 @@ from monitor.merge.report import listed_steps, said_steps, summary
 from monitor.query.batches import IDENTITY, SHOWN_KINDS, Batch, batch_of, batches, files_of, kinds_in, ops_in, place_of
 from monitor.query.opened import open_source
 from monitor.query.sources import MergedSet, QueryError, RunSource
-from monitor.series import REPLICA_KIND
+from monitor.series import Series, underlying_series
 from monitor.sinks.csv import rounded
 from monitor.sinks.files import StepSpan
 from monitor.stats.ops import TEXT_OPS
@@ -184,8 +184,8 @@ def _differences(pair: tuple[Batch, Batch], ndigits: list[int], alone: tuple[One
 
 
 def _phase(kind: str, name: str) -> int:
-    """A replica's is that of the kind that is checked, with which its name begins."""
-    return PHASES.get(name.partition("/")[0] if kind == REPLICA_KIND else kind, CALLS)
+    """A replica's is that of the kind that is checked."""
+    return PHASES.get(underlying_series(Series(kind, 0, name)).kind, CALLS)
 
 
 def _rows(rows: list[Row], kind: str) -> dict[Key, Row]:

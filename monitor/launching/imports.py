@@ -29,11 +29,8 @@ def begin() -> None:
 
 
 def _with_torch(module: Any) -> None:
-    def stepped(optimizer: Any, *_: Any) -> None:
-        _torch_attaching().stepped(optimizer)
-
-    stop = module.register_optimizer_step_post_hook(stepped).remove
-    _torch_attaching().stop = stop
+    attaching = _torch_attaching()
+    attaching.stop = module.register_optimizer_step_post_hook(lambda optimizer, *_: attaching.stepped(optimizer)).remove
 
 
 @cache
