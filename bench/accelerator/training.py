@@ -1,4 +1,4 @@
-"""What a step of training on an accelerator pays for being monitored: GPT-2 and a Llama of 1 B parameters, eager and compiled.
+"""What a step on an accelerator pays for being monitored: GPT-2, a Llama of 1 B parameters, and a Llama of 16 small layers.
 
     python bench/accelerator/training.py
 
@@ -6,6 +6,7 @@ Each training is a process of its own, because what it compiles and allocates is
 another, in several rounds and an order that changes. Weights are random, bfloat16, and so is the batch, which never changes.
 Times are the device's, by events, medians over steps and rounds. Added memory is the peak of the device's allocator above that
 of the unmonitored training. One more step runs where every wait for the device is an error: `waits` says whether one came.
+Another is traced: `launches` counts what the device was asked to do in it, and `busy` is the time that this took there.
 Beside what activations add stands the least that they can: the time in which each distinct tensor, and each gradient of one, is
 read once as fast as the device copies.
 
@@ -37,9 +38,13 @@ UNMONITORED, OURS, PEER, WANDB = "unmonitored", "monitor", "mindstudio-probe", "
 NEEDED: Final = {PEER: "msprobe", WANDB: "wandb"}
 STATE = CONFIGS["gradients"] | CONFIGS["weights"] | CONFIGS["moments"]
 RECORDED = {name: CONFIGS[name] for name in ("gradients", "activations", "everything")} | {"training state": STATE}
-MODELS = ("gpt2", "llama")
+MODELS = ("gpt2", "llama", "launches")
 MEGABYTE: Final = 1 << 20
 CHILD = Path(__file__).with_name("training_process.py")
+
+
+class TrainingError(Exception):
+    """A training ended early. Says how its error output ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class Cost:
         steps: Median seconds of a step.
         peak: Bytes of device memory.
         waits: What waited for the device in the training thread; empty if nothing did, None if that was not to be found out.
+        launches: What the device was asked to do in a step; None without a trace.
+        busy: Seconds that it took there.
         least: Seconds that reading each distinct activation and gradient of one once takes, at a copy's speed.
     """
 
@@ -67,6 +74,8 @@ class Cost:
     steps: list[float]
     peak: list[int]
     waits: str | None
+    launches: int | None
+    busy: float | None
     least: float | None
 
 
@@ -74,22 +83,24 @@ def main() -> int:
     options = parse_arguments()
     device = device_of(options)
     ways, left_out = ways_of(options)
-    progress = Progress()
+    progress, failed = Progress(), []
     found: dict[Way, list[dict[str, Any]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory(prefix="training-") as directory, until_stopped():
         for number in range(options.rounds):
             for way in rotated(ways, number):
                 progress.show(f"round {number + 1} of {options.rounds}: {' '.join(asdict(way).values())}")
                 place = Path(directory, f"{number}-{ways.index(way)}")
-                found[way].append(trained(way, str(device), place, options))
+                try:
+                    found[way].append(trained(way, str(device), place, options))
+                except TrainingError as failure:
+                    failed.append(f"{' '.join(asdict(way).values())} failed in round {number + 1}:\n{failure}")
     progress.end()
     costs = [cost_of(way, replies) for way, replies in found.items() if replies]
     print(", ".join(f"{name} {value}" for name, value in named(device).items()) + f"; {options.rounds} rounds\n")
     print(table(costs))
-    for line in left_out:
-        print(line)
-    save(options.json, named(device) | {"left_out": left_out, "costs": [asdict(cost) for cost in costs]})
-    return 0
+    print("\n".join([*left_out, *failed]))
+    save(options.json, named(device) | {"left_out": left_out, "failed": failed, "costs": [asdict(cost) for cost in costs]})
+    return 1 if failed else 0
 
 
 def ways_of(options: argparse.Namespace) -> tuple[list[Way], list[str]]:
@@ -115,8 +126,7 @@ def trained(way: Way, device: str, place: Path, options: argparse.Namespace) -> 
         [sys.executable, str(CHILD), json.dumps(request)], env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        print(f"{' '.join(asdict(way).values())} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
-        sys.exit(1)
+        raise TrainingError(done.stderr[-2000:])
     reply: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return reply
 
@@ -125,12 +135,14 @@ def cost_of(way: Way, replies: Sequence[dict[str, Any]]) -> Cost:
     waits = replies[0]["waits"]
     least = [reply["least"] for reply in replies if "least" in reply]
     steps, peaks = [median(reply["steps"]) for reply in replies], [reply["peak"] for reply in replies]
-    return Cost(way, steps, peaks, waits, median(least) if least else None)
+    seen = replies[0]["launches"], replies[0]["busy"]
+    return Cost(way, steps, peaks, waits, *seen, median(least) if least else None)
 
 
 def table(costs: Sequence[Cost]) -> str:
     plain = {(cost.way.model, cost.way.mode): cost for cost in costs if cost.way.by == UNMONITORED}
     header = ["model", "mode", "by", "recorded", "step, ms", "added", "least", "added MB", "share of memory", "waits"]
+    header += ["launches", "busy, ms"]
     return aligned(header, list(lines(costs, plain)), names=4)
 
 
@@ -145,7 +157,8 @@ def lines(costs: Sequence[Cost], plain: dict[tuple[str, str], Cost]) -> Iterator
         bound = plain.get((cost.way.model, "eager"))
         least = bound.least if bound is not None and cost.way.recorded == "activations" else None
         times = [f"{1e3 * step:.3f}", f"{step / usual - 1:.2%}", "" if least is None else f"{least / usual:.2%}"]
-        yield [*asdict(cost.way).values(), *times, f"{added / MEGABYTE:.1f}", share, waits]
+        trace = ["", ""] if cost.busy is None else [str(cost.launches), f"{1e3 * cost.busy:.3f}"]
+        yield [*asdict(cost.way).values(), *times, f"{added / MEGABYTE:.1f}", share, waits, *trace]
 
 
 def parse_arguments() -> argparse.Namespace:

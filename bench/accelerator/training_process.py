@@ -1,15 +1,18 @@
 """A process that trains as it is asked to, and says what it took, in a line of JSON.
 
 The request is its argument (``training.py`` makes it). The reply has ``steps`` (seconds each), ``peak`` (bytes of device
-memory) and ``waits`` (the first wait for the device in a step, or nothing; null where that is not to be found out). Unmonitored
-eager training also says the ``least`` seconds that reading its activations takes.
+memory), ``waits`` (the first wait for the device in a step, or nothing; null where that is not to be found out), and of one
+traced step the ``launches`` and the seconds in which the device was ``busy`` (null where there is no trace). Unmonitored eager
+training also says the ``least`` seconds that reading its activations takes.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ from torch import Tensor, nn
 
 WARM_UP = 5
 QUICK = 2
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of the profiler's events."""
 
 
 def main() -> None:
@@ -42,7 +47,7 @@ def main() -> None:
     clock = Clock(device)
     reset_peak(device)
     steps = clock.laps(step, request["steps"])
-    reply = {"steps": steps, "peak": peak(device), "waits": waits_of(step, device)}
+    reply = {"steps": steps, "peak": peak(device), "waits": waits_of(step, device), **traced(step, device)}
     if request["by"] == "unmonitored" and request["mode"] == "eager":
         reply["least"] = least_seconds(model, step, device)
     close()
@@ -50,7 +55,11 @@ def main() -> None:
 
 
 def workload(name: str, device: torch.device, quick: bool) -> tuple[nn.Module, Tensor]:
-    """A model with random weights and a batch for it. Both fill a device of 80 GB well, beside what else is in it."""
+    """A model with random weights and a batch for it.
+
+    Two of them fill a device of 80 GB well, beside what else is in it. "launches" has the layers of the larger one and next to
+    no work in them: the device waits for the host.
+    """
     import transformers
 
     if name == "gpt2":
@@ -61,10 +70,12 @@ def workload(name: str, device: torch.device, quick: bool) -> tuple[nn.Module, T
     else:
         large = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
         large |= {"num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": True}
+        if name == "launches":
+            large |= {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
         small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
         config = transformers.LlamaConfig(**(small if quick else large))
         made = transformers.LlamaForCausalLM
-        shape = (2, 16) if quick else (8, 2048)
+        shape = (2, 16) if quick else (2, 64) if name == "launches" else (8, 2048)
     with device:  # where random numbers for a billion weights take no time
         model = made(config).to(torch.bfloat16)
     return model, torch.randint(config.vocab_size, shape, device=device)
@@ -112,6 +123,23 @@ def waits_of(step: Callable[[], Tensor], device: torch.device) -> str | None:
     finally:
         module.set_sync_debug_mode("default")
     return ""
+
+
+def traced(step: Callable[[], Tensor], device: torch.device) -> dict[str, Any]:
+    """How often a step has the device do something, and for how many seconds in all, as the profiler of torch sees it."""
+    if device.type == "cpu":
+        return {"launches": None, "busy": None}
+    step()  # whatever the look for waits has interrupted
+    torch.accelerator.synchronize(device)
+    with torch.profiler.profile() as profile:
+        step()
+        torch.accelerator.synchronize(device)
+    with tempfile.TemporaryDirectory() as directory:
+        trace = Path(directory, "trace.json")
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    done = [event["dur"] for event in events if event.get("cat") in ON_DEVICE]
+    return {"launches": len(done), "busy": sum(done) / 1e6}
 
 
 if __name__ == "__main__":
