@@ -1,8 +1,9 @@
 /* The ordinary way from torch's hooks to rows (see monitor/pytorch/fast_path.py).
  *
- * A tensor is ordinary if it is a dense tensor of floats in host memory, whose series already has rows. Everything else is handed to
- * the Python code, which is complete: each function here says when it has not done the work, and has then changed nothing. Both work
- * on the same state: the rows and cells of the table, the tensors that were read, the hooks of a tensor.
+ * A tensor is ordinary if it is a dense tensor of floats whose series already has rows, in host memory, or on a device where one launch
+ * reads it (`TorchTensorReader.launch`). Everything else is handed to the Python code, which is complete: each function here says when it
+ * has not done the work, and has then changed nothing. Both work on the same state: the rows and cells of the table, the tensors that were
+ * read, the hooks of a tensor.
  *
  * Only the stable ABI is used, so callables are objects with `tp_call`, and fields of Python objects are read by name. */
 

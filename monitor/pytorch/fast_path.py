@@ -1,7 +1,8 @@
 """The ordinary way from torch's hooks to rows, in C (``fast_path.c``), and in Python where that was not built.
 
-Ordinary are dense tensors of floats in host memory. The code in C needs DLPack's exchange of tensors (torch 2.10), and relies
-on the GIL. ``MONITOR_NATIVE=0`` switches it off.
+Ordinary are dense tensors of floats in host memory, and those on a device that a single launch reads (``Reader.launch``). The
+code in C needs DLPack's exchange of tensors (torch 2.10), and relies on the GIL. ``MONITOR_NATIVE=0`` switches it
+off.
 """
 
 from __future__ import annotations

@@ -76,8 +76,13 @@ typedef struct {
 
 typedef struct {
     double *numbers;
-    int64_t row, rows;
-} Slot; /* RowSlot.native */
+    int64_t row, rows, on_device;
+} Place; /* RowSlot.native */
+
+typedef struct {
+    Place place;
+    PyObject *object; /* the RowSlot; NULL where numbers are in host memory */
+} Slot;
 
 typedef struct {
     int64_t *order, *layout, *alias, *alias_order, *writes;
@@ -96,10 +101,19 @@ static int copy_native(PyObject *of, void *to, Py_ssize_t size) {
     return fits;
 }
 
-static int find_slot(Reader *reader, PyObject *watched, int64_t micro_step, Slot *slot) {
+/* Finds the rows of a series for tensors of the device of `x`. On a device, not while a graph is captured there. */
+static int find_slot(Reader *reader, PyObject *watched, PyObject *x, const Elements *elements, int64_t micro_step, Slot *slot) {
     PyObject *slots = PyObject_GetAttr(watched, s_slots);
-    PyObject *found = slots == NULL ? NULL : PyDict_GetItemWithError(slots, reader->device);
-    int there = copy_native(found, slot, sizeof *slot) && micro_step >= 0 && micro_step < slot->rows;
+    PyObject *device = elements->device_type == DL_CPU ? Py_NewRef(reader->device) : PyObject_GetAttr(x, s_device);
+    PyObject *found = slots == NULL || device == NULL ? NULL : PyDict_GetItemWithError(slots, device);
+    int there = copy_native(found, &slot->place, sizeof slot->place) && micro_step >= 0 && micro_step < slot->place.rows;
+    slot->object = NULL;
+    if (there && slot->place.on_device) {
+        PyObject *captured = PyObject_CallMethodObjArgs((PyObject *)reader, s_captures, device, NULL);
+        there = answers_no(captured);
+        slot->object = there ? Py_NewRef(found) : NULL;
+    }
+    Py_XDECREF(device);
     Py_XDECREF(slots);
     forget_failure();
     return there;
@@ -155,22 +169,36 @@ static int remember(Reader *reader, PyObject *x, PyObject *key, PyObject *versio
     return done;
 }
 
+/* Reduces the elements: here, or by a launch on their device. 0, perhaps with an exception set: nothing was written. */
+static int reduce(Reader *reader, PyObject *x, const Elements *elements, const Slot *slot, int64_t offset, int wanted) {
+    if (slot->object == NULL) {
+        double bound = elements->format == FLOAT64 ? reader->wide : reader->narrow;
+        double *numbers = slot->place.numbers + offset * kernel->columns;
+        return kernel->reduce(elements->data, elements->count, elements->format, bound, wanted, numbers);
+    }
+    PyObject *done = PyObject_CallMethod(
+        (PyObject *)reader, "launch", "OOiKnLi", slot->object, x, elements->device_id, (unsigned long long)(uintptr_t)elements->data,
+        (Py_ssize_t)elements->count, (long long)offset, wanted & CHECK_SUMS);
+    int launched = done == Py_True;
+    Py_XDECREF(done);
+    return launched;
+}
+
 /* Under the lock: writes the row. `version` is NULL for a tensor that is not looked for under other names. */
 static int write_row(Reader *reader, PyObject *x, const Elements *elements, const Slot *slot, int64_t offset, PyObject *version, int wanted) {
     Cells cells;
-    int64_t row = slot->row + offset, layout;
+    int64_t row = slot->place.row + offset, layout;
     PyObject *key = version == NULL ? NULL : PyLong_FromVoidPtr(x);
     int done = NOT_DONE;
     if (copy_native(reader->table, &cells, sizeof cells) && (version == NULL || key != NULL)) {
         ReadTensor *known = version == NULL ? NULL : read_before(reader, x, key, version);
-        double bound = elements->format == FLOAT64 ? reader->wide : reader->narrow;
         if (known != NULL) {
             if (known->row != row) { /* else the row holds it already, and may have aliases */
                 note(&cells, row, known->layout, known->row);
             }
             done = DONE;
         } else if (!PyErr_Occurred() && (layout = layout_index(reader, x, elements)) >= 0 &&
-                   kernel->reduce(elements->data, elements->count, elements->format, bound, wanted, slot->numbers + offset * kernel->columns)) {
+                   reduce(reader, x, elements, slot, offset, wanted)) {
             note(&cells, row, layout, -1);
             done = version == NULL || remember(reader, x, key, version, row, layout) == 0 ? DONE : FAILED;
         }
@@ -183,12 +211,13 @@ static int write_row(Reader *reader, PyObject *x, const Elements *elements, cons
 static int record_one(Reader *reader, PyObject *watched, PyObject *x, int64_t micro_step, int aliases) {
     Elements elements;
     Slot slot;
-    if (!reader->ready || !look(x, &elements) || !find_slot(reader, watched, micro_step, &slot)) {
+    if (!reader->ready || !look(x, &elements) || !find_slot(reader, watched, x, &elements, micro_step, &slot)) {
         return PyErr_Occurred() ? FAILED : NOT_DONE;
     }
     PyObject *version = aliases ? PyObject_GetAttr(x, s__version) : NULL;
     if (aliases && version == NULL) { /* a tensor of inference mode has no version */
         forget_failure();
+        Py_XDECREF(slot.object);
         return PyErr_Occurred() ? FAILED : NOT_DONE;
     }
     int wanted = reader->wanted | (is_true(watched, s_checked) ? CHECK_SUMS : 0), done = FAILED;
@@ -202,6 +231,7 @@ static int record_one(Reader *reader, PyObject *watched, PyObject *x, int64_t mi
         Py_DECREF(locked);
     }
     Py_XDECREF(version);
+    Py_XDECREF(slot.object);
     return done;
 }
 
@@ -258,7 +288,8 @@ static int hand_over(PyObject *self, PyObject *rest, PyObject *failed) {
     return called == NULL ? -1 : PyList_SetSlice(rest, 0, PyList_Size(rest), NULL);
 }
 
-/* Every item in its order: those that are not ordinary are handed over together, before the next one that is. */
+/* Every item in its order: those that are not ordinary, or not in host memory, are handed over together, before the next one that is. A
+ * device then reads many in one launch. */
 static PyObject *reader_record_all(PyObject *self, PyObject *args) {
     PyObject *given, *failed;
     if (!PyArg_ParseTuple(args, "OO", &given, &failed)) {
@@ -273,11 +304,12 @@ static PyObject *reader_record_all(PyObject *self, PyObject *args) {
             break;
         }
         Elements elements;
-        if (PyList_Size(rest) && look(x, &elements) && hand_over(self, rest, failed) < 0) {
+        int here = is_true(x, s_is_cpu);
+        if (here && PyList_Size(rest) && look(x, &elements) && hand_over(self, rest, failed) < 0) {
             error = 1;
             break;
         }
-        int done = record_one((Reader *)self, watched, x, 0, 0);
+        int done = here ? record_one((Reader *)self, watched, x, 0, 0) : NOT_DONE;
         forget_failure();
         error = PyErr_Occurred() || (done != DONE && PyList_Append(rest, item) < 0);
     }

@@ -37,10 +37,10 @@ static const DLPackExchange *exchange; /* NULL until `set_up` */
 static PyObject *tensor_type, *parameter_type, *accumulation, *forwarding, *is_lazy_copy, *current_sequence_nr, *new_hooks;
 
 #define NAMES(EACH)                                                                                                                      \
-    EACH(_backward_hooks) EACH(_register_hook_dict) EACH(_sequence_nr) EACH(_version) EACH(active) EACH(attached) EACH(checked)          \
-    EACH(clock) EACH(dtype) EACH(grad_fn) EACH(is_neg) EACH(layout_of) EACH(native) EACH(nbytes) EACH(next_functions) EACH(output_nr)    \
-    EACH(record_all_in_python) EACH(record_in_python) EACH(recorder) EACH(register_hook) EACH(requires_grad) EACH(shape) EACH(slots) EACH(step)              \
-    EACH(storage_offset) EACH(take) EACH(untyped_storage)
+    EACH(_backward_hooks) EACH(_register_hook_dict) EACH(_sequence_nr) EACH(_version) EACH(active) EACH(attached) EACH(captures)         \
+    EACH(checked) EACH(clock) EACH(device) EACH(dtype) EACH(grad_fn) EACH(is_cpu) EACH(is_neg) EACH(layout_of) EACH(native) EACH(nbytes) \
+    EACH(next_functions) EACH(output_nr) EACH(record_all_in_python) EACH(record_in_python) EACH(recorder) EACH(register_hook)            \
+    EACH(requires_grad) EACH(shape) EACH(slots) EACH(step) EACH(storage_offset) EACH(take) EACH(untyped_storage)
 #define DECLARE(name) static PyObject *s_##name;
 NAMES(DECLARE)
 
@@ -86,6 +86,7 @@ static uint64_t sequence_number(PyObject *node) {
 
 typedef struct {
     const void *data;
+    int32_t device_type, device_id;
     size_t count;
     enum format format;
     int64_t layout[MOST_DIMENSIONS + 2]; /* format, number of dimensions, shape: the key of a layout */
@@ -119,7 +120,7 @@ static int answers_no(PyObject *answer) {
     return no;
 }
 
-/* Fills `found` with the elements of an ordinary tensor, in memory without gaps. Leaves no failure. */
+/* Fills `found` with the elements of an ordinary tensor, in memory without gaps, of any device. Leaves no failure. */
 static int look(PyObject *x, Elements *found) {
     DLTensor seen;
     int64_t count = 1;
@@ -129,7 +130,7 @@ static int look(PyObject *x, Elements *found) {
         return 0;
     }
     int format = format_of(&seen);
-    if (seen.device_type != DL_CPU || seen.data == NULL || format < 0 || seen.ndim > MOST_DIMENSIONS) {
+    if (seen.data == NULL || format < 0 || seen.ndim > MOST_DIMENSIONS) {
         return 0;
     }
     for (int d = seen.ndim - 1; d >= 0; d--) {
@@ -145,6 +146,8 @@ static int look(PyObject *x, Elements *found) {
         return 0;
     }
     found->data = (const char *)seen.data + seen.byte_offset;
+    found->device_type = seen.device_type;
+    found->device_id = seen.device_type == DL_CPU ? -1 : seen.device_id;
     found->count = (size_t)count;
     found->format = found->layout[0] = format;
     found->layout[1] = seen.ndim;

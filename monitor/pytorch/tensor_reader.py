@@ -17,7 +17,7 @@ from monitor.stats.host.array_kernel import Reduce
 from monitor.stats.ops import Epsilon
 from monitor.stats.table import NOT_AN_ALIAS, HostPage, Page, PageMemory, RowSlot
 from monitor.stats.torch.device_kernel import count_magnitudes, count_magnitudes_on_device
-from monitor.stats.torch.dispatch import ListedTensor, reduce_into, reduce_listed
+from monitor.stats.torch.dispatch import DEVICE_KERNELS, ListedTensor, reduce_into, reduce_listed
 from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.memory import TorchDevicePage, persistent, write_histogram, write_numbers
 from monitor.stats.torch.tensors import (
@@ -31,7 +31,7 @@ from monitor.stats.torch.tensors import (
     plain_address,
     unseen,
 )
-from monitor.stats.triton.launch import is_listed
+from monitor.stats.triton.launch import FusedKernel, is_listed
 
 # --- The current micro-step on the device. Code captured in a device graph runs without the monitor's Python and reads it. A
 # captured kernel has its row's address and adds this number to it: the micro-step, or a negative number if nothing must be
@@ -181,6 +181,28 @@ class TorchTensorReader(Reader):
                 self._read_directly(plain, watched, x, micro_step, address)
             else:
                 self._record(watched, x, micro_step, address=address, version=_version(x) if aliases else None)
+
+    def captures(self, device: torch.device) -> bool:
+        """Whether the current stream of ``device`` is being captured. The code in C asks."""
+        return self.device_steps.captures(device)
+
+    def launch(self, slot: RowSlot, x: Tensor, device: int, address: int, count: int, offset: int, checked: int) -> bool:
+        """Reduce a dense tensor of a device into ``slot``, ``offset`` rows down, for the code in C, which has looked at it.
+
+        Args:
+            device: The index of its device.
+            address, count: The address of its first element, and their number.
+            checked: Not 0 if check sums are measured.
+
+        Returns:
+            Whether it was done; otherwise it needs more than a launch.
+        """
+        page = slot.page.memory
+        assert isinstance(page, TorchDevicePage)
+        kernel = DEVICE_KERNELS.kernel(self.eps, x.device, higher=self.higher, check_sums=checked != 0)
+        if not isinstance(kernel, FusedKernel) or not page.is_in_order():
+            return False
+        return kernel.reduces_elements(x, device, address, count, page.address(slot.local_row + offset))
 
     def record_value(self, watched: RecordedSeries, x: Tensor, micro_step: int, value: int, tag: Tensor, due: Due) -> None:
         """``record`` for compiled code. Compiled code writes to one tensor over and over and changes no version, so tracing

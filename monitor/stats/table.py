@@ -107,7 +107,8 @@ class RowSlot:
         local_row: First row within the page.
         row: First row within the table.
         rows: Number of rows.
-        native: For code in C: the address of the first row's numbers, ``row`` and ``rows``. Empty for rows on a device.
+        native: For code in C: the address of the first row's numbers, ``row``, ``rows``, and 1 if the numbers are on a device
+            (then the address is 0).
     """
 
     page: Page
@@ -240,7 +241,8 @@ class StatsTable:
     def allot(self, page: Page, series: Series, micro_steps: Sequence[int]) -> RowSlot:
         """Reserve the next free rows of ``page`` for a series: one for each of ``micro_steps``."""
         row, count = page.first_row + page.used, len(micro_steps)
-        native = struct.pack("3q", page.memory.address(page.used), row, count) if isinstance(page.memory, HostPage) else b""
+        here = isinstance(page.memory, HostPage)
+        native = struct.pack("4q", page.memory.address(page.used) if here else 0, row, count, not here)
         slot = RowSlot(page, page.used, row, count, native)
         page.used += len(micro_steps)
         rows = slice(slot.row, slot.row + slot.rows)

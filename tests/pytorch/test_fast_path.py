@@ -8,6 +8,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 from watching import Output, attached, warnings_in
 from ways import IN_PYTHON, WAYS, use
 
+from monitor.pytorch import tensor_reader
 from monitor.pytorch.fast_path import IN_C
-from monitor.pytorch.tensor_reader import TorchTensorReader
+from monitor.pytorch.tensor_reader import DeviceSteps, TorchTensorReader
 from monitor.recording.activations import ModuleCollector
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COUNT, SUM
 from monitor.stats.table import SealedTable
+from monitor.stats.torch.memory import TorchDevicePage
+from monitor.stats.triton.launch import FusedKernel
 
 pytestmark = pytest.mark.skipif(not IN_C, reason="the code in C was not built, or this torch has no exchange of tensors")
 
@@ -119,6 +123,90 @@ def test_every_other_tensor_comes_to_python_and_has_the_row_that_it_has_without_
     assert came == 1
     use(IN_PYTHON, monkeypatch)
     assert row == rows_of(Counting(SeriesTable(), 1e-8), OTHERS[kind]())[1]
+
+
+class Kernel(FusedKernel):
+    """Notes which elements it is given, and where their row is."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[int, ...]] = []
+
+    def reduces_elements(self, x: Tensor, *where: Any) -> bool:
+        self.given.append(where)
+        return x.dtype is not torch.float16
+
+
+class Stream:
+    def record_event(self) -> object:
+        return self
+
+
+class OnADevice(Counting):
+    """Its rows are in the memory of a device, as far as the code in C can tell. What comes to Python ends there."""
+
+    def record_in_python(self, *_given: Any) -> None:
+        self.came += 1
+
+
+@dataclass
+class Device:
+    """A device of this reader, and what launches on it met."""
+
+    kernel: Kernel
+    current: Stream
+    captured: bool = False
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device(Kernel(), Stream())
+    monkeypatch.setattr(torch, "Stream", lambda **_: Stream())
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: made.current)
+    monkeypatch.setattr(tensor_reader, "_new_memory", TorchDevicePage)
+    monkeypatch.setattr(tensor_reader.DEVICE_KERNELS, "kernel", lambda *_given, **_wanted: made.kernel)
+    return made
+
+
+def recorded_on(device: Device) -> tuple[OnADevice, RecordedSeries, TorchDevicePage]:
+    """A reader, and a series of two micro-steps that has its rows."""
+    reader, watched = OnADevice(SeriesTable(), 1e-8), RecordedSeries(Series("actv", 0, "x"), (0, 1))
+    reader.device_steps = DeviceSteps(lambda _: device.captured)
+    slot, _ = reader.rows.slot(watched, torch.device("cpu"), 0)
+    assert isinstance(slot.page.memory, TorchDevicePage)
+    return reader, watched, slot.page.memory
+
+
+def test_a_dense_tensor_of_a_device_is_launched_from_c(simulated: Device) -> None:
+    reader, watched, page = recorded_on(simulated)
+    x = torch.ones(6, 2)[2:4]
+    reader.record(watched, x, 1)
+    assert reader.came == 0
+    assert simulated.kernel.given == [(-1, x.data_ptr(), 4, page.address(1))]
+    assert page.address(1) == page.tensor[1].data_ptr()
+    columns = reader.rows.table.columns
+    assert list(columns.order[:2]) == [0, 1]
+    assert reader.rows.table.layouts[columns.layout[1]].shape == (2, 2)
+
+
+def test_a_tensor_of_a_device_that_is_unchanged_is_not_launched_again(simulated: Device) -> None:
+    reader, watched, _ = recorded_on(simulated)
+    other = RecordedSeries(Series("actv", 0, "y"), (0, 1))
+    slot, _ = reader.rows.slot(other, torch.device("cpu"), 0)
+    x = torch.ones(4)
+    for one in (watched, other):
+        reader.record(one, x, 1)
+    assert (reader.came, len(simulated.kernel.given)) == (0, 1)
+    assert reader.rows.table.columns.alias[slot.row + 1] == 1
+
+
+@pytest.mark.parametrize("why", ["captured", "in another stream", "the kernel does not run"])
+def test_what_needs_more_than_a_launch_comes_to_python_and_nothing_is_noted(why: str, simulated: Device) -> None:
+    reader, watched, _ = recorded_on(simulated)
+    simulated.captured = why == "captured"
+    simulated.current = Stream() if why == "in another stream" else simulated.current
+    reader.record(watched, torch.ones(4, dtype=torch.float16 if why == "the kernel does not run" else torch.float32))
+    assert reader.came == 1
+    assert reader.rows.table.writes == 0
 
 
 def test_a_lazy_copy_is_not_made_by_a_look_at_it() -> None:

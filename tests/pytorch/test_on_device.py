@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from watching import EVERYTHING, Output, Row, attached
+from ways import IN_PYTHON, WAYS, use
 
 pytestmark = pytest.mark.accelerator
 
@@ -187,6 +188,17 @@ def test_rows_are_those_of_the_host_in_float64(wrap: Wrap, device: torch.device,
     assert [place for place in missing if place[2] > 1] == []  # what a capture meets first has no row in the steps before
     for place, row in found.items():
         assert row.values == pytest.approx(expected[place].values, rel=1e-7, abs=1e-9), place
+
+
+@pytest.mark.parametrize("wrap", [eager, in_another_stream])
+def test_rows_are_the_same_in_both_ways(wrap: Wrap, device: torch.device, output: Output) -> None:
+    found = {}
+    for way in WAYS:
+        with pytest.MonkeyPatch.context() as patch:
+            use(way, patch)
+            trained(device, output, wrap)
+        found[way] = rows_of(output)
+    assert repr(found["in C"]) == repr(found[IN_PYTHON])
 
 
 def test_no_step_waits_for_the_device(device: torch.device, output: Output) -> None:

@@ -107,7 +107,8 @@ def _driver_of(device: torch.device) -> Driver | None:
     if _is_interpreted(triton):
         raise RuntimeError("TRITON_INTERPRET is set, so kernels would run on the host")
     warp = active.get_current_target().warp_size
-    return Driver(active.get_current_device, active.get_current_stream, lambda: capturing(device), _on, warp)
+    current = getattr(torch._C, "_accelerator_getDeviceIndex", active.get_current_device)  # one call of C
+    return Driver(current, active.get_current_stream, lambda: capturing(device), _on, warp)
 
 
 def _is_interpreted(triton: Any) -> bool:

@@ -104,19 +104,28 @@ class TorchDevicePage:
 
     def __init__(self, rows: int, device: torch.device, columns: int = len(COLUMNS), cleared: int | slice = WRITES) -> None:
         self.tensor = persistent(device, lambda: torch.zeros(rows, columns, dtype=torch.float64, device=device))
+        self._index, self._base = self.tensor.get_device(), self.tensor.data_ptr()
         self._cleared_columns = cleared
         self._side = torch.Stream(device=device)
-        self._sealing = torch.accelerator.current_stream(device)
+        self._sealing = torch.accelerator.current_stream(self._index)
         self._cleared = self._sealing.record_event()
         self._written: dict[torch.Stream, torch.Event] = {}
+
+    def address(self, row: int) -> int:
+        """The address of a row, on the device."""
+        return self._base + row * self.tensor.shape[1] * self.tensor.itemsize
+
+    def is_in_order(self) -> bool:
+        """Whether the current stream seals, so that rows written in it need no ``written``."""
+        return torch.accelerator.current_stream(self._index) == self._sealing
 
     @contextmanager
     def written(self) -> Iterator[None]:
         """The context in which a row is written in the current stream."""
-        stream = torch.accelerator.current_stream(self.tensor.device)
-        if stream == self._sealing:
+        if self.is_in_order():
             yield
             return
+        stream = torch.accelerator.current_stream(self._index)
         stream.wait_event(self._cleared)
         try:
             yield
@@ -128,7 +137,7 @@ class TorchDevicePage:
 
     def join(self) -> torch.Stream:
         """Let the current stream wait for all rows written so far. It becomes the stream that seals, and is returned."""
-        now = torch.accelerator.current_stream(self.tensor.device)
+        now = torch.accelerator.current_stream(self._index)
         if now != self._sealing:
             self._written[self._sealing] = self._sealing.record_event()
             self._sealing = now

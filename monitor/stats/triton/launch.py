@@ -51,6 +51,9 @@ class Launch:
     Args:
         function: The kernel, ``@triton.jit``.
         constants: The kernel's constants, which follow its other arguments.
+
+    Attributes:
+        ready: Whether it has run before, so that nothing needs compiling.
     """
 
     def __init__(self, function: Any, constants: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -60,11 +63,7 @@ class Launch:
         self._values = tuple(constants.values())
         self._run: Callable[..., object] | None = None
         self._handle: tuple[Any, Any] = (None, None)
-
-    @property
-    def ready(self) -> bool:
-        """Whether it has run before, so that nothing needs compiling."""
-        return self._run is not None
+        self.ready = False
 
     def __call__(self, programs: int, stream: int, *arguments: float) -> None:
         """Launch ``programs`` programs in ``stream``, which must be the current stream. Does not wait."""
@@ -82,6 +81,7 @@ class Launch:
             self._run = compiled.run
         except AttributeError:  # the interpreter, or a different Triton: use its own launch each time
             self._run = None
+        self.ready = self._run is not None
 
 
 # --- Memory for the rows of parts until the last program of a tensor combines them.
@@ -198,15 +198,11 @@ class FusedEngine:
             _warn_not_running(kernel, format_, error)
             return None
 
-    def run(self, launch: Launch, x: Tensor, programs: int, stream: int, *arguments: float) -> bool:
+    def run(self, launch: Launch, device: int, programs: int, stream: int, *arguments: float) -> bool:
         """Launch. False if the first launch of a variant fails; then a warning is logged and it is not tried again."""
-        device = x.get_device()
         if device != self.driver.device():
             with self.driver.on(device):
-                return self._run(launch, programs, stream, arguments)
-        return self._run(launch, programs, stream, arguments)
-
-    def _run(self, launch: Launch, programs: int, stream: int, arguments: tuple[float, ...]) -> bool:
+                return self.run(launch, self.driver.device(), programs, stream, *arguments)
         if launch.ready:
             launch(programs, stream, *arguments)
             return True
@@ -296,19 +292,31 @@ class FusedKernel:
     def reduces(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None = None) -> bool:
         """``reduce_into`` without the portable kernel. False, and nothing written, if ``x`` is unsupported or has no data."""
         if is_dense(x):
-            return self._dense(x, x.numel(), 1, page, row, offset)
+            return self._dense(x, 1, page, row, offset)
         return self._other(x, page, row, offset)
 
-    def _dense(self, x: Tensor, n: int, repeats: int, page: Tensor, row: int, offset: Tensor | None) -> bool:
-        address = x.data_ptr()
+    def _dense(self, x: Tensor, repeats: int, page: Tensor, row: int, offset: Tensor | None) -> bool:
+        address, n = x.data_ptr(), x.numel()
         if is_freed(x, address, n):
             return False
-        key = (x.dtype, x.get_device(), not address % READ, not n % EVEN)
+        return self.reduces_elements(x, x.get_device(), address, n, page.data_ptr() + row * ROW_BYTES, repeats, offset)
+
+    def reduces_elements(
+        self, x: Tensor, device: int, address: int, n: int, into: int, repeats: int = 1, offset: Tensor | None = None
+    ) -> bool:
+        """``reduces`` for a dense tensor.
+
+        Args:
+            device: The index of the tensor's device.
+            address, n: The address of its first element, and their number.
+            into: The address of the row.
+        """
+        key = (x.dtype, device, not address % READ, not n % EVEN)
         known = self._known.get(key) or self._meet(key)
         if known is None:
             return False
         launch, format_ = known
-        return self._launch(launch, format_, format_.lane(key[2]), x, n, repeats, page, row, offset, _DENSE)
+        return self._launch(launch, format_, format_.lane(key[2]), x, device, address, n, repeats, into, offset, _DENSE)
 
     def _meet(self, key: tuple[torch.dtype, int, bool, bool]) -> tuple[Launch, ElementFormat] | None:
         dtype, device, aligned, even = key
@@ -324,12 +332,12 @@ class FusedKernel:
         return launch, format_
 
     def _launch(
-        self, launch: Launch, format_: ElementFormat, lane: int, x: Tensor, n: int, repeats: int, page: Tensor, row: int,
-        offset: Tensor | None, layout: tuple[int, ...],
+        self, launch: Launch, format_: ElementFormat, lane: int, x: Tensor, device: int, address: int, n: int, repeats: int,
+        into: int, offset: Tensor | None, layout: tuple[int, ...],
     ) -> bool:  # fmt: skip
         engine = self._engine
         shape = engine.cuts.get((n, lane)) or engine.cut(n, lane)
-        stream = engine.driver.stream(x.get_device())
+        stream = engine.driver.stream(device)
         rows = counters = below = 0
         if shape.parts > 1:
             workspace = engine.workspace(x, stream, shape.parts)
@@ -338,9 +346,8 @@ class FusedKernel:
             offset = offset if offset.dtype is torch.int64 else offset.to(torch.int64)
             below = offset.data_ptr()
         return engine.run(
-            launch, x, shape.parts, stream,
-            x.data_ptr(), n, shape.parts, shape.tiles, page.data_ptr() + row * ROW_BYTES, below, rows, counters,
-            self.bounds[format_.work], repeats, *layout,
+            launch, device, shape.parts, stream,
+            address, n, shape.parts, shape.tiles, into, below, rows, counters, self.bounds[format_.work], repeats, *layout,
         )  # fmt: skip
 
     def _other(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None) -> bool:
@@ -354,7 +361,7 @@ class FusedKernel:
             if view.dim() > MOST_DIMS and not view.is_contiguous():
                 return False
             if view.is_contiguous():
-                return self._dense(view, view.numel(), source.repeats, page, row, offset)
+                return self._dense(view, source.repeats, page, row, offset)
             return self._strided(view, source.repeats, page, row, offset)
 
     def _strided(self, x: Tensor, repeats: int, page: Tensor, row: int, offset: Tensor | None) -> bool:
@@ -371,7 +378,9 @@ class FusedKernel:
         if launch is None:
             return False
         layout = (*sizes[1:], *(0,) * (MOST_DIMS - x.dim()), *strides, *(0,) * (MOST_DIMS - x.dim()))
-        return self._launch(launch, format_, format_.lane(aligned), x, n, repeats, page, row, offset, layout)
+        place = x.get_device(), x.data_ptr()
+        into = page.data_ptr() + row * ROW_BYTES
+        return self._launch(launch, format_, format_.lane(aligned), x, *place, n, repeats, into, offset, layout)
 
 
 # --- Reduces many tensors in one launch per dtype, whatever pages their rows are on.
@@ -451,7 +460,7 @@ class FusedList:
         table = self._table(kind, stream, group, format_)
         workspace = self._engine.workspace(group.first, stream, table.programs, len(group.rows))
         return self._engine.run(
-            launch, group.first, table.programs, stream,
+            launch, device, table.programs, stream,
             table.memory.data_ptr(), len(group.rows), workspace.rows, workspace.counters, self._kernel.bounds[format_.work],
         )  # fmt: skip
 
