@@ -51,7 +51,7 @@ class WithPresets(build_py):
 KERNEL = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 HEADERS = ("monitor/stats/host_kernel.h", "monitor/stats/host_pass.h")
-FAST_PATH = tuple(f"monitor/pytorch/fast_{part}.h" for part in ("tensors", "rows", "graph"))
+FAST_PATH = tuple(f"monitor/pytorch/fast_{part}.h" for part in ("tensors", "rows", "lists", "graph"))
 
 setup(
     cmdclass={"build_py": WithPresets},

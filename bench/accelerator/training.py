@@ -37,7 +37,7 @@ from tables import Progress, aligned, save
 UNMONITORED, OURS, PEER, WANDB = "unmonitored", "monitor", "mindstudio-probe", "wandb.watch"
 NEEDED: Final = {PEER: "msprobe", WANDB: "wandb"}
 STATE = CONFIGS["gradients"] | CONFIGS["weights"] | CONFIGS["moments"]
-RECORDED = {name: CONFIGS[name] for name in ("gradients", "activations", "everything")} | {"training state": STATE}
+RECORDED = {name: CONFIGS[name] for name in ("health", "gradients", "activations", "everything")} | {"training state": STATE}
 MODELS = ("gpt2", "llama", "launches")
 MEGABYTE: Final = 1 << 20
 CHILD = Path(__file__).with_name("training_process.py")

@@ -3,7 +3,7 @@
 #ifndef MONITOR_FAST_GRAPH_H
 #define MONITOR_FAST_GRAPH_H
 
-#include "fast_rows.h"
+#include "fast_lists.h"
 
 /* --- Structures of arguments and results, as plans. An entry of a plan describes one value:
  *

@@ -74,7 +74,7 @@ static PyMethodDef READER_METHODS[] = {
      "begin_call(plan, values, micro_step, forward, graph)"},
     {"end_call", (PyCFunction)(void (*)(void))reader_end_call, METH_FASTCALL,
      "end_call(plan, result, forward, graph, targets, start, gate, step, micro_step, known, several)"},
-    {"_share", reader_share, METH_VARARGS, "_share(table, layouts, seen, most_seen, device, lock): the state of the reader in Python"},
+    {"_share", reader_share, METH_VARARGS, "_share(table, layouts, seen, most_seen, device, lock, read, even): the state of the reader in Python"},
     {"_measure", reader_measure, METH_VARARGS, "_measure(narrow, wide, higher, check_sums, ready)"},
     {NULL, NULL, 0, NULL},
 };

@@ -65,8 +65,16 @@ class PythonReader:
         most_seen: int,
         device: torch.device,
         lock: Any,
+        read: int,
+        even: int,
     ) -> None:
-        """Give the code in C the state that it works on. When ``seen`` has ``most_seen`` entries, it is emptied."""
+        """Give the code in C the state that it works on.
+
+        Args:
+            most_seen: When ``seen`` has so many entries, it is emptied.
+            read, even: Tensors on a device have a kernel of their own if their address, or their number of elements, is a
+                multiple of these.
+        """
 
     def _measure(self, narrow: float, wide: float, higher: bool, check_sums: bool, ready: bool) -> None:
         """Tell the code in C what to measure.

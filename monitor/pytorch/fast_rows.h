@@ -71,6 +71,7 @@ typedef struct {
     PyObject *table, *layouts, *seen, *device, *acquire, *release; /* `layouts`: index of each layout, by its key */
     double narrow, wide;                                             /* bounds below which elements count as zeros */
     Py_ssize_t most_seen;
+    int read, even; /* tensors whose address, and whose size, is a multiple of these have a kernel of their own on a device */
     int wanted, ready;
 } Reader;
 
@@ -101,22 +102,26 @@ static int copy_native(PyObject *of, void *to, Py_ssize_t size) {
     return fits;
 }
 
-/* Finds the rows of a series for tensors of the device of `x`. On a device, not while a graph is captured there. */
+/* Finds the rows of a series for tensors of the device of `x`. */
 static int find_slot(Reader *reader, PyObject *watched, PyObject *x, const Elements *elements, int64_t micro_step, Slot *slot) {
     PyObject *slots = PyObject_GetAttr(watched, s_slots);
     PyObject *device = elements->device_type == DL_CPU ? Py_NewRef(reader->device) : PyObject_GetAttr(x, s_device);
     PyObject *found = slots == NULL || device == NULL ? NULL : PyDict_GetItemWithError(slots, device);
     int there = copy_native(found, &slot->place, sizeof slot->place) && micro_step >= 0 && micro_step < slot->place.rows;
-    slot->object = NULL;
-    if (there && slot->place.on_device) {
-        PyObject *captured = PyObject_CallMethodObjArgs((PyObject *)reader, s_captures, device, NULL);
-        there = answers_no(captured);
-        slot->object = there ? Py_NewRef(found) : NULL;
-    }
+    slot->object = there && slot->place.on_device ? Py_NewRef(found) : NULL;
     Py_XDECREF(device);
     Py_XDECREF(slots);
     forget_failure();
     return there;
+}
+
+/* Whether work on the device of `x` is captured now: its rows need more than a launch. An error counts as yes. */
+static int is_captured(Reader *reader, PyObject *x) {
+    PyObject *device = PyObject_GetAttr(x, s_device);
+    int no = device != NULL && answers_no(PyObject_CallMethodObjArgs((PyObject *)reader, s_captures, device, NULL));
+    Py_XDECREF(device);
+    forget_failure();
+    return !no;
 }
 
 /* The index of the layout of `x`; -1, with an exception set, if it cannot be found. */
@@ -171,14 +176,14 @@ static int remember(Reader *reader, PyObject *x, PyObject *key, PyObject *versio
 
 /* Reduces the elements: here, or by a launch on their device. 0, perhaps with an exception set: nothing was written. */
 static int reduce(Reader *reader, PyObject *x, const Elements *elements, const Slot *slot, int64_t offset, int wanted) {
+    double *numbers = slot->place.numbers + offset * kernel->columns;
     if (slot->object == NULL) {
         double bound = elements->format == FLOAT64 ? reader->wide : reader->narrow;
-        double *numbers = slot->place.numbers + offset * kernel->columns;
         return kernel->reduce(elements->data, elements->count, elements->format, bound, wanted, numbers);
     }
     PyObject *done = PyObject_CallMethod(
-        (PyObject *)reader, "launch", "OOiKnLi", slot->object, x, elements->device_id, (unsigned long long)(uintptr_t)elements->data,
-        (Py_ssize_t)elements->count, (long long)offset, wanted & CHECK_SUMS);
+        (PyObject *)reader, "launch", "OOiKnKi", slot->object, x, elements->device_id, (unsigned long long)(uintptr_t)elements->data,
+        (Py_ssize_t)elements->count, (unsigned long long)(uintptr_t)numbers, wanted & CHECK_SUMS);
     int launched = done == Py_True;
     Py_XDECREF(done);
     return launched;
@@ -207,6 +212,13 @@ static int write_row(Reader *reader, PyObject *x, const Elements *elements, cons
     return PyErr_Occurred() ? FAILED : done;
 }
 
+static void unlock(Reader *reader) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    Py_XDECREF(PyObject_CallNoArgs(reader->release));
+    PyErr_Restore(type, value, trace);
+}
+
 /* Records an ordinary tensor. NOT_DONE: it is not ordinary, and nothing was written. */
 static int record_one(Reader *reader, PyObject *watched, PyObject *x, int64_t micro_step, int aliases) {
     Elements elements;
@@ -215,8 +227,10 @@ static int record_one(Reader *reader, PyObject *watched, PyObject *x, int64_t mi
         return PyErr_Occurred() ? FAILED : NOT_DONE;
     }
     PyObject *version = aliases ? PyObject_GetAttr(x, s__version) : NULL;
-    if (aliases && version == NULL) { /* a tensor of inference mode has no version */
+    int unknown = aliases && version == NULL; /* a tensor of inference mode has no version */
+    if (unknown || (slot.object != NULL && is_captured(reader, x))) {
         forget_failure();
+        Py_XDECREF(version);
         Py_XDECREF(slot.object);
         return PyErr_Occurred() ? FAILED : NOT_DONE;
     }
@@ -224,10 +238,7 @@ static int record_one(Reader *reader, PyObject *watched, PyObject *x, int64_t mi
     PyObject *locked = PyObject_CallNoArgs(reader->acquire);
     if (locked != NULL) {
         done = write_row(reader, x, &elements, &slot, micro_step, version, wanted);
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        Py_XDECREF(PyObject_CallNoArgs(reader->release));
-        PyErr_Restore(type, value, trace);
+        unlock(reader);
         Py_DECREF(locked);
     }
     Py_XDECREF(version);
@@ -282,49 +293,11 @@ static PyObject *reader_record(PyObject *self, PyObject *const *args, Py_ssize_t
     return none_unless(record_any((Reader *)self, args[0], args[1], micro_step, aliases) < 0);
 }
 
-static int hand_over(PyObject *self, PyObject *rest, PyObject *failed) {
-    PyObject *called = PyObject_CallMethodObjArgs(self, s_record_all_in_python, rest, failed, NULL);
-    Py_XDECREF(called);
-    return called == NULL ? -1 : PyList_SetSlice(rest, 0, PyList_Size(rest), NULL);
-}
-
-/* Every item in its order: those that are not ordinary, or not in host memory, are handed over together, before the next one that is. A
- * device then reads many in one launch. */
-static PyObject *reader_record_all(PyObject *self, PyObject *args) {
-    PyObject *given, *failed;
-    if (!PyArg_ParseTuple(args, "OO", &given, &failed)) {
-        return NULL;
-    }
-    PyObject *items = PySequence_List(given), *rest = items == NULL ? NULL : PyList_New(0);
-    int error = rest == NULL;
-    for (Py_ssize_t i = 0; !error && i < PyList_Size(items); i++) {
-        PyObject *item = PyList_GetItem(items, i), *watched = PyTuple_GetItem(item, 0), *x = PyTuple_GetItem(item, 1);
-        if (watched == NULL || x == NULL) {
-            error = 1;
-            break;
-        }
-        Elements elements;
-        int here = is_true(x, s_is_cpu);
-        if (here && PyList_Size(rest) && look(x, &elements) && hand_over(self, rest, failed) < 0) {
-            error = 1;
-            break;
-        }
-        int done = here ? record_one((Reader *)self, watched, x, 0, 0) : NOT_DONE;
-        forget_failure();
-        error = PyErr_Occurred() || (done != DONE && PyList_Append(rest, item) < 0);
-    }
-    if (!error && PyList_Size(rest)) {
-        error = hand_over(self, rest, failed) < 0;
-    }
-    Py_XDECREF(items);
-    Py_XDECREF(rest);
-    return none_unless(error);
-}
-
 static PyObject *reader_share(PyObject *self, PyObject *args) {
     Reader *reader = (Reader *)self;
     PyObject *table, *layouts, *seen, *device, *lock;
-    if (!PyArg_ParseTuple(args, "OO!O!nOO", &table, &PyDict_Type, &layouts, &PyDict_Type, &seen, &reader->most_seen, &device, &lock)) {
+    if (!PyArg_ParseTuple(args, "OO!O!nOOii", &table, &PyDict_Type, &layouts, &PyDict_Type, &seen, &reader->most_seen, &device, &lock,
+                          &reader->read, &reader->even)) {
         return NULL;
     }
     reader->acquire = PyObject_GetAttrString(lock, "acquire");

@@ -31,7 +31,8 @@ from monitor.stats.torch.tensors import (
     plain_address,
     unseen,
 )
-from monitor.stats.triton.launch import FusedKernel, is_listed
+from monitor.stats.triton.launch import EVEN, FusedKernel, Kind, TensorGroup, is_listed
+from monitor.stats.triton.reading import READ
 
 # --- The current micro-step on the device. Code captured in a device graph runs without the monitor's Python and reads it. A
 # captured kernel has its row's address and adds this number to it: the micro-step, or a negative number if nothing must be
@@ -131,7 +132,7 @@ class TorchTensorReader(Reader):
         self.device_steps = DeviceSteps()
         self._lock, self._table = self.rows.lock, self.rows.table
         self._seen: dict[int, ReadTensor] = {}
-        self._share(self._table, {}, self._seen, MAX_SEEN, HOST, self._lock)
+        self._share(self._table, {}, self._seen, MAX_SEEN, HOST, self._lock, READ, EVEN)
         self.take_kernels(eps, higher=higher, check_sums=check_sums)
 
     def take_kernels(self, eps: float, *, higher: bool, check_sums: bool) -> None:
@@ -186,12 +187,13 @@ class TorchTensorReader(Reader):
         """Whether the current stream of ``device`` is being captured. The code in C asks."""
         return self.device_steps.captures(device)
 
-    def launch(self, slot: RowSlot, x: Tensor, device: int, address: int, count: int, offset: int, checked: int) -> bool:
-        """Reduce a dense tensor of a device into ``slot``, ``offset`` rows down, for the code in C, which has looked at it.
+    def launch(self, slot: RowSlot, x: Tensor, device: int, address: int, count: int, into: int, checked: int) -> bool:
+        """Reduce a dense tensor of a device into a row of ``slot``, for the code in C, which has looked at it.
 
         Args:
             device: The index of its device.
             address, count: The address of its first element, and their number.
+            into: The address of the row.
             checked: Not 0 if check sums are measured.
 
         Returns:
@@ -202,7 +204,25 @@ class TorchTensorReader(Reader):
         kernel = DEVICE_KERNELS.kernel(self.eps, x.device, higher=self.higher, check_sums=checked != 0)
         if not isinstance(kernel, FusedKernel) or not page.is_in_order():
             return False
-        return kernel.reduces_elements(x, device, address, count, page.address(slot.local_row + offset))
+        return kernel.reduces_elements(x, device, address, count, into)
+
+    def launch_all(self, pages: Sequence[Page], groups: Mapping[tuple[Kind, bool], Any]) -> bool:
+        """``launch`` for many tensors, which the code in C has listed.
+
+        Args:
+            pages: The pages of their rows.
+            groups: For each kind, and whether check sums are measured: the first tensor, then addresses, numbers of elements,
+                and addresses of rows.
+        """
+        for page in pages:
+            assert isinstance(page.memory, TorchDevicePage)
+            if not page.memory.is_in_order():
+                return False
+        for (kind, checked), (first, *lists) in groups.items():
+            together = DEVICE_KERNELS.list(self.eps, first.device, higher=self.higher, check_sums=checked)
+            if together is None or not together.launches(kind, TensorGroup(first, *lists)):
+                return False
+        return True
 
     def record_value(self, watched: RecordedSeries, x: Tensor, micro_step: int, value: int, tag: Tensor, due: Due) -> None:
         """``record`` for compiled code. Compiled code writes to one tensor over and over and changes no version, so tracing

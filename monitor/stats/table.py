@@ -52,6 +52,9 @@ class PageMemory(Protocol):
     def new_copy(self) -> PageCopy:
         """Memory for one sealed copy of this page."""
 
+    def address(self, row: int) -> int:
+        """The address of a row, for code in C; 0 where there is no such code."""
+
     def clear(self) -> None:
         """Clear the page, in the stream of the training thread. Does not wait."""
 
@@ -107,8 +110,7 @@ class RowSlot:
         local_row: First row within the page.
         row: First row within the table.
         rows: Number of rows.
-        native: For code in C: the address of the first row's numbers, ``row``, ``rows``, and 1 if the numbers are on a device
-            (then the address is 0).
+        native: For code in C: the address of the first row's numbers, ``row``, ``rows``, and 1 if the numbers are on a device.
     """
 
     page: Page
@@ -241,8 +243,7 @@ class StatsTable:
     def allot(self, page: Page, series: Series, micro_steps: Sequence[int]) -> RowSlot:
         """Reserve the next free rows of ``page`` for a series: one for each of ``micro_steps``."""
         row, count = page.first_row + page.used, len(micro_steps)
-        here = isinstance(page.memory, HostPage)
-        native = struct.pack("4q", page.memory.address(page.used) if here else 0, row, count, not here)
+        native = struct.pack("4q", page.memory.address(page.used), row, count, not isinstance(page.memory, HostPage))
         slot = RowSlot(page, page.used, row, count, native)
         page.used += len(micro_steps)
         rows = slice(slot.row, slot.row + slot.rows)

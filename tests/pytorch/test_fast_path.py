@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COUNT, SUM
 from monitor.stats.table import SealedTable
 from monitor.stats.torch.memory import TorchDevicePage
-from monitor.stats.triton.launch import FusedKernel
+from monitor.stats.triton.launch import FusedKernel, Kind, TensorGroup
 
 pytestmark = pytest.mark.skipif(not IN_C, reason="the code in C was not built, or this torch has no exchange of tensors")
 
@@ -147,23 +147,39 @@ class OnADevice(Counting):
     def record_in_python(self, *_given: Any) -> None:
         self.came += 1
 
+    def record_all_in_python(self, items: Any, _failed: Any) -> None:
+        self.came += len(items)
+
+
+class Lists:
+    """Notes the groups that it is given. Reads no float64."""
+
+    def __init__(self) -> None:
+        self.given: dict[Kind, TensorGroup] = {}
+
+    def launches(self, kind: Kind, group: TensorGroup) -> bool:
+        self.given[kind] = group
+        return kind[1] is not torch.float64
+
 
 @dataclass
 class Device:
     """A device of this reader, and what launches on it met."""
 
     kernel: Kernel
+    lists: Lists
     current: Stream
     captured: bool = False
 
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Device:
-    made = Device(Kernel(), Stream())
+    made = Device(Kernel(), Lists(), Stream())
     monkeypatch.setattr(torch, "Stream", lambda **_: Stream())
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: made.current)
     monkeypatch.setattr(tensor_reader, "_new_memory", TorchDevicePage)
     monkeypatch.setattr(tensor_reader.DEVICE_KERNELS, "kernel", lambda *_given, **_wanted: made.kernel)
+    monkeypatch.setattr(tensor_reader.DEVICE_KERNELS, "list", lambda *_given, **_wanted: made.lists)
     return made
 
 
@@ -205,6 +221,62 @@ def test_what_needs_more_than_a_launch_comes_to_python_and_nothing_is_noted(why:
     simulated.captured = why == "captured"
     simulated.current = Stream() if why == "in another stream" else simulated.current
     reader.record(watched, torch.ones(4, dtype=torch.float16 if why == "the kernel does not run" else torch.float32))
+    assert reader.came == 1
+    assert reader.rows.table.writes == 0
+
+
+@dataclass
+class Sharded:
+    """Acts as a DTensor whose part is on a device."""
+
+    _local_tensor: Any
+    is_cpu = False
+
+
+def listed(device: Device, tensors: Sequence[Any]) -> tuple[OnADevice, list[int]]:
+    """A reader that was given the tensors in a list, and the address of the row of each."""
+    reader, items, addresses = OnADevice(SeriesTable(), 1e-8), [], []
+    reader.device_steps = DeviceSteps(lambda _: device.captured)
+    for number, x in enumerate(tensors):
+        watched = RecordedSeries(Series("actv", 0, f"x{number}"))
+        slot, _ = reader.rows.slot(watched, torch.device("cpu"), 0)
+        items.append((watched, Sharded(x)))
+        addresses.append(slot.page.memory.address(slot.local_row))
+    reader.record_all(items, lambda _, error: pytest.fail(repr(error)))
+    return reader, addresses
+
+
+def test_a_list_on_a_device_is_one_launch_for_each_kind_of_tensor(simulated: Device) -> None:
+    tensors = [torch.ones(16), torch.ones(3), torch.ones(2, 16), torch.ones(16, dtype=torch.bfloat16)]
+    reader, rows = listed(simulated, tensors)
+    assert reader.came == 0
+    found = {kind: (group.addresses, group.sizes, group.rows) for kind, group in simulated.lists.given.items()}
+    assert found == {
+        (-1, torch.float32, True, True): ([tensors[i].data_ptr() for i in (0, 2)], [16, 32], [rows[0], rows[2]]),
+        (-1, torch.float32, True, False): ([tensors[1].data_ptr()], [3], [rows[1]]),
+        (-1, torch.bfloat16, True, True): ([tensors[3].data_ptr()], [16], [rows[3]]),
+    }
+    assert simulated.lists.given[-1, torch.float32, True, True].first is tensors[0]
+    assert list(reader.rows.table.columns.order[:4]) == [1, 2, 3, 4]
+
+
+LEFT = {
+    "captured": torch.ones(2),
+    "in another stream": torch.ones(2),
+    "not dense": torch.ones(3, 4).t(),
+    "the kernel does not run": torch.ones(2, dtype=torch.float64),
+    "not of torch's own types": torch.ones(2).as_subclass(Subclass),
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+def test_a_list_with_a_tensor_that_needs_more_than_a_launch_comes_to_python(why: str, simulated: Device) -> None:
+    simulated.captured = why == "captured"
+    reader, _ = listed(simulated, [])
+    watched = RecordedSeries(Series("actv", 0, "x"))
+    reader.rows.slot(watched, torch.device("cpu"), 0)
+    simulated.current = Stream() if why == "in another stream" else simulated.current
+    reader.record_all([(watched, Sharded(LEFT[why]))], lambda _, error: pytest.fail(repr(error)))
     assert reader.came == 1
     assert reader.rows.table.writes == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -408,14 +408,14 @@ class TensorGroup:
         addresses: Addresses of their first elements.
         sizes: Numbers of elements.
         rows: Addresses of their rows.
-        places: Their indices in the list.
+        places: Their indices in the list, where that is asked.
     """
 
     first: Tensor
     addresses: list[int]
     sizes: list[int]
     rows: list[int]
-    places: list[int]
+    places: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -446,12 +446,15 @@ class FusedList:
             return list(range(len(tensors)))
         groups, left = _gathered(tensors, pages, rows)
         for kind, group in groups.items():
-            if not self._launch(kind, group):
+            if not self.launches(kind, group):
                 left.extend(group.places)
         return left
 
-    def _launch(self, kind: Kind, group: TensorGroup) -> bool:
+    def launches(self, kind: Kind, group: TensorGroup) -> bool:
+        """Reduce the tensors of a group. False if the kernel does not run, or a dtype is not supported."""
         device, dtype, aligned, even = kind
+        if dtype not in FORMATS:
+            return False
         format_ = FORMATS[dtype]
         launch = self._engine.launch("reduce_many", format_, device, ALIGNED=aligned, EVEN=even, **self._kernel.measured)
         if launch is None:
@@ -497,7 +500,7 @@ def _gathered(
         kind = (x.get_device(), x.dtype, not address % READ, not n % EVEN)
         group = groups.get(kind)
         if group is None:
-            group = groups[kind] = TensorGroup(x, [], [], [], [])
+            group = groups[kind] = TensorGroup(x, [], [], [])
         base = bases.get(id(page))
         if base is None:
             base = bases[id(page)] = page.data_ptr()
