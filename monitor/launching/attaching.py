@@ -52,8 +52,8 @@ class _Attached(NamedTuple):
 class SelfAttaching:
     """Attaches a monitor to the model of each optimizer, when the optimizer has stepped for the first time.
 
-    The first step has no rows, because the model was called before anything was known of it. The second one shows how many
-    micro-batches a step has, and has rows if it is one.
+    The first step has no rows, because the model was called before anything was known of it. Its backwards are a guess of how
+    many micro-batches a step has. The second step shows the number, and has rows if the guess was right.
 
     Args:
         config: A preset, or the path of a configuration.
@@ -62,6 +62,8 @@ class SelfAttaching:
         training: Finds what trains with an optimizer, among all objects of the process. None: another call will tell of it.
 
     Attributes:
+        backwards: How many there were since an optimizer has stepped. Counted by those who call ``stepped``.
+        in_backward: Whether one is in progress, for those who count.
         stop: Tells of no more steps.
     """
 
@@ -75,10 +77,13 @@ class SelfAttaching:
         self._config, self._room, self._kind, self._training = config, room, kind, training
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # some cannot be hashed
         self._attached: list[_Attached] = []
+        self.backwards, self.in_backward, self._guess = 0, False, 1
         self.stop: Callable[[], None] = _nothing
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped. Does not raise."""
+        if self.backwards:
+            self._guess, self.backwards = self.backwards, 0
         if id(optimizer) in self._known:
             return
         try:
@@ -113,6 +118,7 @@ class SelfAttaching:
             return
         if beside is None:
             monitor = made_by(named(self._config), params_have_main_grad=has_main_grad(model))
+            monitor.guessed = self._guess
             beside = _Attached(monitor, weakref.ref(model), [])
             self._attached.append(beside)
         beside.optimizers.append(weakref.ref(optimizer))

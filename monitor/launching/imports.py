@@ -20,6 +20,8 @@ def begin() -> None:
     """Wait for the imports of frameworks, if the process was started by ``trainermon run``."""
     if os.environ.get(CONFIG_VARIABLE):
         imported = {
+            "torch.autograd": lambda module: _count_calls(module, "backward"),
+            "megatron.core.pipeline_parallel.schedules": lambda module: _count_calls(module, "custom_backward"),
             "torch.optim.optimizer": _with_torch,
             "torch._dynamo.config": _with_compiler,
             "deepspeed.runtime.engine": _with_deepspeed,
@@ -38,6 +40,25 @@ def _torch_attaching() -> SelfAttaching:
     from monitor.launching.attaching import SelfAttaching, training_of
 
     return SelfAttaching(_config(), "monitor.pytorch", lambda: _class_of("torch.nn", "Module"), training_of)
+
+
+def _count_calls(module: Any, name: str) -> None:
+    """Count backwards until the process ends: an optimizer may step for the first time at any time.
+
+    A call within another one does not count: modes of torch call the function again, and so does reentrant checkpointing.
+    """
+    backward, attaching = getattr(module, name), _torch_attaching()
+
+    @wraps(backward)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        outermost, attaching.in_backward = not attaching.in_backward, True
+        attaching.backwards += outermost
+        try:
+            return backward(*args, **kwargs)
+        finally:
+            attaching.in_backward = not outermost
+
+    setattr(module, name, counted)
 
 
 def _with_compiler(config: Any) -> None:

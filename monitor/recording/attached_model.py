@@ -207,6 +207,7 @@ class AttachmentSpec:
     Attributes:
         chunks: The model's chunks, one for each virtual pipeline stage.
         framework: Reads gradients, weights and moments.
+        grad_acc_steps: Micro-batches a step; the negative of a guess, until the first step has shown it.
         ops: Returns the statistics to write; called for every step, since they may change.
     """
 
@@ -216,6 +217,11 @@ class AttachmentSpec:
     config: MonitorConfig
     ownership: Ownership
     ops: Callable[[], tuple[str, ...]]
+
+    @property
+    def guesses(self) -> bool:
+        """Whether ``grad_acc_steps`` is a guess."""
+        return self.grad_acc_steps < 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ class Attachment:
         self._backend, self._recorder, self._failures, self._run = host.backend, host.recorder, host.failures, host.run
         self.watch = watch
         self.schedule = schedule or Schedule.of(watch.config)
-        self.clock = Clock(start_step, max(1, watch.grad_acc_steps), len(watch.chunks), learning=not watch.grad_acc_steps)
+        self.clock = Clock(start_step, abs(watch.grad_acc_steps), len(watch.chunks), learning=watch.guesses)
         self.on_first_step: Callable[[], None] | None = None
         self.when_ended: Callable[[], object] | None = None
         self.at_boundary: Callable[[int], object] = _no_change
@@ -411,7 +411,7 @@ class Attachment:
         Args:
             before_a_turn: Whether an optimizer is about to step, so that its gradients exist already.
         """
-        right = not self.clock.misguessed
+        right = self.clock.confirmed
         collected = self._recorder.active and right
         try:  # if sealing fails, the next step must begin all the same
             if collected:

@@ -75,6 +75,11 @@ class Clock:
         self.restart()
 
     @property
+    def confirmed(self) -> bool:
+        """Whether a step that ends now has as many forwards as were guessed. Where none was seen, it counts as one."""
+        return not self.learning or max(1, max(self.forward) + 1) == self.micro_steps
+
+    @property
     def misguessed(self) -> bool:
         """Whether the step in progress has shown that the guess is wrong."""
         return self.learning and max(self.forward) >= self.micro_steps

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Self
 
 from monitor.anomalies.callbacks import AlertEvent
 from monitor.config import MonitorConfig
@@ -29,9 +29,6 @@ from monitor.recording.startup_estimate import announce
 from monitor.recording.step_clock import MicroBatchCount, Schedule
 from monitor.series import ACTIVATION_KINDS, CALL_KIND
 from monitor.stats.ops import CALLS, known_ops
-
-LEARNED: Final = 0
-"""As ``grad_acc_steps``: the first step shows the number."""
 
 AlertCallback = Callable[[Sequence[AlertEvent]], object]
 
@@ -58,8 +55,12 @@ class ModelMonitor:
     Raises:
         ConfigError: The configuration cannot be used. The message names the field, the value and what is allowed.
         OutputError: The output directory cannot be created or written.
+
+    Attributes:
+        guessed: How many micro-batches a step has, where ``watch`` is not told.
     """
 
+    guessed = 1
     _backend: ClassVar[RecordingBackend]
     _wrapped_optimizer: Any = None
 
@@ -178,12 +179,13 @@ class ModelMonitor:
         """Attach as ``set_monitor`` does, and find out what it is not told.
 
         Args:
-            micro_batches: How many a step has. By default the forwards of the first step show it, which has rows if it is one.
+            micro_batches: How many a step has. By default the forwards of the first step show it, which has rows if it has
+                ``guessed`` many.
             dp_group: Data-parallel group, where no wrapper of the model shows it. Of ranks that a wrapper shows to hold
                 replicas, the first one writes.
         """
         start = count("start_iteration", start_iteration, 0)
-        learned = 1 if self._ends_after_first_step else LEARNED
+        learned = 1 if self._ends_after_first_step else -self.guessed
         micro_steps = learned if micro_batches is None else count("micro_batches", micro_batches, 1)
         self._attach(self._framework_of(model, optimizer), micro_steps, (dp_group, None), start, claims=True)
 
@@ -288,7 +290,7 @@ class ModelMonitor:
             recording.close()
             raise
         self._recordings.append(recording)
-        if not self._dynamic and watch.grad_acc_steps != LEARNED:
+        if not self._dynamic and not watch.guesses:
             self._announce(watch, names, recording)
 
     def _hook(
@@ -301,7 +303,7 @@ class ModelMonitor:
     ) -> None:
         recording.attach(watch, names, start)
         recording.attachment.when_ended = partial(self._deliver_alerts, recording)
-        if watch.grad_acc_steps == LEARNED:
+        if watch.guesses:
             learn = partial(self._learn, recording, watch, MicroBatchCount())
             recording.attachment.at_boundary = self._failures.guarded("counting micro-batches", learn, "Nothing is recorded.")
         elif self._dynamic:

@@ -21,6 +21,8 @@ SCRIPTS = Path(__file__).with_name("scripts")
 WITHOUT_CUDA = [*TORCHRUN, str(SCRIPTS / "without_cuda.py")]
 TITAN_WITHOUT_CUDA = [*TORCHRUN, str(SCRIPTS / "titan_without_cuda.py")]
 DEEPSPEED = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
+FIRST = 1
+"""The first step that ``trainermon run`` records."""
 ADDED = re.compile(r"^.*  # \+$\n", re.MULTILINE)
 
 
@@ -28,7 +30,7 @@ class Example(NamedTuple):
     """How a program is started.
 
     Attributes:
-        first: The first step that ``trainermon run`` records: 1, or 2 if a step has several micro-batches.
+        lost: How many steps its line does not record: the first one, if a step has several micro-batches.
         steps: How many it trains.
         close: How exact the printed norms are, as a share.
         of: The kind whose norm it prints.
@@ -38,7 +40,7 @@ class Example(NamedTuple):
 
     script: str
     steps: int
-    first: int = 1
+    lost: int = 0
     command: list[str] = TORCHRUN
     variables: tuple[tuple[str, str], ...] = ()
     quick: bool = False
@@ -49,15 +51,15 @@ class Example(NamedTuple):
 
 INSIDE = ("If the optimizer reduces inside its step, they are local before it.", "has no row of grad_reduced")
 CASES = [
-    Example("nanogpt.py", 6, 2, quick=True),
-    Example("nanochat.py", 6, 2, quick=True, of="param_updated", warned=INSIDE),
+    Example("nanogpt.py", 6, lost=1, quick=True),
+    Example("nanochat.py", 6, lost=1, quick=True, of="param_updated", warned=INSIDE),
     Example("llama_trainer.py", 4),
     Example("llama_fsdp2.py", 4),
     Example("with_lightning.py", 4, command=PYTHON),
-    Example("with_accelerate.py", 5, 2),
+    Example("with_accelerate.py", 5, lost=1),
     Example("with_deepspeed.py", 4, variables=tuple(DEEPSPEED.items())),
     Example("with_torchtitan.py", 4, command=TITAN_WITHOUT_CUDA, close=1e-4),  # summed up in float32
-    Example("with_megatron.py", 5, 2, command=WITHOUT_CUDA),
+    Example("with_megatron.py", 5, lost=1, command=WITHOUT_CUDA),
 ]
 
 
@@ -94,10 +96,8 @@ def test_an_example_records_what_its_framework_reports(example: Example, tmp_pat
         assert all(any(said in line for line in warned) for said in example.warned)
 
     recorded = {row["step"]: row for row in monitor.open_run(tmp_path / "by_hand").total_norm(example.of).to_pylist()}
-    assert recorded.keys() == set(range(0 if example.first == 1 else 1, example.steps))
+    assert recorded.keys() == set(range(example.lost, example.steps))
     for step, row in recorded.items():
         assert row["total_norm"] == pytest.approx(norms(by_hand)[step], rel=example.close), row["missing"]
-    assert rows(tmp_path / "recorded", example.first) == rows(tmp_path / "by_hand", example.first) != {}
-    assert {row["step"] for table in rows(tmp_path / "recorded", 0).values() for row in table} == {
-        *range(example.first, example.steps)
-    }
+    assert rows(tmp_path / "recorded", FIRST) == rows(tmp_path / "by_hand", FIRST) != {}
+    assert {row["step"] for table in rows(tmp_path / "recorded", 0).values() for row in table} == {*range(FIRST, example.steps)}
