@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from monitor.config import MonitorConfig
+from monitor.config.jsonc import nearest
 from monitor.config.loading import ConfigError, config_of, fields_in
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ def preset_fields(name: str) -> dict[str, Any]:
         raise TypeError(f"preset: expected a name or None, got {type(name).__name__}")
     asked = name.replace("_", "-")
     if asked not in known:
-        raise ConfigError(f"preset: {name!r} is not one of {', '.join(known)}")
+        near = nearest(asked, known)
+        advice = "" if near is None else f": did you mean {near}?"
+        raise ConfigError(f"preset: {name!r} is not one of {', '.join(known)}{advice}")
     return fields_in(str(folder / f"{asked.replace('-', '_')}.json"))
 
 

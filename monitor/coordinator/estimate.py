@@ -53,7 +53,7 @@ class Estimate:
         rows, ranks = _counted(self.rows, "row"), _counted(self.ranks, "rank")
         return (
             f"each collected step of this job will write {rows} of {self.series:,} series on {ranks}: "
-            f"about {_bytes(self.bytes)} in {_counted(self.files, 'file')}"
+            f"about {_bytes(self.bytes)} in {_files(self.files)}"
         )
 
     def lasting(self, free: int | None, most: int) -> str:
@@ -130,6 +130,10 @@ def _files_per_record(name: str, loads: Mapping[str, KindLoad], ranks: int) -> i
 def _rounded(number: float) -> float:
     """A whole number whose first two digits are known."""
     return float(f"{number // 1:.2g}")
+
+
+def _files(a_step: float) -> str:
+    return _counted(a_step, "file") if a_step >= 1 or not a_step else f"1 file every {_counted(1 / a_step, 'step')}"
 
 
 def _counted(number: float, noun: str) -> str:

@@ -450,7 +450,7 @@ CHECKS: Final = (
     CheckEntry("Files readable", _files, _MERGE, True, False),
     CheckEntry("Loss", _loss, "TrainerMon.log(loss=...)"),
     CheckEntry("Total gradient norm", _total_norm, '"wg_distribution": true'),
-    CheckEntry("Low precision", _within(_LOSES, "No losses were recorded."), '"ops": ["overflow_fp16", "underflow_e4m3"]'),
+    CheckEntry("Low precision", _within(_LOSES, "No op that counts what narrower numbers lose was recorded."), '"ops": ["overflow_fp16", "underflow_e4m3"]'),
     CheckEntry("Attention", _within(_ATTENDS, "It was not recorded."), '"recording_l2_features": true and l2_targets'),
     CheckEntry("Experts", _within(_ROUTES, "They were not recorded."), '"recording_l2_features": true and l2_targets'),
     CheckEntry("Monitoring itself", _monitor, "manifest.json of each rank", False, False),
@@ -486,7 +486,8 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     lacking = [one.name for one in checks if one.is_needed and one.state == NOT_LOOKED_AT]
     rows = f"{sum(facts.told['rows'].values()):,} rows of {len(facts.ranks):,} rank{'s' if len(facts.ranks) > 1 else ''}"
     if lacking:
-        return Verdict(NOT_LOOKED_AT, f"Nothing wrong was found in {rows}, but not everything was looked at.", without, Place())
+        says = f"Nothing wrong was found in {rows}, but a healthy run needs more than was looked at: {', '.join(lacking)}."
+        return Verdict(NOT_LOOKED_AT, says, without, Place())
     return Verdict(GOOD, f"Healthy: nothing wrong was found in {rows} and {len(facts.axis.steps):,} steps.", without, Place())
 
 

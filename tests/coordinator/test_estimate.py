@@ -68,6 +68,11 @@ def test_the_line_says_what_the_whole_job_will_write():
     )
 
 
+def test_files_of_many_steps_are_said_by_the_steps_that_one_has():
+    line = Estimate(4, 4, 120, 0.02, 2).line()
+    assert line.endswith("about 120 bytes in 1 file every 50 steps")
+
+
 def test_the_line_of_one_small_rank():
     assert Estimate(1, 1, 120, 1.0, 1).line() == (
         "each collected step of this job will write 1 row of 1 series on 1 rank: about 120 bytes in 1 file"

@@ -234,6 +234,10 @@ def _not_collected(member: Member, steps: Columns, left: Flags) -> Iterator[tupl
         yield from _if_any(f"start_step is {start}", left & (steps < start))
         left = left & (steps >= start)
     dynamic = member.manifest is not None and member.manifest.configurations
+    if member.manifest is not None and "micro_steps" in member.manifest.notes:
+        before = left & (steps < min((first for first, *_ in member.manifest.steps.written.ranges), default=0))
+        yield from _if_any("they showed how many micro-batches a step has", before)
+        left = left & ~before
     plain = "monitoring was switched off, or had not begun" if dynamic else "they were not collected"
     yield from _if_any(plain if dynamic or interval in (None, 1) else f"step_interval is {interval}", left)
 

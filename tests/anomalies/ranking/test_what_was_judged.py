@@ -61,6 +61,10 @@ def test_a_rank_without_a_row_beside_others_is_named(tmp_path):
         ({"not_judged": {"the rules failed: ValueError": [3]}}, "step 3: the rules failed: ValueError"),
         ({"not_judged": {"queue full": [3, 4]}}, "steps 3 to 4: queue full"),
         ({"steps": (0, 2)}, "step 1: they were not collected"),
+        (
+            {"steps": (1, 3), "trained": (0, 3), "notes": {"micro_steps": "…"}},
+            "step 0: they showed how many micro-batches a step has",
+        ),
         ({"closed": False, "written": range(5)}, "steps 3 to 4: the rank did not end cleanly, or still runs"),
     ],
 )
