@@ -12,6 +12,9 @@ from typing import Any, Final, NamedTuple
 from monitor.attaching import has_main_grad, named
 from monitor.failures import LOGGER
 
+MOST_GUESSED: Final = 64
+"""Micro-batches of a step. More backwards than that belong to something else than a step."""
+
 MOST_NAMED: Final = 3
 """Models that a warning names."""
 
@@ -62,7 +65,8 @@ class SelfAttaching:
         training: Finds what trains with an optimizer, among all objects of the process. None: another call will tell of it.
 
     Attributes:
-        backwards: How many there were since an optimizer has stepped. Counted by those who call ``stepped``.
+        backwards: How many there were since an optimizer has stepped, or a step was skipped. Counted by those who call
+            ``stepped``.
         in_backward: Whether one is in progress, for those who count.
         stop: Tells of no more steps.
     """
@@ -83,7 +87,7 @@ class SelfAttaching:
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped. Does not raise."""
         if self.backwards:
-            self._guess, self.backwards = self.backwards, 0
+            self._guess, self.backwards = self.backwards if self.backwards <= MOST_GUESSED else 1, 0
         if id(optimizer) in self._known:
             return
         try:

@@ -27,8 +27,8 @@ def run(
     """Monitor a command without a change of its code.
 
     The monitor attaches to the model of each optimizer of PyTorch or MindSpore after its first step, in every process that the
-    command starts. Rows begin with the second step, or with the third if the number of micro-batches in a step is not that
-    of backwards in the first. If it is not clear which model an optimizer trains, training continues without the monitor,
+    command starts. Rows begin with the second step, or with the third if a step has more micro-batches than the first one had
+    backwards. If it is not clear which model an optimizer trains, training continues without the monitor,
     with a warning.
 
       trainermon run torchrun --nproc-per-node 8 train.py --steps 1000

@@ -22,6 +22,7 @@ def begin() -> None:
         imported = {
             "torch.autograd": lambda module: _count_calls(module, "backward"),
             "megatron.core.pipeline_parallel.schedules": lambda module: _count_calls(module, "custom_backward"),
+            "torch.amp.grad_scaler": _with_scaler,
             "torch.optim.optimizer": _with_torch,
             "torch._dynamo.config": _with_compiler,
             "deepspeed.runtime.engine": _with_deepspeed,
@@ -56,9 +57,22 @@ def _count_calls(module: Any, name: str) -> None:
         try:
             return backward(*args, **kwargs)
         finally:
-            attaching.in_backward = not outermost
+            if outermost:
+                attaching.in_backward = False
 
     setattr(module, name, counted)
+
+
+def _with_scaler(module: Any) -> None:
+    """A scaler may have skipped the step: its backwards are none of the next one."""
+    update, attaching = module.GradScaler.update, _torch_attaching()
+
+    @wraps(update)
+    def updated(*args: Any, **kwargs: Any) -> Any:
+        attaching.backwards = 0
+        return update(*args, **kwargs)
+
+    module.GradScaler.update = updated
 
 
 def _with_compiler(config: Any) -> None:

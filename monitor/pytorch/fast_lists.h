@@ -11,21 +11,20 @@ typedef struct {
     int64_t row, layout;
 } Listed;
 
-/* The tensor that an item holds: itself, or the local part of a DTensor. Borrowed from `*part`, which the caller releases. */
-static PyObject *local_of(PyObject *x, PyObject **part) {
-    *part = NULL;
-    if (!is_plain(x)) {
-        *part = PyObject_GetAttr(x, s__local_tensor);
-        forget_failure();
-    }
-    return *part == NULL ? x : *part;
+/* The tensor that an item holds: itself, or the local part of a DTensor, which is kept in `parts` until it is read. Borrowed. */
+static PyObject *local_of(PyObject *x, PyObject *parts) {
+    PyObject *part = is_plain(x) ? NULL : PyObject_GetAttr(x, s__local_tensor);
+    int kept = part != NULL && PyList_Append(parts, part) == 0;
+    Py_XDECREF(part);
+    forget_failure();
+    return kept ? part : x;
 }
 
 /* The lists of a kind, (first, addresses, sizes, rows), in `groups`; borrowed. NULL with an exception set. */
 static PyObject *group_of(Reader *reader, PyObject *groups, PyObject *x, const Elements *elements, int checked) {
     PyObject *dtype = PyObject_GetAttr(x, s_dtype), *found = NULL;
     int aligned = (uintptr_t)elements->data % (uintptr_t)reader->read == 0, even = elements->count % (size_t)reader->even == 0;
-    PyObject *key = dtype == NULL ? NULL : Py_BuildValue("(iOOO)O", elements->device_id, dtype, aligned ? Py_True : Py_False,
+    PyObject *key = dtype == NULL ? NULL : Py_BuildValue("(iOOO)O", elements->device, dtype, aligned ? Py_True : Py_False,
                                                          even ? Py_True : Py_False, checked ? Py_True : Py_False);
     found = key == NULL ? NULL : PyDict_GetItemWithError(groups, key);
     if (key != NULL && found == NULL && !PyErr_Occurred()) {
@@ -52,12 +51,12 @@ static int add_page(Reader *reader, PyObject *pages, PyObject *page, PyObject *x
 }
 
 /* Adds an item to the list of its kind, and its page to `pages`. */
-static int list_item(Reader *reader, PyObject *item, PyObject *groups, PyObject *pages, Listed *listed) {
-    PyObject *watched = PyTuple_GetItem(item, 0), *given = PyTuple_GetItem(item, 1), *part;
+static int list_item(Reader *reader, PyObject *item, PyObject *groups, PyObject *pages, PyObject *parts, Listed *listed) {
+    PyObject *watched = PyTuple_GetItem(item, 0), *given = PyTuple_GetItem(item, 1);
     if (watched == NULL || given == NULL) {
         return 0;
     }
-    PyObject *x = local_of(given, &part);
+    PyObject *x = local_of(given, parts);
     Elements elements;
     Slot slot;
     int done = look(x, &elements) && find_slot(reader, watched, x, &elements, 0, &slot);
@@ -72,18 +71,17 @@ static int list_item(Reader *reader, PyObject *item, PyObject *groups, PyObject 
         Py_XDECREF(page);
         Py_XDECREF(slot.object);
     }
-    Py_XDECREF(part);
     return done;
 }
 
 /* Under the lock: lists all items and launches. */
 static int launch_listed(Reader *reader, PyObject *items, Listed *listed) {
-    PyObject *groups = PyDict_New(), *pages = PyList_New(0);
+    PyObject *groups = PyDict_New(), *pages = PyList_New(0), *parts = PyList_New(0);
     Py_ssize_t count = PyList_Size(items);
     Cells cells;
-    int fits = groups != NULL && pages != NULL;
+    int fits = groups != NULL && pages != NULL && parts != NULL;
     for (Py_ssize_t i = 0; fits && i < count; i++) {
-        fits = list_item(reader, PyList_GetItem(items, i), groups, pages, &listed[i]);
+        fits = list_item(reader, PyList_GetItem(items, i), groups, pages, parts, &listed[i]);
     }
     PyObject *launched = fits ? PyObject_CallMethodObjArgs((PyObject *)reader, s_launch_all, pages, groups, NULL) : NULL;
     int done = launched == Py_True && copy_native(reader->table, &cells, sizeof cells);
@@ -93,6 +91,7 @@ static int launch_listed(Reader *reader, PyObject *items, Listed *listed) {
     Py_XDECREF(launched);
     Py_XDECREF(groups);
     Py_XDECREF(pages);
+    Py_XDECREF(parts);
     forget_failure();
     return PyErr_Occurred() ? FAILED : done ? DONE : NOT_DONE;
 }

@@ -182,7 +182,7 @@ static int reduce(Reader *reader, PyObject *x, const Elements *elements, const S
         return kernel->reduce(elements->data, elements->count, elements->format, bound, wanted, numbers);
     }
     PyObject *done = PyObject_CallMethod(
-        (PyObject *)reader, "launch", "OOiKnKi", slot->object, x, elements->device_id, (unsigned long long)(uintptr_t)elements->data,
+        (PyObject *)reader, "launch", "OOiKnKi", slot->object, x, elements->device, (unsigned long long)(uintptr_t)elements->data,
         (Py_ssize_t)elements->count, (unsigned long long)(uintptr_t)numbers, wanted & CHECK_SUMS);
     int launched = done == Py_True;
     Py_XDECREF(done);

@@ -38,10 +38,10 @@ static PyObject *tensor_type, *parameter_type, *accumulation, *forwarding, *is_l
 
 #define NAMES(EACH)                                                                                                                      \
     EACH(_backward_hooks) EACH(_local_tensor) EACH(_register_hook_dict) EACH(_sequence_nr) EACH(_version) EACH(active) EACH(attached)    \
-    EACH(captures) EACH(checked) EACH(clock) EACH(device) EACH(dtype) EACH(grad_fn) EACH(is_cpu) EACH(is_neg) EACH(launch_all)           \
-    EACH(layout_of) EACH(native) EACH(nbytes) EACH(next_functions) EACH(output_nr) EACH(page) EACH(record_all_in_python)                 \
-    EACH(record_in_python) EACH(recorder) EACH(register_hook) EACH(requires_grad) EACH(shape) EACH(slots) EACH(step)                     \
-    EACH(storage_offset) EACH(take) EACH(untyped_storage)
+    EACH(captures) EACH(checked) EACH(clock) EACH(device) EACH(dtype) EACH(get_device) EACH(grad_fn) EACH(is_cpu) EACH(is_neg)           \
+    EACH(launch_all) EACH(layout_of) EACH(native) EACH(nbytes) EACH(next_functions) EACH(output_nr) EACH(page)                           \
+    EACH(record_all_in_python) EACH(record_in_python) EACH(recorder) EACH(register_hook) EACH(requires_grad) EACH(shape) EACH(slots)     \
+    EACH(step) EACH(storage_offset) EACH(take) EACH(untyped_storage)
 #define DECLARE(name) static PyObject *s_##name;
 NAMES(DECLARE)
 
@@ -87,7 +87,8 @@ static uint64_t sequence_number(PyObject *node) {
 
 typedef struct {
     const void *data;
-    int32_t device_type, device_id;
+    int32_t device_type;
+    int device; /* torch's index; -1 for host memory */
     size_t count;
     enum format format;
     int64_t layout[MOST_DIMENSIONS + 2]; /* format, number of dimensions, shape: the key of a layout */
@@ -148,7 +149,10 @@ static int look(PyObject *x, Elements *found) {
     }
     found->data = (const char *)seen.data + seen.byte_offset;
     found->device_type = seen.device_type;
-    found->device_id = seen.device_type == DL_CPU ? -1 : seen.device_id;
+    found->device = -1;
+    if (seen.device_type != DL_CPU) { /* DLPack's number of a device is not torch's everywhere */
+        found->device = (int)number(PyObject_CallMethodObjArgs(x, s_get_device, NULL));
+    }
     found->count = (size_t)count;
     found->format = found->layout[0] = format;
     found->layout[1] = seen.ndim;

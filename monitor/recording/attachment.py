@@ -411,7 +411,7 @@ class Attachment:
         Args:
             before_a_turn: Whether an optimizer is about to step, so that its gradients exist already.
         """
-        right = self.clock.confirmed
+        right = not self.clock.misguessed
         collected = self._recorder.active and right
         try:  # if sealing fails, the next step must begin all the same
             if collected:

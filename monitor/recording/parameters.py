@@ -203,7 +203,7 @@ class GradientCollector(Collector):
     def forward_begins(self, root: Any) -> None:
         self._reductions.forward_begins(root)
         early = max(self._clock.forward) < self._clock.micro_steps - 1
-        if early and self._backend.job.has_others() and self._framework.aggregates(root):
+        if early and not self._clock.learning and self._backend.job.has_others() and self._framework.aggregates(root):
             self._rows.note_local(AGGREGATED_EARLY)
 
     def _forward_ends(self, *_: Any) -> None:

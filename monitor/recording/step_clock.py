@@ -75,13 +75,8 @@ class Clock:
         self.restart()
 
     @property
-    def confirmed(self) -> bool:
-        """Whether a step that ends now has as many forwards as were guessed. Where none was seen, it counts as one."""
-        return not self.learning or max(1, max(self.forward) + 1) == self.micro_steps
-
-    @property
     def misguessed(self) -> bool:
-        """Whether the step in progress has shown that the guess is wrong."""
+        """Whether the step in progress has had more forwards than were guessed. Fewer do not mix up its rows."""
         return self.learning and max(self.forward) >= self.micro_steps
 
     def forward_begins(self, chunk: int) -> None:
@@ -107,17 +102,21 @@ class MicroBatchCount:
     The first step decides. If two later steps in a row agree on another number, they correct it, once: the first step may have
     had a forward more, for example to find the largest batch.
 
+    Args:
+        guess: The number if the first step shows none.
+
     Attributes:
         adopted: The number in use; 0 before the first step has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guess: int = 1) -> None:
         self.adopted = 0
+        self._guess = guess
         self._before = 0
         self._corrected = False
 
     def step_ended(self, forwards: int) -> bool:
-        """Whether ``adopted`` has changed. A first step whose forwards were not seen counts as one micro-batch."""
+        """Whether ``adopted`` has changed. A first step whose forwards were not seen has as many as were guessed."""
         first, again = not self.adopted, forwards == self._before
         if not first and not forwards:  # a step that is not collected shows none
             return False
@@ -125,7 +124,7 @@ class MicroBatchCount:
         if not first and (self._corrected or not again or forwards == self.adopted):
             return False
         self._corrected = not first
-        self.adopted = max(1, forwards)
+        self.adopted = forwards or self._guess
         return True
 
     def said(self, step: int, forwards: int, *, late: bool) -> str:

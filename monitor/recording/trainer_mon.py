@@ -304,7 +304,7 @@ class ModelMonitor:
         recording.attach(watch, names, start)
         recording.attachment.when_ended = partial(self._deliver_alerts, recording)
         if watch.guesses:
-            learn = partial(self._learn, recording, watch, MicroBatchCount())
+            learn = partial(self._learn, recording, watch, MicroBatchCount(-watch.grad_acc_steps))
             recording.attachment.at_boundary = self._failures.guarded("counting micro-batches", learn, "Nothing is recorded.")
         elif self._dynamic:
             recording.follow_file(partial(self._switch, recording, watch_of))
@@ -319,14 +319,14 @@ class ModelMonitor:
         seen = attachment.clock.ended_with
         if not count.step_ended(seen):
             return
-        kept = first and count.adopted == attachment.clock.micro_steps and not self._dynamic
+        kept, right = (first and seen <= attachment.clock.micro_steps), count.adopted == attachment.clock.micro_steps
         micro_steps = attachment.clock.micro_steps = count.adopted
 
         def watch_of(config: MonitorConfig) -> AttachmentSpec:
             ownership = replace(watch.ownership, module_ranks=config.module_ranks)
             return replace(watch, config=config, grad_acc_steps=micro_steps, ownership=ownership)
 
-        said = count.said(step, seen, late=first and not kept)
+        said = count.said(step, seen, late=first and (not kept or self._dynamic))
         if seen:
             LOGGER.info("[rank %d] %s", self._failures.rank, said)
         else:
@@ -334,7 +334,7 @@ class ModelMonitor:
         if self._dynamic:
             recording.follow_file(partial(self._switch, recording, watch_of))
             attachment.at_boundary(step)
-        elif kept:
+        elif kept and right:
             self._announce(watch_of(self._config), attachment.names, recording)
         else:
             config = self._config.model_copy(update={"ops": self._ops})

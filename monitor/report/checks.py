@@ -450,7 +450,11 @@ CHECKS: Final = (
     CheckEntry("Files readable", _files, _MERGE, True, False),
     CheckEntry("Loss", _loss, "TrainerMon.log(loss=...)"),
     CheckEntry("Total gradient norm", _total_norm, '"wg_distribution": true'),
-    CheckEntry("Low precision", _within(_LOSES, "No op that counts what narrower numbers lose was recorded."), '"ops": ["overflow_fp16", "underflow_e4m3"]'),
+    CheckEntry(
+        "Low precision",
+        _within(_LOSES, "No op that counts what narrower numbers lose was recorded."),
+        '"ops": ["overflow_fp16", "underflow_e4m3"]',
+    ),
     CheckEntry("Attention", _within(_ATTENDS, "It was not recorded."), '"recording_l2_features": true and l2_targets'),
     CheckEntry("Experts", _within(_ROUTES, "They were not recorded."), '"recording_l2_features": true and l2_targets'),
     CheckEntry("Monitoring itself", _monitor, "manifest.json of each rank", False, False),

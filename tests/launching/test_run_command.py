@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from launched import ROOT, RUN, TORCHRUN, ended, rows, weights
 
-LOOPS = Path(__file__).with_name("scripts") / "loops.py"
+import monitor
+
+LOOPS, GUESSED = (Path(__file__).with_name("scripts") / name for name in ("loops.py", "guessed.py"))
 FIRST = 2
 """From this step on, all programs have rows: the first one shows the optimizers, and the second one the micro-batches."""
 
@@ -68,6 +72,21 @@ def test_an_optimizer_that_replaces_another_ends_the_recording_of_its_model(tmp_
     assert "Unhashable begins to step Net later than others. From here on, this model is not monitored." in done.stderr
     (table,) = rows(tmp_path / "recorded", 0).values()
     assert {row["step"] for row in table if row["kind"] == "grad_reduced"} == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("how", ["parts", "reentrant", "actor and critic", "before", "threads", "skipped"])
+def test_rows_begin_with_step_1_whatever_the_first_backwards_were(how: str, tmp_path: Path) -> None:
+    (tmp_path / "both.json").write_text('{"wg_distribution": true, "ops": ["norm"], "format": "parquet"}')
+    done = ended([*RUN, "--config", "both.json", sys.executable, str(GUESSED), how], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = {int(step): float(norm) for step, norm in re.findall(r"^step (\d+) norm (\S+)$", done.stdout, re.MULTILINE)}
+    for kind in ("grad_reduced", "grad_unreduced"):
+        scale = 0.25 if how == "skipped" and kind == "grad_unreduced" else 1.0  # twice halved, and not yet taken out
+        expected = pytest.approx({step: scale * printed[step] for step in (1, 2, 3)}, rel=1e-6)
+        squares: Counter[int] = Counter()
+        for row in monitor.open_run(tmp_path / "recorded").rows(kind).to_pylist():
+            squares[row["step"]] += row["norm"] ** 2
+        assert {step: square**0.5 for step, square in squares.items()} == expected
 
 
 def test_what_was_compiled_in_the_first_step_has_rows_of_activations(tmp_path: Path) -> None:
