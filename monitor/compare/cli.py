@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
@@ -15,7 +16,8 @@ from rich.table import Table
 
 from monitor.cli import Version, command_app
 from monitor.compare import dumps, runs
-from monitor.compare.values import ALONE, Compared, ComparisonError, Finding
+from monitor.compare.tolerances import judged
+from monitor.compare.values import ALONE, ROWS, Compared, ComparisonError, Finding
 from monitor.coordinator.output import write_whole
 from monitor.merge.execution import MergeError
 from monitor.query.sources import QueryError
@@ -45,9 +47,9 @@ def write_csv(path: Path, compared: Compared) -> None:
 
 
 def largest(compared: Compared) -> list[Finding]:
-    """Those whose values differ most: by relative error, the earlier first among equals."""
-    numbered = [finding for finding in compared.findings if finding.difference is not None]
-    return sorted(numbered, key=lambda finding: -finding.difference.size if finding.difference else 0.0)
+    """Those whose values differ most: beyond rounding, then by relative error, the earlier first among equals."""
+    numbered = [(finding.rounding, finding.difference.size, finding) for finding in compared.findings if finding.difference]
+    return [finding for *_, finding in sorted(numbered, key=lambda one: (-one[0], -one[1]))]
 
 
 def table(title: str, findings: list[Finding]) -> Table:
@@ -71,6 +73,8 @@ def described(finding: Finding) -> str:
     row = _row(finding)
     cosine = f", cosine {row[7]}" if row[7] else ""
     errors = f"absolute error {row[5]}, relative error {row[6]}{cosine}"
+    if finding.rounding < math.inf:
+        errors += f", {finding.rounding:.3g} times the rounding of one step"
     return f"{where}: {errors}\n  left  {finding.left}\n  right {finding.right}"
 
 
@@ -98,19 +102,24 @@ def monitor_compare(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write every difference to this CSV file.")
     ] = None,
-    tolerance: Annotated[float, typer.Option(min=0.0, help="Relative differences up to this are not reported.")] = 0.0,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Relative differences up to this are not reported [default: for runs rounding]."),
+    ] = None,
     _version: Version = False,
 ) -> None:
     """Compare two precision dumps, or two monitored runs.
 
-    Runs may have any format. It shows the first tensor in execution order that differs, and the largest
-    differences. What only one of two runs has is named.
+    Runs may have any format. It shows the first tensor in execution order that differs by more than rounding explains,
+    and the largest differences. With --tolerance 0 it shows everything that is not the same. What only one of two runs
+    has is named.
 
     Exit status: 0 they are the same, 1 they differ, something is missing on one side or there is no tensor to compare, 2
     nothing was compared.
     """
     try:
-        found = within(compare(left, right), tolerance)
+        found = compare(left, right)
+        found = judged(found) if tolerance is None and found.unit == ROWS else within(found, tolerance or 0.0)
         if output is not None:
             write_csv(output, found)
     except (ComparisonError, OSError) as error:
@@ -150,6 +159,9 @@ def _show(found: Compared) -> None:
     else:
         both = " that both sides have" if alone or found.not_compared else ""
         say(console, f"the same: {found.tensors:,} {found.unit}{both}")
+    if found.rounded:
+        said = f"{found.rounded:,} {found.unit} differ by rounding: by {found.most_rounded:.2g} times that of one step, at most"
+        say(console, said)
     if alone:
         say(console, f"on one side alone: {alone:,}")
     if found.findings:

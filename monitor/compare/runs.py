@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from monitor.compare.values import Compared, ComparisonError, Difference, Finding, of_numbers
+import pyarrow as pa
+
+from monitor.compare.tolerances import Rounding
+from monitor.compare.values import ROWS, Compared, ComparisonError, Difference, Finding, of_numbers
+from monitor.coordinator.manifest_format import ManifestError
 from monitor.merge.report import listed_steps, said_steps, summary
 from monitor.query.batches import IDENTITY, SHOWN_KINDS, Batch, batch_of, batches, files_of, kinds_in, ops_in, place_of
 from monitor.query.opened import open_source
@@ -58,13 +64,14 @@ def compare(left: Path, right: Path) -> Compared:
     places = [_places(side) for side in sides]
     shared = places[0] & places[1]
     if not any(places):  # both can be read, and neither has rows
-        return Compared(0, [], unit="rows")
+        return Compared(0, [], unit=ROWS)
     if not shared:
         raise ComparisonError(f"{left} and {right} have no kind of rows and no rank in common.")
     rows, findings, alone = 0, [], (OneSide(left), OneSide(right))
+    precision = _rounding_of(sides), _first_step(sides)
     for kind in sorted({kind for kind, _ in shared}, key=place_of):
         for pair in _pairs(sides[0], sides[1], kind, [rank for each, rank in shared if each == kind]):
-            number, found = _differences(pair, [_ndigits(side, pair[0].ranks) for side in sides], alone)
+            number, found = _differences(pair, [_ndigits(side, pair[0].ranks) for side in sides], alone, precision)
             rows += number
             findings += found
     findings.sort(key=lambda finding: (finding.step, finding.order, finding.rank_order))
@@ -73,7 +80,7 @@ def compare(left: Path, right: Path) -> Compared:
         for one, source, own, other in zip(alone, sides, places, reversed(places), strict=True)
         for line in (*one.missing(source), *one.kinds(own - other), *one.steps())
     ]
-    return Compared(rows, findings, not_compared=tuple(said), unit="rows")
+    return Compared(rows, findings, not_compared=tuple(said), unit=ROWS)
 
 
 class OneSide:
@@ -153,8 +160,28 @@ def _spans(ends: Sequence[int], others: Sequence[int]) -> Iterator[StepSpan]:
         begin = end + 1
 
 
-def _differences(pair: tuple[Batch, Batch], ndigits: list[int], alone: tuple[OneSide, OneSide]) -> tuple[int, list[Finding]]:
-    """One kind, in the steps that a rank has on both sides."""
+def _rounding_of(sides: Sequence[RunSource]) -> Rounding:
+    try:
+        return Rounding([side.series() for side in sides])
+    except (pa.ArrowException, ManifestError) as error:
+        raise QueryError(str(error)) from error
+
+
+def _first_step(sides: Sequence[RunSource]) -> int:
+    """The first that both have."""
+    first = [min((steps.start for spans in side.steps.values() for steps in spans), default=0) for side in sides]
+    return max(first)
+
+
+def _differences(
+    pair: tuple[Batch, Batch], ndigits: list[int], alone: tuple[OneSide, OneSide], precision: tuple[Rounding, int]
+) -> tuple[int, list[Finding]]:
+    """One kind, in the steps that a rank has on both sides.
+
+    Args:
+        precision: What rounding explains, and the first step that both sides have.
+    """
+    rounding, begin = precision
     tables = [one.read()[0] for one in pair]
     shared = [op for op in ops_in(tables[0]) if op in ops_in(tables[1])]
     tables = [table.select([*IDENTITY, *shared]) for table in tables]
@@ -166,6 +193,7 @@ def _differences(pair: tuple[Batch, Batch], ndigits: list[int], alone: tuple[One
     for one, own in zip(alone, places, strict=True):
         one.add(pair[0].kind, own - both)
     findings: list[Finding] = []
+    largest = rounding.largest(pair[0].kind, left.values())
     compared, first = 0, place_of(pair[0].kind) * MOST_ROWS
     last: dict[tuple[int, int], int] = {}
     for key, row in left.items():
@@ -174,7 +202,8 @@ def _differences(pair: tuple[Batch, Batch], ndigits: list[int], alone: tuple[One
         order = _phase(pair[0].kind, row["name"]) + position
         if key in right:
             compared += 1
-            findings += _differing(key, order, *_alike(row, right[key], ndigits), shared)
+            share = partial(rounding.share, pair[0].kind, first=key[1] == begin, others=largest.get(key[1], 0.0))
+            findings += _differing(key, order, *_alike(row, right[key], ndigits), shared, share)
         elif key[:2] in both:
             findings.append(_finding(key, order, "missing", "there", ""))
     for key in (key for key in right if key[:2] in both and key not in left):
@@ -208,14 +237,17 @@ def _rounded(row: Row, ndigits: int) -> Row:
     return {name: rounded(value, ndigits) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def _differing(key: Key, order: int, left: Row, right: Row, ops: list[str]) -> Iterator[Finding]:
+def _differing(
+    key: Key, order: int, left: Row, right: Row, ops: list[str], rounding: Callable[[Row, Row, list[str]], float]
+) -> Iterator[Finding]:
     for op in ops:
         if op in TEXT_OPS and left[op] != right[op]:
             yield _finding(key, order, op, str(left[op]), str(right[op]))
     numbers = [op for op in ops if op not in TEXT_OPS]
     difference = of_numbers([(left[op], right[op]) for op in numbers]) if numbers else None
     if difference is not None and not difference.same:
-        yield _finding(key, order, "values", _shown(left, numbers), _shown(right, numbers), difference)
+        found = _finding(key, order, "values", _shown(left, numbers), _shown(right, numbers), difference)
+        yield replace(found, rounding=rounding(left, right, numbers))
 
 
 def _finding(key: Key, order: int, what: str, left: str, right: str, difference: Difference | None = None) -> Finding:

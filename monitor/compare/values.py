@@ -88,6 +88,9 @@ def _cosine(x: NDArray[Any], y: NDArray[Any]) -> float | None:
 # --- What a comparison has found.
 
 
+ROWS: Final = "rows"
+"""The unit of comparisons of runs."""
+
 ALONE: Final = {"missing": "on the left side alone", "added": "on the right side alone"}
 """What a finding of one side says."""
 
@@ -103,6 +106,7 @@ class Finding:
         name: Of the tensor, or of the entry.
         what: What is wrong, in a word: ``values``, ``shape``, ``dtype``, ``missing``, ``added``, ``argument``.
         left: What the left side has, for people; likewise ``right``.
+        rounding: The difference as a multiple of what rounding explains in one step (``tolerances``).
     """
 
     step: int
@@ -113,6 +117,7 @@ class Finding:
     left: str
     right: str
     difference: Difference | None = None
+    rounding: float = math.inf
 
     @property
     def rank_order(self) -> list[str | int]:
@@ -129,6 +134,8 @@ class Compared:
         arguments: How many values that are no tensors were on both sides.
         findings: In execution order: by step, then by rank, then as the left side ran, what the right alone has in between.
         not_compared: What one side alone has, or what is known to be missing on a side, a line each.
+        rounded: How many are no findings, because rounding explains their differences.
+        most_rounded: The largest of these, as a multiple of what rounding explains in one step.
     """
 
     tensors: int
@@ -136,6 +143,8 @@ class Compared:
     arguments: int = 0
     not_compared: tuple[str, ...] = ()
     unit: str = "tensors"
+    rounded: int = 0
+    most_rounded: float = 0.0
 
     @property
     def different(self) -> int:

@@ -78,7 +78,7 @@ def test_a_merged_set_is_compared_with_the_ranks_of_another_run(tmp_path: Path, 
 @pytest.mark.parametrize(("left", "right"), [("csv", "hdf5"), ("hdf5", "csv"), ("parquet", "hdf5")])
 def test_a_difference_that_csv_shows_is_found_in_any_formats(tmp_path: Path, left: str, right: str) -> None:
     sides = trained(tmp_path / "a", left), trained(tmp_path / "b", right, last=1 / 3 + 1e-5)
-    status, said = compared(*sides)
+    status, said = compared(*sides, "--tolerance", 0)
     assert status == 1
     assert said.startswith("1 differences among 49 rows\nfirst: step 6, rank0: grad_reduced/0:e")
 
@@ -86,7 +86,8 @@ def test_a_difference_that_csv_shows_is_found_in_any_formats(tmp_path: Path, lef
 def test_a_difference_below_the_last_digit_of_csv_is_one_between_exact_formats_alone(tmp_path: Path) -> None:
     exact = trained(tmp_path / "exact", "hdf5")
     near = [trained(tmp_path / one, one, last=1 / 3 + 1e-9) for one in ("csv", "parquet")]
-    assert [compared(exact, one)[0] for one in near] == [0, 1]
+    assert [compared(exact, one, "--tolerance", 0)[0] for one in near] == [0, 1]
+    assert [compared(exact, one)[0] for one in near] == [0, 0]
 
 
 @pytest.mark.parametrize(("left", "right"), [("csv", "csv"), ("csv", "hdf5"), ("hdf5", "parquet")])
