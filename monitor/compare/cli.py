@@ -16,8 +16,7 @@ from rich.table import Table
 
 from monitor.cli import Version, command_app
 from monitor.compare import dumps, runs
-from monitor.compare.tolerances import judged
-from monitor.compare.values import ALONE, ROWS, Compared, ComparisonError, Finding
+from monitor.compare.values import ALONE, Compared, ComparisonError, Finding
 from monitor.coordinator.output import write_whole
 from monitor.merge.execution import MergeError
 from monitor.query.sources import QueryError
@@ -118,8 +117,7 @@ def monitor_compare(
     nothing was compared.
     """
     try:
-        found = compare(left, right)
-        found = judged(found) if tolerance is None and found.unit == ROWS else within(found, tolerance or 0.0)
+        found = within(compare(left, right, exact=tolerance is not None), tolerance or 0.0)
         if output is not None:
             write_csv(output, found)
     except (ComparisonError, OSError) as error:
@@ -129,8 +127,8 @@ def monitor_compare(
     raise typer.Exit(FLAWED if found.findings or found.not_compared or found.is_empty else CLEAN)
 
 
-def compare(left: Path, right: Path) -> Compared:
-    """Dumps as dumps, and anything else as runs.
+def compare(left: Path, right: Path, *, exact: bool = False) -> Compared:
+    """Dumps as dumps, and anything else as runs, as far as rounding explains how they differ or ``exact``.
 
     Raises:
         ComparisonError: There is nothing that could be compared.
@@ -139,7 +137,7 @@ def compare(left: Path, right: Path) -> Compared:
     if any(kinds):
         return dumps.compare(left, right)
     try:
-        return runs.compare(left, right)
+        return runs.compare(left, right, exact=exact)
     except (MergeError, QueryError) as error:
         raise ComparisonError(str(error)) from error
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 
-from monitor.compare.tolerances import Rounding
+from monitor.compare.tolerances import Rounding, judged
 from monitor.compare.values import ROWS, Compared, ComparisonError, Difference, Finding, of_numbers
 from monitor.coordinator.manifest_format import ManifestError
 from monitor.merge.report import listed_steps, said_steps, summary
@@ -22,7 +22,7 @@ from monitor.query.sources import MergedSet, QueryError, RunSource
 from monitor.series import Series, underlying_series
 from monitor.sinks.csv import rounded
 from monitor.sinks.files import StepSpan
-from monitor.stats.ops import TEXT_OPS
+from monitor.stats.ops import LAYOUT_OPS, TEXT_OPS
 
 Row = dict[str, Any]
 Key = tuple[int, int, str]
@@ -51,11 +51,14 @@ NDIGITS: Final = 6
 """Of a merged set of CSV, which does not say its own: the default."""
 
 
-def compare(left: Path, right: Path) -> Compared:
+def compare(left: Path, right: Path, *, exact: bool = False) -> Compared:
     """Compare what was recorded below two directories: of ranks, or merged sets, in any format.
 
     CSV has rounded numbers. Where only one side has a row from CSV, the numbers of the other are rounded alike. What only one
     side has, and what is known to be missing on a side, is named.
+
+    Args:
+        exact: Whether everything is a finding that is not the same, also where rounding explains it.
 
     Raises:
         ComparisonError: There is nothing, or no kind and rank that both have.
@@ -68,10 +71,10 @@ def compare(left: Path, right: Path) -> Compared:
     if not shared:
         raise ComparisonError(f"{left} and {right} have no kind of rows and no rank in common.")
     rows, findings, alone = 0, [], (OneSide(left), OneSide(right))
-    precision = _rounding_of(sides), _first_step(sides)
+    rounding = None if exact else _rounding_of(sides)
     for kind in sorted({kind for kind, _ in shared}, key=place_of):
         for pair in _pairs(sides[0], sides[1], kind, [rank for each, rank in shared if each == kind]):
-            number, found = _differences(pair, [_ndigits(side, pair[0].ranks) for side in sides], alone, precision)
+            number, found = _differences(pair, [_ndigits(side, pair[0].ranks) for side in sides], alone, rounding)
             rows += number
             findings += found
     findings.sort(key=lambda finding: (finding.step, finding.order, finding.rank_order))
@@ -80,7 +83,8 @@ def compare(left: Path, right: Path) -> Compared:
         for one, source, own, other in zip(alone, sides, places, reversed(places), strict=True)
         for line in (*one.missing(source), *one.kinds(own - other), *one.steps())
     ]
-    return Compared(rows, findings, not_compared=tuple(said), unit=ROWS)
+    whole = Compared(rows, findings, not_compared=tuple(said), unit=ROWS)
+    return whole if rounding is None else judged(whole, rounding)
 
 
 class OneSide:
@@ -162,7 +166,7 @@ def _spans(ends: Sequence[int], others: Sequence[int]) -> Iterator[StepSpan]:
 
 def _rounding_of(sides: Sequence[RunSource]) -> Rounding:
     try:
-        return Rounding([side.series() for side in sides])
+        return Rounding([side.series() for side in sides], _first_step(sides))
     except (pa.ArrowException, ManifestError) as error:
         raise QueryError(str(error)) from error
 
@@ -174,14 +178,9 @@ def _first_step(sides: Sequence[RunSource]) -> int:
 
 
 def _differences(
-    pair: tuple[Batch, Batch], ndigits: list[int], alone: tuple[OneSide, OneSide], precision: tuple[Rounding, int]
+    pair: tuple[Batch, Batch], ndigits: list[int], alone: tuple[OneSide, OneSide], rounding: Rounding | None
 ) -> tuple[int, list[Finding]]:
-    """One kind, in the steps that a rank has on both sides.
-
-    Args:
-        precision: What rounding explains, and the first step that both sides have.
-    """
-    rounding, begin = precision
+    """One kind, in the steps that a rank has on both sides."""
     tables = [one.read()[0] for one in pair]
     shared = [op for op in ops_in(tables[0]) if op in ops_in(tables[1])]
     tables = [table.select([*IDENTITY, *shared]) for table in tables]
@@ -193,7 +192,7 @@ def _differences(
     for one, own in zip(alone, places, strict=True):
         one.add(pair[0].kind, own - both)
     findings: list[Finding] = []
-    largest = rounding.largest(pair[0].kind, left.values())
+    largest = {} if rounding is None else rounding.largest(pair[0].kind, left.values())
     compared, first = 0, place_of(pair[0].kind) * MOST_ROWS
     last: dict[tuple[int, int], int] = {}
     for key, row in left.items():
@@ -202,8 +201,13 @@ def _differences(
         order = _phase(pair[0].kind, row["name"]) + position
         if key in right:
             compared += 1
-            share = partial(rounding.share, pair[0].kind, first=key[1] == begin, others=largest.get(key[1], 0.0))
-            findings += _differing(key, order, *_alike(row, right[key], ndigits), shared, share)
+            sides = _alike(row, right[key], ndigits)
+            found = list(_differing(key, order, *sides, shared))
+            if found and rounding is not None:
+                others, decimals = largest.get(key[1], 0.0), min(ndigits) if _is_of_csv(row, right[key]) else None
+                share = rounding.share(pair[0].kind, sides, [op for op in shared if op not in TEXT_OPS], others, decimals)
+                found = list(_unexplained(found, share, rounding))
+            findings += found
         elif key[:2] in both:
             findings.append(_finding(key, order, "missing", "there", ""))
     for key in (key for key in right if key[:2] in both and key not in left):
@@ -237,17 +241,25 @@ def _rounded(row: Row, ndigits: int) -> Row:
     return {name: rounded(value, ndigits) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def _differing(
-    key: Key, order: int, left: Row, right: Row, ops: list[str], rounding: Callable[[Row, Row, list[str]], float]
-) -> Iterator[Finding]:
+def _is_of_csv(*rows: Row) -> bool:
+    return any(row["call_id"] is None for row in rows)
+
+
+def _unexplained(found: Iterable[Finding], share: float, rounding: Rounding) -> Iterator[Finding]:
+    """The findings of a row that rounding does not explain. Other bits explain other check sums and histograms."""
+    for one in found:
+        if one.what in LAYOUT_OPS or (one.what == "values" and not rounding.explains(share, one.step)):
+            yield replace(one, rounding=share if one.what == "values" else math.inf)
+
+
+def _differing(key: Key, order: int, left: Row, right: Row, ops: list[str]) -> Iterator[Finding]:
     for op in ops:
         if op in TEXT_OPS and left[op] != right[op]:
             yield _finding(key, order, op, str(left[op]), str(right[op]))
     numbers = [op for op in ops if op not in TEXT_OPS]
     difference = of_numbers([(left[op], right[op]) for op in numbers]) if numbers else None
     if difference is not None and not difference.same:
-        found = _finding(key, order, "values", _shown(left, numbers), _shown(right, numbers), difference)
-        yield replace(found, rounding=rounding(left, right, numbers))
+        yield _finding(key, order, "values", _shown(left, numbers), _shown(right, numbers), difference)
 
 
 def _finding(key: Key, order: int, what: str, left: str, right: str, difference: Difference | None = None) -> Finding:

@@ -17,8 +17,9 @@ import pyarrow as pa
 
 from monitor.compare.values import Compared, Finding
 from monitor.series import DIRECTION_KIND, RUN_KIND
+from monitor.sinks.csv import fixed_from
 from monitor.stats.histograms import LOSSES
-from monitor.stats.ops import INTEGER_OPS, TEXT_OPS
+from monitor.stats.ops import INTEGER_OPS
 
 EPSILONS: Final = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """By dtype, from 1 to the next number."""
@@ -47,9 +48,17 @@ class Rounding:
 
     Args:
         series: Those of both, as ``RunSource.series``. The coarsest dtype in a run is the precision of all but its weights.
+        first: The first step that both have.
+
+    Attributes:
+        explained: How many rows differ by what rounding explains in one step.
+        by_step: The largest of these differences, as a multiple of that.
     """
 
-    def __init__(self, series: Iterable[pa.Table]) -> None:
+    def __init__(self, series: Iterable[pa.Table], first: int) -> None:
+        self.explained = 0
+        self.by_step: dict[int, float] = {}
+        self._first = first
         self._own: dict[tuple[str, int, str], tuple[float, int]] = {}
         self._vectors: set[tuple[str, int, str]] = set()
         for table in series:
@@ -72,29 +81,32 @@ class Rounding:
                 found[row["step"]] = max(found.get(row["step"], 0.0), norm / math.sqrt(max(count, 1)))
         return found
 
+    def explains(self, share: float, step: int) -> bool:
+        """Whether a difference is no larger than rounding makes it in one step. If so, it is counted."""
+        if share > 1.0:
+            return False
+        self.explained += 1
+        self.by_step[step] = max(self.by_step.get(step, 0.0), share)
+        return True
+
     def share(
-        self,
-        kind: str,
-        left: Mapping[str, Any],
-        right: Mapping[str, Any],
-        ops: Sequence[str],
-        *,
-        first: bool,
-        others: float = 0.0,
+        self, kind: str, rows: Sequence[Mapping[str, Any]], ops: Sequence[str], others: float, ndigits: int | None
     ) -> float:
         """The largest difference of two rows, as a multiple of what rounding explains in one step.
 
         Args:
-            first: Whether it is the first step that both have.
+            rows: That of the left side, and that of the right.
             others: The ``largest`` of this kind and step.
+            ndigits: Decimals of a row of CSV, if one of them is; None if both are exact.
         """
+        left, right = rows
         own, count = self._of(kind, left)
         epsilon = self._coarsest
         if kind in WEIGHTS:
-            was_updated = not (first and kind == WEIGHTS[0])
+            was_updated = kind != WEIGHTS[0] or left["step"] != self._first
             is_vector = (kind, left["vpp_stage"], left["name"]) in self._vectors
             epsilon = own + was_updated * max(OF_UPDATES * self._coarsest, OF_VECTORS if is_vector else 0.0)
-        scales = _Scales(left, right, count, OF_OTHERS * others)
+        scales = _Scales(rows, count, OF_OTHERS * others, ndigits)
         exact = kind == RUN_KIND and left["name"].startswith(GIVEN)
         return max((_of_op(kind, op, left[op], right[op], scales, 0.0 if exact else epsilon) for op in ops), default=0.0)
 
@@ -106,12 +118,18 @@ class Rounding:
 class _Scales:
     """What differences of a row are measured against."""
 
-    def __init__(self, left: Mapping[str, Any], right: Mapping[str, Any], count: int, least: float) -> None:
-        norms = [row["norm"] for row in (left, right) if row.get("norm") is not None]
-        ends = [abs(row[op]) for row in (left, right) for op in EXTREMES if row.get(op) is not None]
+    def __init__(self, rows: Sequence[Mapping[str, Any]], count: int, least: float, ndigits: int | None) -> None:
+        norms = [row["norm"] for row in rows if row.get("norm") is not None]
+        ends = [abs(row[op]) for row in rows for op in EXTREMES if row.get(op) is not None]
         self.count, self._least = max(count, 1), least
+        self._digit, self._fixed_from = (0.0, 0.0) if ndigits is None else (10.0**-ndigits, fixed_from(ndigits))
         self._most = max(filter(math.isfinite, ends), default=0.0)
         self._root_mean_square = max(filter(math.isfinite, norms), default=0.0) / math.sqrt(self.count) if count > 1 else 0.0
+
+    def apart(self, a: float, b: float) -> float:
+        """Their distance, without what CSV has rounded: a unit in the last digit, also where it writes an exponent."""
+        most = max(abs(a), abs(b))
+        return max(0.0, abs(a - b) - self._digit * (1.0 if most >= self._fixed_from else 10 * most))
 
     def of(self, op: str, own: float) -> float:
         if op == "norm":
@@ -127,13 +145,13 @@ def _of_op(kind: str, op: str, a: float | None, b: float | None, scales: _Scales
     if a is None or b is None or not math.isfinite(a) or not math.isfinite(b) or op in INTEGER_OPS or not epsilon:
         return math.inf
     if op in SHARES or kind == DIRECTION_KIND:
-        return abs(a - b) / (32 * epsilon + 2 / scales.count)
+        return scales.apart(a, b) / (32 * epsilon + 2 / scales.count)
     own = max(abs(a), abs(b))
     if op == "kurtosis":
-        return abs(a - b) / max(own, 3.0) / (16 * epsilon + 64 * SINGLE)
+        return scales.apart(a, b) / max(own, 3.0) / (16 * epsilon + 64 * SINGLE)
     averaged = epsilon * min(1.0, 1 / 4 + 4 / math.sqrt(scales.count)) + 8 * SINGLE
     unit = averaged if op in ("mean", "norm", "std") else 4 * epsilon + 16 * SINGLE
-    return abs(a - b) / scales.of(op, own) / unit
+    return scales.apart(a, b) / scales.of(op, own) / unit
 
 
 def epsilon_of(dtype: str | None) -> float | None:
@@ -144,19 +162,19 @@ def epsilon_of(dtype: str | None) -> float | None:
     return EPSILONS.get(name)
 
 
-def judged(compared: Compared) -> Compared:
-    """Without what rounding explains. Texts that say that bits differ say no more.
+def judged(compared: Compared, rounding: Rounding) -> Compared:
+    """Without the differences that have grown by rounding from those of earlier steps.
 
     Args:
-        compared: With findings in order of steps.
+        compared: With findings in order of steps, all beyond what rounding explains in one step.
     """
     kept: list[Finding] = []
-    largest: float | None = None
-    number = 0
-    for _, some in itertools.groupby(compared.findings, key=lambda one: one.step):
-        found = [one for one in some if one.what not in TEXT_OPS or one.what in ("shape", "dtype")]
-        allowed = 1.0 if largest is None else GROWTH * max(1.0, largest)
-        within = [one.rounding for one in found if one.rounding <= allowed]
-        kept += [one for one in found if one.rounding > allowed]
-        largest, number = max([largest or 0.0, *within]), number + len(within)
-    return replace(compared, findings=kept, rounded=number, most_rounded=largest or 0.0)
+    by_step, number = rounding.by_step, rounding.explained
+    found = {step: list(some) for step, some in itertools.groupby(compared.findings, key=lambda one: one.step)}
+    most, allowed = 0.0, 1.0
+    for step in sorted({*by_step, *found}):
+        within = [one.rounding for one in found.get(step, ()) if one.rounding <= allowed]
+        kept += [one for one in found.get(step, ()) if one.rounding > allowed]
+        most, number = max([most, by_step.get(step, 0.0), *within]), number + len(within)
+        allowed = GROWTH * max(1.0, most)
+    return replace(compared, findings=kept, rounded=number, most_rounded=most)

@@ -67,11 +67,11 @@ class Run:
     def block(self) -> Any:
         return self.model.blocks[1]
 
-    def record(self, dtype: torch.dtype, *, mixed: bool = False) -> None:
+    def record(self, dtype: torch.dtype, *, mixed: bool = False, format: str = "parquet") -> None:  # noqa: A002
         self.model.to(dtype)
         order = torch.Generator().manual_seed(1)
         tokens = torch.randint(64, (STEPS, 8, LENGTH), generator=torch.Generator().manual_seed(2))
-        watch = monitor.watch(self.model, self.optimizer, "everything", micro_batches=self.parts, ops=OPS, format="parquet")
+        watch = monitor.watch(self.model, self.optimizer, "everything", micro_batches=self.parts, ops=OPS, format=format)
         with watch:
             for step, batch in enumerate(tokens):
                 for part, some in enumerate(batch.chunk(self.parts)):
@@ -91,7 +91,7 @@ class Run:
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
     """Record a run with a change; returns its directory."""
 
-    def record(change: Callable[[Run], object], dtype: torch.dtype = torch.float32, **how: bool) -> Path:
+    def record(change: Callable[[Run], object], dtype: torch.dtype = torch.float32, **how: Any) -> Path:
         base = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
         monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(base))
         made = Run()
@@ -154,6 +154,12 @@ def test_rounding_alone_is_no_difference(
     assert (status, said.startswith("the same: ")) == (0, True), said
     assert "rows differ by rounding" in said
     assert compared(*sides, "--tolerance", 0)[0] == 1
+
+
+@pytest.mark.parametrize("other", ["csv", "hdf5", "parquet"])
+def test_the_digits_of_csv_are_rounding_too(other: str, run: Callable[..., Path]) -> None:
+    status, said = compared(run(nothing, format="csv"), run(permuted, format=other))
+    assert (status, said.startswith("the same: ")) == (0, True), said
 
 
 def another_epsilon(run: Run) -> None:
