@@ -25,7 +25,7 @@ from monitor.terminal import CLEAN, FLAWED, NOTHING, plain, say
 # --- What a comparison has found, as a table of CSV and for a terminal.
 
 COLUMNS: Final = (
-    "step", "rank", "order", "name", "what", "absolute_error", "relative_error", "cosine", "left", "right",
+    "step", "rank", "order", "name", "what", "absolute_error", "relative_error", "cosine", "left", "right", "rounding",
 )  # fmt: skip
 
 EVERY: Final = 10
@@ -73,13 +73,13 @@ def described(finding: Finding) -> str:
     cosine = f", cosine {row[7]}" if row[7] else ""
     errors = f"absolute error {row[5]}, relative error {row[6]}{cosine}"
     if finding.rounding < math.inf:
-        errors += f", {finding.rounding:.3g} times the rounding of one step"
+        errors += f", in {finding.op} {finding.rounding:.3g} times the rounding of one step"
     return f"{where}: {errors}\n  left  {finding.left}\n  right {finding.right}"
 
 
 def _row(finding: Finding) -> list[str]:
     place = [str(finding.step), finding.rank, str(finding.order), finding.name, finding.what]
-    return [*place, *_errors(finding, 6), finding.left, finding.right]
+    return [*place, *_errors(finding, 6), finding.left, finding.right, f"{finding.rounding:.6g}"]
 
 
 def _errors(finding: Finding, digits: int) -> list[str]:
@@ -99,7 +99,8 @@ def monitor_compare(
     left: Annotated[Path, typer.Argument(metavar="A", help="A dump_path, a rank's step in it, or the output of a run.")],
     right: Annotated[Path, typer.Argument(metavar="B", help="The directory to compare it with.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write every difference to this CSV file.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write what is reported to this CSV file."),
     ] = None,
     tolerance: Annotated[
         float | None,
@@ -117,6 +118,8 @@ def monitor_compare(
     nothing was compared.
     """
     try:
+        if output is not None and not output.resolve().parent.is_dir():
+            raise ComparisonError(f"there is no directory for {output}.")
         found = within(compare(left, right, exact=tolerance is not None), tolerance or 0.0)
         if output is not None:
             write_csv(output, found)
@@ -163,7 +166,8 @@ def _show(found: Compared) -> None:
     if alone:
         say(console, f"on one side alone: {alone:,}")
     if found.findings:
-        first = next((one for one in found.findings if one.what not in ALONE), found.findings[0])
+        begin = [one for one in found.findings if one.step == found.findings[0].step]
+        first = next((one for one in begin if one.what not in ALONE), begin[0])
         say(console, f"first: {described(first)}", style="bold")
     if worst := largest(found)[:EVERY]:
         console.print(table("largest", worst))

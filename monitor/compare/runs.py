@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from monitor.compare.tolerances import Rounding, judged
 from monitor.compare.values import ROWS, Compared, ComparisonError, Difference, Finding, of_numbers
@@ -19,7 +19,7 @@ from monitor.merge.report import listed_steps, said_steps, summary
 from monitor.query.batches import IDENTITY, SHOWN_KINDS, Batch, batch_of, batches, files_of, kinds_in, ops_in, place_of
 from monitor.query.opened import open_source
 from monitor.query.sources import MergedSet, QueryError, RunSource
-from monitor.series import Series, underlying_series
+from monitor.series import RUN_KIND, Series, underlying_series
 from monitor.sinks.csv import rounded
 from monitor.sinks.files import StepSpan
 from monitor.stats.ops import LAYOUT_OPS, TEXT_OPS
@@ -47,6 +47,11 @@ the gradients that the optimizer is given, and what it makes of them."""
 MISSING: Final = ("missing ranks", "gaps", "dropped", "thinned", "not closed", "set aside")
 """What a side's own report says of rows that are not there."""
 
+VALUE: Final = "value"
+"""The op of the run's own numbers."""
+
+NOT_JUDGED: Final = "{} of {}: rounding changes them, and there is no other op. --tolerance 0 compares them"
+
 NDIGITS: Final = 6
 """Of a merged set of CSV, which does not say its own: the default."""
 
@@ -70,7 +75,7 @@ def compare(left: Path, right: Path, *, exact: bool = False) -> Compared:
         return Compared(0, [], unit=ROWS)
     if not shared:
         raise ComparisonError(f"{left} and {right} have no kind of rows and no rank in common.")
-    rows, findings, alone = 0, [], (OneSide(left), OneSide(right))
+    rows, findings, alone = 0, [], (OneSide(left, sides[0]), OneSide(right, sides[1]))
     rounding = None if exact else _rounding_of(sides)
     for kind in sorted({kind for kind, _ in shared}, key=place_of):
         for pair in _pairs(sides[0], sides[1], kind, [rank for each, rank in shared if each == kind]):
@@ -81,23 +86,46 @@ def compare(left: Path, right: Path, *, exact: bool = False) -> Compared:
     said = [
         line
         for one, source, own, other in zip(alone, sides, places, reversed(places), strict=True)
-        for line in (*one.missing(source), *one.kinds(own - other), *one.steps())
+        for line in (*one.missing(source), *one.kinds(own - other), *one.steps(), *one.ops())
     ]
     whole = Compared(rows, findings, not_compared=tuple(said), unit=ROWS)
     return whole if rounding is None else judged(whole, rounding)
 
 
 class OneSide:
-    """What one of two runs has alone, or lacks."""
+    """What one of two runs has alone, or lacks.
 
-    def __init__(self, directory: Path) -> None:
+    Attributes:
+        derives_ops: Whether it has all ops, not only those that were recorded.
+    """
+
+    def __init__(self, directory: Path, source: RunSource) -> None:
         self._directory = directory
+        self.derives_ops = isinstance(source, MergedSet)
         self._steps: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self._ops: dict[str, dict[str, None]] = defaultdict(dict)
+        self._texts: dict[str, dict[str, None]] = defaultdict(dict)
 
     def add(self, kind: str, places: Iterable[tuple[int, int]]) -> None:
         """It alone has rows of a kind of these ranks and steps."""
         for rank, step in places:
             self._steps[kind, rank].append(step)
+
+    def has_ops(self, kind: str, ops: Iterable[str]) -> None:
+        """It alone has these ops of a kind."""
+        self._ops[kind].update(dict.fromkeys(ops))
+
+    def is_not_judged(self, kind: str, ops: Iterable[str]) -> None:
+        """Both have these texts of a kind, and no number."""
+        self._texts[kind].update(dict.fromkeys(ops))
+
+    def ops(self) -> Iterator[str]:
+        """A line for kinds with the same ops."""
+        for found, said in ((self._ops, f"{self._directory} alone has {{}} of {{}}"), (self._texts, NOT_JUDGED)):
+            kinds: dict[tuple[str, ...], list[str]] = defaultdict(list)
+            for kind, ops in found.items():
+                kinds[tuple(ops)].append(kind)
+            yield from (said.format(", ".join(ops), ", ".join(of)) for ops, of in kinds.items() if ops)
 
     def missing(self, source: RunSource) -> Iterator[str]:
         """What its own report names as missing."""
@@ -166,9 +194,19 @@ def _spans(ends: Sequence[int], others: Sequence[int]) -> Iterator[StepSpan]:
 
 def _rounding_of(sides: Sequence[RunSource]) -> Rounding:
     try:
-        return Rounding([side.series() for side in sides], _first_step(sides))
+        return Rounding([side.series() for side in sides], _first_step(sides), max(map(_largest_rate, sides)))
     except (pa.ArrowException, ManifestError) as error:
         raise QueryError(str(error)) from error
+
+
+def _largest_rate(side: RunSource) -> float:
+    """The largest learning rate of all steps; 0 if none was recorded."""
+    found = [0.0]
+    for batch in batches(side, RUN_KIND, BATCH_ROWS) if RUN_KIND in kinds_in(side) else ():
+        rows, _ = batch.read()
+        rates = rows.filter(pc.starts_with(rows["name"], "learning_rate"))  # type: ignore[attr-defined]
+        found += rates[VALUE].drop_null().to_pylist() if VALUE in ops_in(rows) else []
+    return max(map(abs, found))
 
 
 def _first_step(sides: Sequence[RunSource]) -> int:
@@ -182,15 +220,19 @@ def _differences(
 ) -> tuple[int, list[Finding]]:
     """One kind, in the steps that a rank has on both sides."""
     tables = [one.read()[0] for one in pair]
-    shared = [op for op in ops_in(tables[0]) if op in ops_in(tables[1])]
+    recorded = [[op for op in ops_in(table) if table[op].null_count < len(table)] for table in tables]
+    shared = [op for op in recorded[0] if op in recorded[1]]
+    if all(map(len, tables)):
+        _say_ops(pair[0].kind, recorded, alone, judged=rounding is not None)
     tables = [table.select([*IDENTITY, *shared]) for table in tables]
     if tables[0].equals(tables[1]):
-        return len(tables[0]), []
+        return len(tables[0]) if shared else 0, []
+    numbers = [op for op in shared if op not in TEXT_OPS]
     left, right = (_rows(table.to_pylist(), pair[0].kind) for table in tables)
     places = [{key[:2] for key in side} for side in (left, right)]
     both = places[0] & places[1]
-    for one, own in zip(alone, places, strict=True):
-        one.add(pair[0].kind, own - both)
+    for side, own in zip(alone, places, strict=True):
+        side.add(pair[0].kind, own - both)
     findings: list[Finding] = []
     largest = {} if rounding is None else rounding.largest(pair[0].kind, left.values())
     compared, first = 0, place_of(pair[0].kind) * MOST_ROWS
@@ -200,13 +242,13 @@ def _differences(
         last[key[:2]] = position + 1
         order = _phase(pair[0].kind, row["name"]) + position
         if key in right:
-            compared += 1
-            sides = _alike(row, right[key], ndigits)
-            found = list(_differing(key, order, *sides, shared))
-            if found and rounding is not None:
-                others, decimals = largest.get(key[1], 0.0), min(ndigits) if _is_of_csv(row, right[key]) else None
-                share = rounding.share(pair[0].kind, sides, [op for op in shared if op not in TEXT_OPS], others, decimals)
-                found = list(_unexplained(found, share, rounding))
+            compared += bool(shared)
+            decimals = min(ndigits) if _is_of_csv(row, right[key]) else None
+            found = list(_differing(key, order, *_alike(row, right[key], ndigits), shared))
+            if rounding is not None:
+                sides, others = _alike(row, right[key], ndigits), largest.get(key[1], 0.0)
+                share = rounding.share(pair[0].kind, sides, numbers, others, decimals) if found else (0.0, "")
+                found = [*_unexplained(found, *share, rounding), *_of_series(key, order, pair[0].kind, row, shared, rounding)]
             findings += found
         elif key[:2] in both:
             findings.append(_finding(key, order, "missing", "there", ""))
@@ -214,6 +256,15 @@ def _differences(
         order = _phase(pair[0].kind, right[key]["name"]) + last[key[:2]]
         findings.append(_finding(key, order, "added", "", "there"))
     return compared, findings
+
+
+def _say_ops(kind: str, recorded: Sequence[Sequence[str]], alone: tuple[OneSide, OneSide], *, judged: bool) -> None:
+    """Name ops of one side alone, and texts that are not judged because no number stands beside them."""
+    shared = [op for op in recorded[0] if op in recorded[1]]
+    for one, own in zip(alone, recorded, strict=True):
+        one.has_ops(kind, [op for op in own if op not in shared] if not (one.derives_ops and shared) else [])
+    if judged and shared and all(op in TEXT_OPS for op in shared):
+        alone[0].is_not_judged(kind, shared)
 
 
 def _phase(kind: str, name: str) -> int:
@@ -245,11 +296,16 @@ def _is_of_csv(*rows: Row) -> bool:
     return any(row["call_id"] is None for row in rows)
 
 
-def _unexplained(found: Iterable[Finding], share: float, rounding: Rounding) -> Iterator[Finding]:
+def _unexplained(found: Iterable[Finding], share: float, op: str, rounding: Rounding) -> Iterator[Finding]:
     """The findings of a row that rounding does not explain. Other bits explain other check sums and histograms."""
     for one in found:
         if one.what in LAYOUT_OPS or (one.what == "values" and not rounding.explains(share, one.step)):
-            yield replace(one, rounding=share if one.what == "values" else math.inf)
+            yield replace(one, rounding=share, op=op) if one.what == "values" else one
+
+
+def _of_series(key: Key, order: int, kind: str, row: Row, ops: list[str], rounding: Rounding) -> Iterator[Finding]:
+    """The dtype or the shape, where it is no op of the rows."""
+    return (_finding(key, order, *one) for one in rounding.told_once(kind, row) if one[0] not in ops)
 
 
 def _differing(key: Key, order: int, left: Row, right: Row, ops: list[str]) -> Iterator[Finding]:

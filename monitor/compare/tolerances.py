@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
@@ -19,7 +20,7 @@ from monitor.compare.values import Compared, Finding
 from monitor.series import DIRECTION_KIND, RUN_KIND
 from monitor.sinks.csv import fixed_from
 from monitor.stats.histograms import LOSSES
-from monitor.stats.ops import INTEGER_OPS
+from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS
 
 EPSILONS: Final = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """By dtype, from 1 to the next number."""
@@ -30,55 +31,93 @@ GROWTH: Final = 16.0
 """By how much rounding may grow from one step to the next: measured on pairs of runs, the most was 9 (docs/comparing.md)."""
 
 EXTREMES: Final = ("min", "max", "absmax")
+AVERAGES: Final = ("mean", "norm", "std", "value")
 SHARES: Final = ("zeros", *LOSSES)
-GIVEN: Final = ("learning_rate", "epoch", "tokens")
+GIVEN: Final = re.compile(r"learning_rate(\.\d+)?|epoch|tokens")
 """Numbers of a run that no arithmetic of training has touched."""
 WEIGHTS: Final = ("param_origin", "param_updated")
 OF_UPDATES: Final = 1 / 64
 """An update is a small part of a weight, and so is its error."""
 OF_OTHERS: Final = 1 / 64
-"""Gradients smaller than this share of the largest of their kind are held to that. Some are sums that cancel, such as those of
-the bias of keys in attention: rounding is all that they have."""
-OF_VECTORS: Final = 2.0**-13
-"""The bias of keys has no gradient but rounding, of which Adam makes whole updates. No other weight is like that."""
+"""Gradients smaller than this share of the largest of their kind are held to that: they may be sums that cancel. Those of one
+dimension, such as of biases before a normalization, are held to the largest itself."""
+UPDATES: Final = 2.0
+"""Updates of Adam by which a weight of one dimension may differ in each step. The bias of keys in attention, for one, has no
+gradient but rounding, and Adam makes whole updates of it."""
+LEAST_LOGGED: Final = 1 / 64
+"""Logged numbers may be differences of larger ones, as some losses are: smaller ones are held to this."""
+ALONE_SHARE: Final = 1 / 8
+"""Of itself, of a mean without another op that shows how large the tensor is."""
+
+
+class SeriesFacts(NamedTuple):
+    """What is known of a series from its first measurement."""
+
+    dtype: str
+    shape: tuple[int, ...] | None
+
+    @property
+    def elements(self) -> int:
+        """The number of elements; 1 if it is not known."""
+        return math.prod(self.shape or ())
+
+    @property
+    def epsilon(self) -> float | None:
+        """None for other dtypes than floats."""
+        if self.dtype.startswith("float8"):
+            return 2.0**-2 if "e5m2" in self.dtype else 2.0**-3
+        return EPSILONS.get(self.dtype)
+
+
+UNKNOWN: Final = SeriesFacts("", None)
 
 
 class Rounding:
     """What rounding explains in rows of two runs.
 
     Args:
-        series: Those of both, as ``RunSource.series``. The coarsest dtype in a run is the precision of all but its weights.
+        sides: The series of each, as ``RunSource.series``. The coarsest dtype in a run, but for float8, is the precision of all
+            but its weights.
         first: The first step that both have.
+        rate: The largest learning rate.
 
     Attributes:
         explained: How many rows differ by what rounding explains in one step.
         by_step: The largest of these differences, as a multiple of that.
     """
 
-    def __init__(self, series: Iterable[pa.Table], first: int) -> None:
+    def __init__(self, sides: Sequence[pa.Table], first: int, rate: float) -> None:
         self.explained = 0
         self.by_step: dict[int, float] = {}
-        self._first = first
-        self._own: dict[tuple[str, int, str], tuple[float, int]] = {}
-        self._vectors: set[tuple[str, int, str]] = set()
-        for table in series:
-            columns = table.group_by(["kind", "vpp_stage", "name", "shape", "dtype"]).aggregate([]).to_pylist()
-            for one in columns:
-                if (epsilon := epsilon_of(one["dtype"])) is not None and one["kind"] != RUN_KIND:
-                    key = one["kind"], one["vpp_stage"], one["name"]
-                    known = self._own.get(key, (0.0, 1))[0]
-                    shape = json.loads(one["shape"] or "[]")
-                    self._own[key] = max(epsilon, known), math.prod(shape)
-                    self._vectors.update([key] if len(shape) == 1 else [])
-        self._coarsest = max((epsilon for epsilon, _ in self._own.values()), default=SINGLE)
+        self._first, self._rate = first, rate
+        self._told: set[tuple[str, int, str]] = set()
+        self._sides = [_facts(table) for table in sides]
+        known = [one.epsilon for side in self._sides for (kind, *_), one in side.items() if kind != RUN_KIND]
+        floats = [epsilon for epsilon in known if epsilon is not None and epsilon <= EPSILONS["bfloat16"]]
+        self._coarsest = max(floats, default=SINGLE)
+
+    def facts(self, kind: str, row: Mapping[str, Any]) -> list[SeriesFacts]:
+        """Of the series of a row, on both sides."""
+        return [side.get((kind, row["vpp_stage"], row["name"]), UNKNOWN) for side in self._sides]
+
+    def told_once(self, kind: str, row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+        """What differs in the series of a row, where both sides are known: ``shape`` or ``dtype``, and that of each side."""
+        key = kind, row["vpp_stage"], row["name"]
+        if key not in self._told:
+            self._told.add(key)
+            for what in LAYOUT_OPS:
+                one, other = (getattr(facts, what) for facts in self.facts(kind, row))
+                if one != other and one not in ("", None) and other not in ("", None):
+                    yield what, str(one), str(other)
 
     def largest(self, kind: str, rows: Iterable[Mapping[str, Any]]) -> Mapping[int, float]:
-        """By step, the largest root mean square of a kind of gradients or moments. Empty for other kinds."""
+        """By step, the largest root mean square, or magnitude, of a kind of gradients or moments. Empty for other kinds."""
         found: dict[int, float] = {}
-        for row in rows if "grad" in kind or kind.startswith("exp_avg") else ():
-            norm, (_, count) = row.get("norm"), self._of(kind, row)
-            if norm is not None and math.isfinite(norm):
-                found[row["step"]] = max(found.get(row["step"], 0.0), norm / math.sqrt(max(count, 1)))
+        for row in rows if _cancels(kind) else ():
+            count = self.facts(kind, row)[0].elements
+            sizes = [] if row.get("norm") is None else [row["norm"] / math.sqrt(max(count, 1))]
+            sizes = sizes or [abs(row[op]) for op in (*EXTREMES, "mean") if row.get(op) is not None]
+            found[row["step"]] = max([found.get(row["step"], 0.0), *filter(math.isfinite, sizes)])
         return found
 
     def explains(self, share: float, step: int) -> bool:
@@ -91,8 +130,8 @@ class Rounding:
 
     def share(
         self, kind: str, rows: Sequence[Mapping[str, Any]], ops: Sequence[str], others: float, ndigits: int | None
-    ) -> float:
-        """The largest difference of two rows, as a multiple of what rounding explains in one step.
+    ) -> tuple[float, str]:
+        """The largest difference of two rows, as a multiple of what rounding explains in one step, and its op.
 
         Args:
             rows: That of the left side, and that of the right.
@@ -100,43 +139,76 @@ class Rounding:
             ndigits: Decimals of a row of CSV, if one of them is; None if both are exact.
         """
         left, right = rows
-        own, count = self._of(kind, left)
-        epsilon = self._coarsest
+        facts = self.facts(kind, left)[0]
+        vector = len(facts.shape or ()) == 1
+        scales = _Scales(rows, facts.elements, (1.0 if vector else OF_OTHERS) * others, ndigits)
+        epsilon = self._coarsest if facts.epsilon is None else max(self._coarsest, facts.epsilon)
+        if facts.dtype and facts.epsilon is None:  # whole numbers, whose sums alone are rounded
+            epsilon = SINGLE
         if kind in WEIGHTS:
-            was_updated = kind != WEIGHTS[0] or left["step"] != self._first
-            is_vector = (kind, left["vpp_stage"], left["name"]) in self._vectors
-            epsilon = own + was_updated * max(OF_UPDATES * self._coarsest, OF_VECTORS if is_vector else 0.0)
-        scales = _Scales(rows, count, OF_OTHERS * others, ndigits)
-        exact = kind == RUN_KIND and left["name"].startswith(GIVEN)
-        return max((_of_op(kind, op, left[op], right[op], scales, 0.0 if exact else epsilon) for op in ops), default=0.0)
+            updates = 0 if kind == WEIGHTS[0] and left["step"] == self._first else left["step"] - self._first + 1
+            epsilon = (facts.epsilon or self._coarsest) + (OF_UPDATES * self._coarsest if updates else 0.0)
+            scales.slack = UPDATES * self._rate * updates if vector else 0.0
+        if kind == RUN_KIND:
+            scales.least = LEAST_LOGGED
+            epsilon = 0.0 if GIVEN.fullmatch(left["name"]) else epsilon
+        judged = [op for op in ops if not (vector and op in SHARES and (_cancels(kind) or scales.slack))]
+        shares = ((_of_op(kind, op, left[op], right[op], scales, epsilon), op) for op in judged)
+        return max(shares, default=(0.0, ""))
 
-    def _of(self, kind: str, row: Mapping[str, Any]) -> tuple[float, int]:
-        """Epsilon and number of elements of a series."""
-        return self._own.get((kind, row["vpp_stage"], row["name"]), (self._coarsest, 1))
+
+def _facts(table: pa.Table) -> dict[tuple[str, int, str], SeriesFacts]:
+    rows = table.group_by(["kind", "vpp_stage", "name", "shape", "dtype"]).aggregate([]).to_pylist()
+    return {
+        (row["kind"], row["vpp_stage"], row["name"]): SeriesFacts(
+            (row["dtype"] or "").rpartition(".")[2].lower(), tuple(json.loads(row["shape"])) if row["shape"] else None
+        )
+        for row in rows
+    }
+
+
+def _cancels(kind: str) -> bool:
+    """Whether a kind may be made of sums that cancel: gradients, and moments, which are made of them."""
+    return "grad" in kind or kind.startswith("exp_avg")
 
 
 class _Scales:
-    """What differences of a row are measured against."""
+    """What differences of a row are measured against.
+
+    Attributes:
+        least: The least magnitude.
+        slack: What elements may differ by, besides.
+    """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], count: int, least: float, ndigits: int | None) -> None:
         norms = [row["norm"] for row in rows if row.get("norm") is not None]
         ends = [abs(row[op]) for row in rows for op in EXTREMES if row.get(op) is not None]
-        self.count, self._least = max(count, 1), least
+        self.count, self.least, self.slack = max(count, 1), least, 0.0
         self._digit, self._fixed_from = (0.0, 0.0) if ndigits is None else (10.0**-ndigits, fixed_from(ndigits))
         self._most = max(filter(math.isfinite, ends), default=0.0)
         self._root_mean_square = max(filter(math.isfinite, norms), default=0.0) / math.sqrt(self.count) if count > 1 else 0.0
 
-    def apart(self, a: float, b: float) -> float:
-        """Their distance, without what CSV has rounded: a unit in the last digit, also where it writes an exponent."""
+    def apart(self, a: float, b: float, elements: float = 1.0) -> float:
+        """Their distance without the slack and what CSV rounds: a unit in the last digit, also where it writes an exponent.
+
+        Args:
+            elements: How often the slack of an element counts.
+        """
         most = max(abs(a), abs(b))
-        return max(0.0, abs(a - b) - self._digit * (1.0 if most >= self._fixed_from else 10 * most))
+        digit = self._digit * (1.0 if most >= self._fixed_from else 10 * most)
+        return max(0.0, abs(a - b) - digit - self.slack * elements)
 
     def of(self, op: str, own: float) -> float:
         if op == "norm":
-            return max(own, self._least * math.sqrt(self.count))
+            return max(own, self.least * math.sqrt(self.count))
         if op in EXTREMES:
-            return max(self._most, own, self._least)
-        return max(self._root_mean_square or self._most, own, self._least) if op in ("mean", "std") else own
+            return max(self._most, own, self.least)
+        return max(self._root_mean_square or self._most, own, self.least) if op in AVERAGES else max(own, self.least)
+
+    @property
+    def knows_size(self) -> bool:
+        """Whether another number than a mean says how large the tensor is."""
+        return max(self._most, self._root_mean_square, self.least) > 0
 
 
 def _of_op(kind: str, op: str, a: float | None, b: float | None, scales: _Scales, epsilon: float) -> float:
@@ -144,22 +216,16 @@ def _of_op(kind: str, op: str, a: float | None, b: float | None, scales: _Scales
         return 0.0
     if a is None or b is None or not math.isfinite(a) or not math.isfinite(b) or op in INTEGER_OPS or not epsilon:
         return math.inf
+    own = max(abs(a), abs(b))
     if op in SHARES or kind == DIRECTION_KIND:
         return scales.apart(a, b) / (32 * epsilon + 2 / scales.count)
-    own = max(abs(a), abs(b))
     if op == "kurtosis":
         return scales.apart(a, b) / max(own, 3.0) / (16 * epsilon + 64 * SINGLE)
+    if op == "mean" and scales.count > 1 and not scales.knows_size:
+        return scales.apart(a, b) / own / ALONE_SHARE
     averaged = epsilon * min(1.0, 1 / 4 + 4 / math.sqrt(scales.count)) + 8 * SINGLE
-    unit = averaged if op in ("mean", "norm", "std") else 4 * epsilon + 16 * SINGLE
-    return scales.apart(a, b) / scales.of(op, own) / unit
-
-
-def epsilon_of(dtype: str | None) -> float | None:
-    """Of a dtype of any framework; None if it is none of floats."""
-    name = (dtype or "").rpartition(".")[2].lower()
-    if name.startswith("float8"):
-        return 2.0**-2 if "e5m2" in name else 2.0**-3
-    return EPSILONS.get(name)
+    unit = averaged if op in AVERAGES else 4 * epsilon + 16 * SINGLE
+    return scales.apart(a, b, math.sqrt(scales.count) if op == "norm" else 1.0) / scales.of(op, own) / unit
 
 
 def judged(compared: Compared, rounding: Rounding) -> Compared:

@@ -107,6 +107,7 @@ class Finding:
         what: What is wrong, in a word: ``values``, ``shape``, ``dtype``, ``missing``, ``added``, ``argument``.
         left: What the left side has, for people; likewise ``right``.
         rounding: The difference as a multiple of what rounding explains in one step (``tolerances``).
+        op: The op in which it is so large, if there are several.
     """
 
     step: int
@@ -118,6 +119,7 @@ class Finding:
     right: str
     difference: Difference | None = None
     rounding: float = math.inf
+    op: str = ""
 
     @property
     def rank_order(self) -> list[str | int]:

@@ -67,11 +67,12 @@ class Run:
     def block(self) -> Any:
         return self.model.blocks[1]
 
-    def record(self, dtype: torch.dtype, *, mixed: bool = False, format: str = "parquet") -> None:  # noqa: A002
+    def record(self, dtype: torch.dtype, *, mixed: bool = False, **fields: Any) -> None:
         self.model.to(dtype)
         order = torch.Generator().manual_seed(1)
         tokens = torch.randint(64, (STEPS, 8, LENGTH), generator=torch.Generator().manual_seed(2))
-        watch = monitor.watch(self.model, self.optimizer, "everything", micro_batches=self.parts, ops=OPS, format=format)
+        fields = {"ops": OPS, "format": "parquet", **fields}
+        watch = monitor.watch(self.model, self.optimizer, "everything", micro_batches=self.parts, **fields)
         with watch:
             for step, batch in enumerate(tokens):
                 for part, some in enumerate(batch.chunk(self.parts)):
@@ -160,6 +161,58 @@ def test_rounding_alone_is_no_difference(
 def test_the_digits_of_csv_are_rounding_too(other: str, run: Callable[..., Path]) -> None:
     status, said = compared(run(nothing, format="csv"), run(permuted, format=other))
     assert (status, said.startswith("the same: ")) == (0, True), said
+
+
+def zero_biases(run: Run) -> None:
+    """Rounding is all that the bias of keys is updated with, by whole updates of Adam."""
+    for name, one in run.model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(one)
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
+
+
+def normalized(run: Run) -> None:
+    """The bias before a normalization has a gradient of 0."""
+    run.block.up = nn.Sequential(nn.Linear(WIDTH, 64), nn.Flatten(0, 1), nn.BatchNorm1d(64), nn.Unflatten(0, (-1, LENGTH)))
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("model", [zero_biases, normalized])
+def test_a_gradient_that_is_rounding_alone_is_no_difference(model: Callable[[Run], object], run: Callable[..., Path]) -> None:
+    def both(made: Run) -> None:
+        model(made)
+        permuted(made)
+
+    status, said = compared(run(model), run(both))
+    assert (status, said.startswith("the same: ")) == (0, True), said
+
+
+@pytest.mark.parametrize("ops", [["mean"], ["min"], ["norm"], ["zeros", "kurtosis"]], ids=str)
+def test_any_ops_are_enough_to_tell_rounding(ops: list[str], run: Callable[..., Path]) -> None:
+    status, said = compared(run(nothing, ops=ops), run(permuted, ops=ops))
+    assert (status, said.startswith("the same: ")) == (0, True), said
+
+
+def test_what_cannot_be_judged_is_said(run: Callable[..., Path]) -> None:
+    sides = [run(nothing, ops=ops) for ops in (["norm"], ["mean"], ["checksum"])]
+    for one, other in ((0, 1), (1, 0)):
+        status, said = compared(sides[one], sides[other])
+        assert status == 1
+        assert "alone has norm of actv" in said
+        assert "alone has mean of actv" in said
+    status, said = compared(sides[2], run(permuted, ops=["checksum"]))
+    assert status == 1
+    assert "there is no other op. --tolerance 0 compares them" in said
+
+
+def test_another_dtype_is_a_difference_where_it_begins(run: Callable[..., Path]) -> None:
+    def cast(made: Run) -> None:
+        made.block.between.register_forward_hook(lambda _module, _args, result: result.bfloat16())
+        made.block.up.register_forward_pre_hook(lambda _module, args: args[0].float())
+
+    status, said = compared(run(nothing), run(cast))
+    assert (status, first(said)) == (1, (0, "actv/blocks.1.between.output")), said
+    assert "dtype: float32 against bfloat16" in said
 
 
 def another_epsilon(run: Run) -> None:
