@@ -12,7 +12,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from monitor.compare.tolerances import Rounding, judged
+from monitor.compare.tolerances import VALUE, Rounding, judged
 from monitor.compare.values import ROWS, Compared, ComparisonError, Difference, Finding, of_numbers
 from monitor.coordinator.manifest_format import ManifestError
 from monitor.merge.report import listed_steps, said_steps, summary
@@ -46,9 +46,6 @@ the gradients that the optimizer is given, and what it makes of them."""
 
 MISSING: Final = ("missing ranks", "gaps", "dropped", "thinned", "not closed", "set aside")
 """What a side's own report says of rows that are not there."""
-
-VALUE: Final = "value"
-"""The op of the run's own numbers."""
 
 NOT_JUDGED: Final = "{} of {}: rounding changes them, and there is no other op. --tolerance 0 compares them"
 
@@ -244,9 +241,10 @@ def _differences(
         if key in right:
             compared += bool(shared)
             decimals = min(ndigits) if _is_of_csv(row, right[key]) else None
-            found = list(_differing(key, order, *_alike(row, right[key], ndigits), shared))
+            sides = _alike(row, right[key], ndigits)
+            found = list(_differing(key, order, *sides, shared))
             if rounding is not None:
-                sides, others = _alike(row, right[key], ndigits), largest.get(key[1], 0.0)
+                others = largest.get(key[1], 0.0)
                 share = rounding.share(pair[0].kind, sides, numbers, others, decimals) if found else (0.0, "")
                 found = [*_unexplained(found, *share, rounding), *_of_series(key, order, pair[0].kind, row, shared, rounding)]
             findings += found
@@ -259,7 +257,7 @@ def _differences(
 
 
 def _say_ops(kind: str, recorded: Sequence[Sequence[str]], alone: tuple[OneSide, OneSide], *, judged: bool) -> None:
-    """Name ops of one side alone, and texts that are not judged because no number stands beside them."""
+    """Name the ops that only one side has, and the texts that cannot be judged because the kind has no numbers."""
     shared = [op for op in recorded[0] if op in recorded[1]]
     for one, own in zip(alone, recorded, strict=True):
         one.has_ops(kind, [op for op in own if op not in shared] if not (one.derives_ops and shared) else [])
@@ -299,13 +297,16 @@ def _is_of_csv(*rows: Row) -> bool:
 def _unexplained(found: Iterable[Finding], share: float, op: str, rounding: Rounding) -> Iterator[Finding]:
     """The findings of a row that rounding does not explain. Other bits explain other check sums and histograms."""
     for one in found:
-        if one.what in LAYOUT_OPS or (one.what == "values" and not rounding.explains(share, one.step)):
-            yield replace(one, rounding=share, op=op) if one.what == "values" else one
+        if one.what in LAYOUT_OPS:
+            yield one
+        elif one.what == "values" and not rounding.explains(share, one.step):
+            yield replace(one, rounding=share, op=op)
 
 
 def _of_series(key: Key, order: int, kind: str, row: Row, ops: list[str], rounding: Rounding) -> Iterator[Finding]:
     """The dtype or the shape, where it is no op of the rows."""
-    return (_finding(key, order, *one) for one in rounding.told_once(kind, row) if one[0] not in ops)
+    found = rounding.unlike.pop((kind, row["vpp_stage"], row["name"]), ())
+    return (_finding(key, order, *one) for one in found if one[0] not in ops)
 
 
 def _differing(key: Key, order: int, left: Row, right: Row, ops: list[str]) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +31,9 @@ GROWTH: Final = 16.0
 """By how much rounding may grow from one step to the next: measured on pairs of runs, the most was 9 (docs/comparing.md)."""
 
 EXTREMES: Final = ("min", "max", "absmax")
-AVERAGES: Final = ("mean", "norm", "std", "value")
+VALUE: Final = "value"
+"""The op of the run's own numbers."""
+AVERAGES: Final = ("mean", "norm", "std", VALUE)
 SHARES: Final = ("zeros", *LOSSES)
 GIVEN: Final = re.compile(r"learning_rate(\.\d+)?|epoch|tokens")
 """Numbers of a run that no arithmetic of training has touched."""
@@ -69,6 +71,10 @@ class SeriesFacts(NamedTuple):
         return EPSILONS.get(self.dtype)
 
 
+SeriesKey = tuple[str, int, str]
+"""Kind, stage and name."""
+Facts = dict[SeriesKey, SeriesFacts]
+
 UNKNOWN: Final = SeriesFacts("", None)
 
 
@@ -84,14 +90,15 @@ class Rounding:
     Attributes:
         explained: How many rows differ by what rounding explains in one step.
         by_step: The largest of these differences, as a multiple of that.
+        unlike: The shape or dtype of each side, by series, where both are known and not the same.
     """
 
     def __init__(self, sides: Sequence[pa.Table], first: int, rate: float) -> None:
         self.explained = 0
         self.by_step: dict[int, float] = {}
         self._first, self._rate = first, rate
-        self._told: set[tuple[str, int, str]] = set()
         self._sides = [_facts(table) for table in sides]
+        self.unlike = _unlike(*self._sides)
         known = [one.epsilon for side in self._sides for (kind, *_), one in side.items() if kind != RUN_KIND]
         floats = [epsilon for epsilon in known if epsilon is not None and epsilon <= EPSILONS["bfloat16"]]
         self._coarsest = max(floats, default=SINGLE)
@@ -99,16 +106,6 @@ class Rounding:
     def facts(self, kind: str, row: Mapping[str, Any]) -> list[SeriesFacts]:
         """Of the series of a row, on both sides."""
         return [side.get((kind, row["vpp_stage"], row["name"]), UNKNOWN) for side in self._sides]
-
-    def told_once(self, kind: str, row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-        """What differs in the series of a row, where both sides are known: ``shape`` or ``dtype``, and that of each side."""
-        key = kind, row["vpp_stage"], row["name"]
-        if key not in self._told:
-            self._told.add(key)
-            for what in LAYOUT_OPS:
-                one, other = (getattr(facts, what) for facts in self.facts(kind, row))
-                if one != other and one not in ("", None) and other not in ("", None):
-                    yield what, str(one), str(other)
 
     def largest(self, kind: str, rows: Iterable[Mapping[str, Any]]) -> Mapping[int, float]:
         """By step, the largest root mean square, or magnitude, of a kind of gradients or moments. Empty for other kinds."""
@@ -157,14 +154,26 @@ class Rounding:
         return max(shares, default=(0.0, ""))
 
 
-def _facts(table: pa.Table) -> dict[tuple[str, int, str], SeriesFacts]:
-    rows = table.group_by(["kind", "vpp_stage", "name", "shape", "dtype"]).aggregate([]).to_pylist()
-    return {
-        (row["kind"], row["vpp_stage"], row["name"]): SeriesFacts(
+def _facts(table: pa.Table) -> Facts:
+    """Of shards that differ from rank to rank, one: the same on both sides, in whatever order ranks are read."""
+    found: Facts = {}
+    for row in table.group_by(["kind", "vpp_stage", "name", "shape", "dtype"]).aggregate([]).to_pylist():
+        key = row["kind"], row["vpp_stage"], row["name"]
+        one = SeriesFacts(
             (row["dtype"] or "").rpartition(".")[2].lower(), tuple(json.loads(row["shape"])) if row["shape"] else None
         )
-        for row in rows
-    }
+        found[key] = max(one, found.get(key, one), key=lambda facts: (facts.dtype, facts.shape or ()))
+    return found
+
+
+def _unlike(left: Facts, right: Facts) -> dict[SeriesKey, list[tuple[str, str, str]]]:
+    found: dict[SeriesKey, list[tuple[str, str, str]]] = {}
+    for key in left.keys() & right.keys():
+        for what in LAYOUT_OPS:
+            one, other = (getattr(facts[key], what) for facts in (left, right))
+            if one != other and one not in ("", None) and other not in ("", None):
+                found.setdefault(key, []).append((what, str(one), str(other)))
+    return found
 
 
 def _cancels(kind: str) -> bool:

@@ -84,6 +84,10 @@ class SelfAttaching:
         self.backwards, self.in_backward, self._guess = 0, False, 1
         self.stop: Callable[[], None] = _nothing
 
+    def scaled(self, _scaler: Any) -> None:
+        """A loss scale was updated, after a step or instead of one."""
+        self.backwards = 0
+
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has stepped. Does not raise."""
         if self.backwards:

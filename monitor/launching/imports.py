@@ -65,14 +65,7 @@ def _count_calls(module: Any, name: str) -> None:
 
 def _with_scaler(module: Any) -> None:
     """A scaler may have skipped the step: its backwards are none of the next one."""
-    update, attaching = module.GradScaler.update, _torch_attaching()
-
-    @wraps(update)
-    def updated(*args: Any, **kwargs: Any) -> Any:
-        attaching.backwards = 0
-        return update(*args, **kwargs)
-
-    module.GradScaler.update = updated
+    _tell_after(module.GradScaler, "update", _torch_attaching().scaled)
 
 
 def _with_compiler(config: Any) -> None:
@@ -82,24 +75,24 @@ def _with_compiler(config: Any) -> None:
 
 def _with_deepspeed(module: Any) -> None:
     """An engine may step its optimizer several times in a step, with other groups of parameters each time."""
-    _tell_after(module.DeepSpeedEngine, "_take_model_step", _torch_attaching())
+    _tell_after(module.DeepSpeedEngine, "_take_model_step", _torch_attaching().stepped)
 
 
 def _with_mindspore(module: Any) -> None:
     from monitor.launching.attaching import SelfAttaching, trained_by
 
     attaching = SelfAttaching(_config(), "monitor.mindspore", lambda: _class_of("mindspore.nn", "Cell"), trained_by)
-    attaching.stop = _tell_after(module.Optimizer, "__call__", attaching)
+    attaching.stop = _tell_after(module.Optimizer, "__call__", attaching.stepped)
 
 
-def _tell_after(owner: Any, name: str, attaching: SelfAttaching) -> Callable[[], None]:
-    """Tell of each call of a method. Returns what ends it."""
+def _tell_after(owner: Any, name: str, tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Tell on what object a method was called, after each call. Returns what ends it."""
     call, own = getattr(owner, name), name in vars(owner)
 
     @wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = call(self, *args, **kwargs)
-        attaching.stepped(self)
+        tell(self)
         return result
 
     def stop() -> None:

@@ -105,7 +105,7 @@ static int copy_native(PyObject *of, void *to, Py_ssize_t size) {
 /* Finds the rows of a series for tensors of the device of `x`. */
 static int find_slot(Reader *reader, PyObject *watched, PyObject *x, const Elements *elements, int64_t micro_step, Slot *slot) {
     PyObject *slots = PyObject_GetAttr(watched, s_slots);
-    PyObject *device = elements->device_type == DL_CPU ? Py_NewRef(reader->device) : PyObject_GetAttr(x, s_device);
+    PyObject *device = elements->device < 0 ? Py_NewRef(reader->device) : PyObject_GetAttr(x, s_device);
     PyObject *found = slots == NULL || device == NULL ? NULL : PyDict_GetItemWithError(slots, device);
     int there = copy_native(found, &slot->place, sizeof slot->place) && micro_step >= 0 && micro_step < slot->place.rows;
     slot->object = there && slot->place.on_device ? Py_NewRef(found) : NULL;

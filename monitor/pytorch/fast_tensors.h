@@ -87,7 +87,6 @@ static uint64_t sequence_number(PyObject *node) {
 
 typedef struct {
     const void *data;
-    int32_t device_type;
     int device; /* torch's index; -1 for host memory */
     size_t count;
     enum format format;
@@ -148,10 +147,13 @@ static int look(PyObject *x, Elements *found) {
         return 0;
     }
     found->data = (const char *)seen.data + seen.byte_offset;
-    found->device_type = seen.device_type;
     found->device = -1;
     if (seen.device_type != DL_CPU) { /* DLPack's number of a device is not torch's everywhere */
         found->device = (int)number(PyObject_CallMethodObjArgs(x, s_get_device, NULL));
+        if (found->device < 0) {
+            forget_failure();
+            return 0;
+        }
     }
     found->count = (size_t)count;
     found->format = found->layout[0] = format;

@@ -122,10 +122,10 @@ class TorchDevicePage:
     @contextmanager
     def written(self) -> Iterator[None]:
         """The context in which a row is written in the current stream."""
-        if self.is_in_order():
+        stream = torch.accelerator.current_stream(self._index)
+        if stream == self._sealing:
             yield
             return
-        stream = torch.accelerator.current_stream(self._index)
         stream.wait_event(self._cleared)
         try:
             yield
