@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
@@ -16,6 +18,9 @@ from rich.table import Table
 
 from monitor.cli import Version, command_app
 from monitor.compare import dumps, runs
+from monitor.compare.junit import junit_of
+from monitor.compare.limits import Limits
+from monitor.compare.runs import How
 from monitor.compare.values import ALONE, Compared, ComparisonError, Finding
 from monitor.coordinator.output import write_whole
 from monitor.merge.execution import MergeError
@@ -96,15 +101,42 @@ app: Final = command_app()
 
 @app.command()
 def monitor_compare(
-    left: Annotated[Path, typer.Argument(metavar="A", help="A dump_path, a rank's step in it, or the output of a run.")],
-    right: Annotated[Path, typer.Argument(metavar="B", help="The directory to compare it with.")],
+    sides: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="A B", help="Two dump_paths, ranks' steps in one, or outputs of runs. With --calibrate two or more."
+        ),
+    ],
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Write what is reported to this CSV file."),
     ] = None,
+    junit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a JUnit report, in which each kind of rows is a case.")
+    ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(min=0.0, help="Relative differences up to this are not reported [default: for runs rounding]."),
+    ] = None,
+    limits: Annotated[
+        Path | None,
+        typer.Option("--tolerances", metavar="FILE", help="What is allowed, by kind and tensor, as --calibrate writes it."),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write to this file by how much healthy repeats of a run differ. Nothing is judged."),
+    ] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="FROM=TO", help="Names of A that B has otherwise, such as 'model.*=*'. May be repeated."),
+    ] = None,
+    whole: Annotated[
+        bool | None,
+        typer.Option(
+            "--whole/--ranks",
+            help="Compare whole tensors, or rank by rank [default: whole tensors if the layouts differ].",
+            show_default=False,
+        ),
     ] = None,
     _version: Version = False,
 ) -> None:
@@ -118,11 +150,16 @@ def monitor_compare(
     nothing was compared.
     """
     try:
-        if output is not None and not output.resolve().parent.is_dir():
-            raise ComparisonError(f"there is no directory for {output}.")
-        found = within(compare(left, right, exact=tolerance is not None), tolerance or 0.0)
+        _check(sides, output, junit, calibrate, both=limits is not None and tolerance is not None)
+        how = How(tolerance is not None, whole, names or (), None if limits is None else Limits.read(limits))
+        if calibrate is not None:
+            _calibrate(sides, calibrate, how)
+            return
+        found = within(compare(sides[0], sides[1], how), tolerance or 0.0)
         if output is not None:
             write_csv(output, found)
+        if junit is not None:
+            write_whole(junit, junit_of(found, f"{sides[0]} and {sides[1]}", described))
     except (ComparisonError, OSError) as error:
         say(Console(stderr=True), f"Nothing was compared: {error}", style="red")
         raise typer.Exit(NOTHING) from error
@@ -130,17 +167,49 @@ def monitor_compare(
     raise typer.Exit(FLAWED if found.findings or found.not_compared or found.is_empty else CLEAN)
 
 
-def compare(left: Path, right: Path, *, exact: bool = False) -> Compared:
-    """Dumps as dumps, and anything else as runs, as far as rounding explains how they differ or ``exact``.
+def _check(sides: Sequence[Path], *outputs: Path | None, both: bool) -> None:
+    """Refuse what cannot be done before anything is read."""
+    calibrate = outputs[-1]
+    if len(sides) < 2 or (calibrate is None and len(sides) > 2):
+        more = "Name two of them, or --calibrate FILE and two or more healthy runs."
+        raise ComparisonError(f"{len(sides)} directories are named. {more}")
+    if both:
+        raise ComparisonError("--tolerance and --tolerances are both given. Choose one of them.")
+    for path in outputs:
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ComparisonError(f"there is no directory for {path}.")
+
+
+def _calibrate(runs: Sequence[Path], path: Path, how: How) -> None:
+    """Learn from all pairs of some runs."""
+    found = [_compared_runs(left, right, how) for left, right in itertools.combinations(runs, 2)]
+    if any(pair.is_empty for pair in found):
+        raise ComparisonError("two of the runs have no tensor in the same step.")
+    steps = min(pair.steps[0] for pair in found), max(pair.steps[1] for pair in found)
+    limits = Limits.learned([pair.seen for pair in found], len(runs), steps)
+    limits.write(path)
+    console = Console()
+    said = f"{len(runs)} runs differ in steps {steps[0]} to {steps[1]} by what {len(limits.allowed):,} entries of {path} allow."
+    say(console, said)
+    for line in dict.fromkeys(line for pair in found for line in pair.not_compared):
+        say(console, f"Not compared: {line}")
+    if never := [one for pair in found for one in pair.findings if not math.isfinite(one.rounding)]:
+        say(console, f"{len(never):,} differences are such that no tolerance allows them, the first: {described(never[0])}")
+
+
+def compare(left: Path, right: Path, how: How = How()) -> Compared:  # noqa: B008 - it is frozen
+    """Dumps as dumps, and anything else as runs.
 
     Raises:
         ComparisonError: There is nothing that could be compared.
     """
     kinds = [dumps.is_dump(side) for side in (left, right)]
-    if any(kinds):
-        return dumps.compare(left, right)
+    return dumps.compare(left, right) if any(kinds) else _compared_runs(left, right, how)
+
+
+def _compared_runs(left: Path, right: Path, how: How) -> Compared:
     try:
-        return runs.compare(left, right, exact=exact)
+        return runs.compare(left, right, how)
     except (MergeError, QueryError) as error:
         raise ComparisonError(str(error)) from error
 
@@ -173,3 +242,5 @@ def _show(found: Compared) -> None:
         console.print(table("largest", worst))
     for line in found.not_compared:
         say(console, f"Not compared: {line}")
+    for line in found.notes:
+        say(console, f"Note: {line}")

@@ -11,11 +11,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
+from monitor.compare.limits import Limits
 from monitor.compare.values import Compared, Finding
 from monitor.series import DIRECTION_KIND, RUN_KIND
 from monitor.sinks.csv import fixed_from
@@ -30,6 +31,11 @@ SINGLE: Final = EPSILONS["float32"]
 GROWTH: Final = 16.0
 """By how much rounding may grow from one step to the next: measured on pairs of runs, the most was 9 (docs/comparing.md)."""
 
+ELEMENTS: Final = "elements"
+"""How many a whole tensor has: an op of comparisons of whole tensors."""
+WHOLE_OPS: Final = (*INTEGER_OPS, ELEMENTS)
+SUMS_OVER_RANKS: Final = 2.0
+"""How much more rounding explains in another layout, where ranks round their parts of sums to the run's dtype."""
 EXTREMES: Final = ("min", "max", "absmax")
 VALUE: Final = "value"
 """The op of the run's own numbers."""
@@ -78,26 +84,48 @@ Facts = dict[SeriesKey, SeriesFacts]
 UNKNOWN: Final = SeriesFacts("", None)
 
 
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """How two runs have come to the steps that are compared.
+
+    Attributes:
+        first: The first step that both have.
+        is_late: Whether they have trained before it.
+        rate: The largest learning rate.
+        other_layout: Whether other ranks hold other parts: sums over ranks are rounded once more.
+    """
+
+    first: int
+    is_late: bool = False
+    rate: float = 0.0
+    other_layout: bool = False
+
+
 class Rounding:
     """What rounding explains in rows of two runs.
 
     Args:
-        sides: The series of each, as ``RunSource.series``. The coarsest dtype in a run, but for float8, is the precision of all
-            but its weights.
-        first: The first step that both have.
-        rate: The largest learning rate.
+        sides: What is known of the series of each. The coarsest dtype in a run, but for float8, is the precision of all but its
+            weights.
+        limits: What is allowed besides.
 
     Attributes:
+        circumstances: Those of the runs.
+        seen: By kind and name, the largest difference in the first step and in later ones, as a multiple of what rounding
+            explains in one step.
         explained: How many rows differ by what rounding explains in one step.
         by_step: The largest of these differences, as a multiple of that.
         unlike: The shape or dtype of each side, by series, where both are known and not the same.
     """
 
-    def __init__(self, sides: Sequence[pa.Table], first: int, rate: float) -> None:
+    def __init__(self, sides: Sequence[Facts], circumstances: Circumstances, limits: Limits | None = None) -> None:
+        self.seen: dict[tuple[str, str], tuple[float, float]] = {}
         self.explained = 0
         self.by_step: dict[int, float] = {}
-        self._first, self._rate = first, rate
-        self._sides = [_facts(table) for table in sides]
+        self.circumstances, self._limits = circumstances, limits
+        self._times = SUMS_OVER_RANKS if circumstances.other_layout else 1.0
+        self._begun = 0 if circumstances.is_late else circumstances.first
+        self._sides = sides
         self.unlike = _unlike(*self._sides)
         known = [one.epsilon for side in self._sides for (kind, *_), one in side.items() if kind != RUN_KIND]
         floats = [epsilon for epsilon in known if epsilon is not None and epsilon <= EPSILONS["bfloat16"]]
@@ -111,18 +139,28 @@ class Rounding:
         """By step, the largest root mean square, or magnitude, of a kind of gradients or moments. Empty for other kinds."""
         found: dict[int, float] = {}
         for row in rows if _cancels(kind) else ():
-            count = self.facts(kind, row)[0].elements
+            count = row.get(ELEMENTS) or self.facts(kind, row)[0].elements
             sizes = [] if row.get("norm") is None else [row["norm"] / math.sqrt(max(count, 1))]
             sizes = sizes or [abs(row[op]) for op in (*EXTREMES, "mean") if row.get(op) is not None]
             found[row["step"]] = max([found.get(row["step"], 0.0), *filter(math.isfinite, sizes)])
         return found
 
-    def explains(self, share: float, step: int) -> bool:
-        """Whether a difference is no larger than rounding makes it in one step. If so, it is counted."""
-        if share > 1.0:
+    def allowed(self, kind: str, name: str, step: int) -> float | None:
+        """What the file of limits allows for a row; None if it says nothing."""
+        return None if self._limits is None else self._limits.of(kind, name, step, is_first=step == self.circumstances.first)
+
+    def explains(self, share: float, kind: str, name: str, step: int) -> bool:
+        """Whether a difference is no larger than limits allow, or than rounding makes it in one step. If so, it is counted."""
+        if math.isfinite(share):
+            first, later = self.seen.get((kind, name), (0.0, 0.0))
+            is_first = step == self.circumstances.first
+            self.seen[kind, name] = (max(first, share), later) if is_first else (first, max(later, share))
+        allowed = self.allowed(kind, name, step)
+        if share > (1.0 if allowed is None else allowed):
             return False
         self.explained += 1
-        self.by_step[step] = max(self.by_step.get(step, 0.0), share)
+        if kind != RUN_KIND or allowed is None:  # any number may stand in a loop's log
+            self.by_step[step] = max(self.by_step.get(step, 0.0), share)
         return True
 
     def share(
@@ -138,24 +176,25 @@ class Rounding:
         left, right = rows
         facts = self.facts(kind, left)[0]
         vector = len(facts.shape or ()) == 1
-        scales = _Scales(rows, facts.elements, (1.0 if vector else OF_OTHERS) * others, ndigits)
+        scales = _Scales(rows, left.get(ELEMENTS) or facts.elements, (1.0 if vector else OF_OTHERS) * others, ndigits)
         epsilon = self._coarsest if facts.epsilon is None else max(self._coarsest, facts.epsilon)
         if facts.dtype and facts.epsilon is None:  # whole numbers, whose sums alone are rounded
             epsilon = SINGLE
         if kind in WEIGHTS:
-            updates = 0 if kind == WEIGHTS[0] and left["step"] == self._first else left["step"] - self._first + 1
+            updates = left["step"] - self._begun + (kind != WEIGHTS[0] or left["step"] > self._begun)
             epsilon = (facts.epsilon or self._coarsest) + (OF_UPDATES * self._coarsest if updates else 0.0)
-            scales.slack = UPDATES * self._rate * updates if vector else 0.0
+            scales.slack = UPDATES * self.circumstances.rate * updates if vector else 0.0
         if kind == RUN_KIND:
             scales.least = LEAST_LOGGED
             epsilon = 0.0 if GIVEN.fullmatch(left["name"]) else epsilon
         judged = [op for op in ops if not (vector and op in SHARES and (_cancels(kind) or scales.slack))]
         shares = ((_of_op(kind, op, left[op], right[op], scales, epsilon), op) for op in judged)
-        return max(shares, default=(0.0, ""))
+        most, op = max(shares, default=(0.0, ""))
+        return most / self._times, op
 
 
-def _facts(table: pa.Table) -> Facts:
-    """Of shards that differ from rank to rank, one: the same on both sides, in whatever order ranks are read."""
+def facts_of(table: pa.Table) -> Facts:
+    """What ``RunSource.series`` says. Of shards that differ from rank to rank, one is taken: the same on both sides."""
     found: Facts = {}
     for row in table.group_by(["kind", "vpp_stage", "name", "shape", "dtype"]).aggregate([]).to_pylist():
         key = row["kind"], row["vpp_stage"], row["name"]
@@ -223,7 +262,7 @@ class _Scales:
 def _of_op(kind: str, op: str, a: float | None, b: float | None, scales: _Scales, epsilon: float) -> float:
     if a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b)):
         return 0.0
-    if a is None or b is None or not math.isfinite(a) or not math.isfinite(b) or op in INTEGER_OPS or not epsilon:
+    if a is None or b is None or not math.isfinite(a) or not math.isfinite(b) or op in WHOLE_OPS or not epsilon:
         return math.inf
     own = max(abs(a), abs(b))
     if op in SHARES or kind == DIRECTION_KIND:
@@ -246,10 +285,11 @@ def judged(compared: Compared, rounding: Rounding) -> Compared:
     kept: list[Finding] = []
     by_step, number = rounding.by_step, rounding.explained
     found = {step: list(some) for step, some in itertools.groupby(compared.findings, key=lambda one: one.step)}
-    most, allowed = 0.0, 1.0
+    most, allowed = 0.0, GROWTH if rounding.circumstances.is_late else 1.0
     for step in sorted({*by_step, *found}):
-        within = [one.rounding for one in found.get(step, ()) if one.rounding <= allowed]
-        kept += [one for one in found.get(step, ()) if one.rounding > allowed]
+        explained = [one for one in found.get(step, ()) if one.rounding <= allowed and not one.is_limited]
+        kept += [one for one in found.get(step, ()) if one not in explained]
+        within = [one.rounding for one in explained]
         most, number = max([most, by_step.get(step, 0.0), *within]), number + len(within)
         allowed = GROWTH * max(1.0, most)
     return replace(compared, findings=kept, rounded=number, most_rounded=most)

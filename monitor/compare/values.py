@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -108,6 +108,7 @@ class Finding:
         left: What the left side has, for people; likewise ``right``.
         rounding: The difference as a multiple of what rounding explains in one step (``tolerances``).
         op: The op in which it is so large, if there are several.
+        is_limited: Whether it is more than a file of limits allows.
     """
 
     step: int
@@ -120,6 +121,12 @@ class Finding:
     difference: Difference | None = None
     rounding: float = math.inf
     op: str = ""
+    is_limited: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Of the rows, or the step's own name in a dump."""
+        return self.name.partition("/")[0] if "/" in self.name else "tensors"
 
     @property
     def rank_order(self) -> list[str | int]:
@@ -138,6 +145,10 @@ class Compared:
         not_compared: What one side alone has, or what is known to be missing on a side, a line each.
         rounded: How many are no findings, because rounding explains their differences.
         most_rounded: The largest of these, as a multiple of what rounding explains in one step.
+        notes: What is compared otherwise or not at all because the layouts differ, a line each.
+        counted: The kinds of rows that were on both sides.
+        steps: Of runs, the first and the last step that both have.
+        seen: Of runs, how large differences were (``tolerances.Rounding``).
     """
 
     tensors: int
@@ -147,6 +158,10 @@ class Compared:
     unit: str = "tensors"
     rounded: int = 0
     most_rounded: float = 0.0
+    notes: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
+    steps: tuple[int, int] = (0, 0)
+    seen: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
     @property
     def different(self) -> int:

@@ -467,4 +467,4 @@ class Rounds:
 
 def _empty(report: Report) -> Report:
     """The same, with a list of its own for what windows add."""
-    return Report(report.job, report.world_size, report.runs, report.missing_ranks, list(report.set_aside))
+    return Report(report.job, report.world_size, report.runs, report.missing_ranks, list(report.set_aside), report.chosen)

@@ -26,7 +26,7 @@ from monitor.merge.discovery import Found, RankRun, SetAside, choose, discover, 
 from monitor.merge.execution import MergeError, NothingRecordedError, draft_of, engine, run
 from monitor.merge.layer_names import LayerNames
 from monitor.merge.outputs import SUFFIXES, Format
-from monitor.merge.report import Report
+from monitor.merge.report import Report, chosen_of
 from monitor.merge.rows import Share, Source, files_of
 from monitor.merge.tables import Columns, Index, Shard, read_file, write_file
 from monitor.merge.tensors import SHARDS, Findings, Kind, Visit, catalogue, look
@@ -193,7 +193,8 @@ def planned_merge(wanted: Wanted, found: Found, job: str, output: Path, crew: Cr
     for directory in (work, output / "per_rank", output / "global"):
         directory.mkdir()
     missing = missing_ranks(runs, found.others_of_the_launch(job))
-    report = Report(job, runs[0].manifest.world_size, runs, missing, [*found.set_aside, *unmerged_formats(runs)])
+    aside = [*found.set_aside, *unmerged_formats(runs)]
+    report = Report(job, runs[0].manifest.world_size, runs, missing, aside, chosen_of(wanted.kinds, wanted.steps))
     do = partial(run, *crew)
     plan, set_aside = planned(job, runs, work, output, do, suffix=SUFFIXES[wanted.format], rows=wanted.rows)
     report.set_aside += set_aside

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
@@ -27,11 +27,20 @@ from monitor.merge.combine import NOT_RECORDED, Disagreement, Outcome
 from monitor.merge.discovery import NO_END, RankRun, SetAside
 from monitor.merge.restarts import joints
 from monitor.series import NO_MICRO_STEP
+from monitor.sinks.files import ALL_STEPS, StepSpan
 
 MOST_LISTED: Final = 1000
 """Entries of each list of a report; more are counted."""
 
 _Steps = dict[tuple[str, ...], list[int]]
+
+
+Chosen = Mapping[str, Sequence[Any] | None]
+
+
+def chosen_of(kinds: Collection[str] | None = None, steps: StepSpan = ALL_STEPS) -> Chosen:
+    """What was to be merged: ``kinds`` and ``steps`` (the first and the last), each None if all were."""
+    return {"kinds": None if kinds is None else sorted(set(kinds)), "steps": None if steps == ALL_STEPS else list(steps)}
 
 
 @dataclass
@@ -41,6 +50,7 @@ class Report:
     Attributes:
         runs: The directories that were merged.
         missing_ranks: Those that should have one.
+        chosen: What was to be merged (``chosen_of``).
     """
 
     job: str
@@ -48,6 +58,7 @@ class Report:
     runs: Sequence[RankRun]
     missing_ranks: Sequence[int]
     set_aside: list[SetAside]
+    chosen: Chosen = field(default_factory=chosen_of)
     rows: Counter[str] = field(default_factory=Counter)
     tensors: Counter[str] = field(default_factory=Counter)
     steps: set[int] = field(default_factory=set)
@@ -122,6 +133,7 @@ class Report:
             "directories": [run.directory.name for run in self.runs],
             "ranks": sorted({run.rank for run in self.runs}),
             "missing_ranks": list(self.missing_ranks),
+            "chosen": dict(self.chosen),
             "steps": listed_steps(self.steps),
             "rows": dict(sorted(self.rows.items())),
             "tensors": dict(sorted(self.tensors.items())),

@@ -1,0 +1,203 @@
+"""The rows of one kind on both sides, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import pyarrow as pa
+
+from monitor.compare.sides import ALL_RANKS, Side, rank_name
+from monitor.compare.tolerances import Rounding
+from monitor.compare.values import Difference, Finding, of_numbers
+from monitor.query.batches import IDENTITY, SHOWN_KINDS, ops_in, place_of
+from monitor.series import Series, underlying_series
+from monitor.sinks.csv import rounded
+from monitor.stats.ops import LAYOUT_OPS, TEXT_OPS
+
+Row = dict[str, Any]
+Key = tuple[int, int, str]
+"""A rank, a step, and what the row is of."""
+
+MOST_ROWS: Final = 1 << 40
+"""Of a kind in a step, if rows do not say in which order they were measured: kinds follow each other then."""
+
+USED, CALLS, REDUCED, STEPPED = (phase * MOST_ROWS * len(SHOWN_KINDS) for phase in range(4))
+PHASES: Final = {
+    **dict.fromkeys(("param_origin", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "linear_hook"), USED),
+    **dict.fromkeys(("grad_reduced", "run"), REDUCED),
+    **dict.fromkeys(("update_ratio", "adam_update", "adam_ratio"), STEPPED),
+    **dict.fromkeys(("param_updated", "exp_avg_updated", "exp_avg_sq_updated", "max_exp_avg_sq_updated"), STEPPED),
+}
+"""The order of a step, where it is not that of measuring: what the step uses, its calls forward and backward (all other kinds),
+the gradients that the optimizer is given, and what it makes of them."""
+
+
+@dataclass
+class RowComparison:
+    """Compares rows, and keeps what it has found.
+
+    Attributes:
+        sides: Left and right.
+        rounding: None to find everything that is not the same.
+        ndigits: Decimals that CSV of each side has.
+        alike: Makes two rows of a kind comparable.
+        compared: How many rows were on both sides.
+        kinds: The kinds that have such rows.
+    """
+
+    sides: tuple[Side, Side]
+    rounding: Rounding | None
+    alike: Callable[[str, Row, Row], tuple[Row, Row]] = lambda _kind, left, right: (left, right)
+    compared: int = 0
+    kinds: dict[str, None] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, kind: str, tables: Sequence[pa.Table], ndigits: Sequence[int]) -> None:
+        """Compare the same steps of a kind, in the columns ``IDENTITY`` and ops, in steps that a rank has on both sides.
+
+        Args:
+            ndigits: Decimals of each side, if its rows are from CSV.
+        """
+        recorded = [[op for op in ops_in(table) if table[op].null_count < len(table)] for table in tables]
+        shared = [op for op in recorded[0] if op in recorded[1]]
+        if all(map(len, tables)):
+            self._say_ops(kind, recorded)
+        tables = [table.select([*IDENTITY, *shared]) for table in tables]
+        if shared and all(map(len, tables)):
+            self.kinds[kind] = None
+        unlike = self.rounding is not None and any(series[0] == kind for series in self.rounding.unlike)
+        if tables[0].equals(tables[1]) and not unlike:
+            self.compared += len(tables[0]) if shared else 0
+            return
+        left, right = (_rows(table.to_pylist(), kind) for table in tables)
+        places = [{key[:2] for key in side} for side in (left, right)]
+        both = places[0] & places[1]
+        for side, own in zip(self.sides, places, strict=True):
+            side.add(kind, own - both)
+        self._compare(kind, left, {key: row for key, row in right.items() if key[:2] in both}, both, shared, ndigits)
+
+    def _compare(
+        self,
+        kind: str,
+        left: Mapping[Key, Row],
+        right: Mapping[Key, Row],
+        both: set[tuple[int, int]],
+        ops: list[str],
+        ndigits: Sequence[int],
+    ) -> None:
+        largest = {} if self.rounding is None else self.rounding.largest(kind, left.values())
+        last: dict[tuple[int, int], int] = {}
+        for key, row in left.items():
+            position = last.get(key[:2], place_of(kind) * MOST_ROWS) if row["call_id"] is None else row["call_id"]
+            last[key[:2]] = position + 1
+            order = _phase(kind, row["name"]) + position
+            if key in right:
+                self.compared += bool(ops)
+                rows = self.alike(kind, *_alike(row, right[key], ndigits))
+                decimals = min(ndigits) if _is_of_csv(row, right[key]) else None
+                self.findings += self._differing(kind, _Pair(key, order, *rows, ops), largest.get(key[1], 0.0), decimals)
+            elif key[:2] in both:
+                self.findings.append(_finding(key, order, "missing", "there", ""))
+        for key, row in right.items():
+            if key not in left:
+                order = _phase(kind, row["name"]) + last[key[:2]]
+                self.findings.append(_finding(key, order, "added", "", "there"))
+
+    def _differing(self, kind: str, pair: _Pair, largest: float, decimals: int | None) -> Iterator[Finding]:
+        found = list(pair.differing())
+        if self.rounding is None:
+            yield from found
+            return
+        name = pair.left["name"]
+        share, op = self.rounding.share(kind, pair.rows, pair.numbers, largest, decimals) if found else (0.0, "")
+        for one in found:
+            if one.what in LAYOUT_OPS:
+                yield one  # other bits explain other check sums and histograms
+            elif one.what == "values" and not self.rounding.explains(share, kind, name, one.step):
+                limited = self.rounding.allowed(kind, name, one.step) is not None
+                yield replace(one, rounding=share, op=op, is_limited=limited)
+        series = self.rounding.unlike.pop((kind, pair.left["vpp_stage"], name), ())
+        yield from (_finding(pair.key, pair.order, *one) for one in series if one[0] not in pair.ops)
+
+    def _say_ops(self, kind: str, recorded: Sequence[Sequence[str]]) -> None:
+        """Name the ops that only one side has, and the texts that cannot be judged because the kind has no numbers."""
+        shared = [op for op in recorded[0] if op in recorded[1]]
+        for side, own in zip(self.sides, recorded, strict=True):
+            side.has_ops(kind, [op for op in own if op not in shared] if not (side.derives_ops and shared) else [])
+        if self.rounding is not None and shared and all(op in TEXT_OPS for op in shared):
+            self.sides[0].is_not_judged(kind, shared)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The row of the same thing on both sides.
+
+    Attributes:
+        order: Its place in the step.
+        ops: Those that both sides have.
+    """
+
+    key: Key
+    order: int
+    left: Row
+    right: Row
+    ops: Sequence[str]
+
+    @property
+    def rows(self) -> tuple[Row, Row]:
+        return self.left, self.right
+
+    @property
+    def numbers(self) -> list[str]:
+        return [op for op in self.ops if op not in TEXT_OPS]
+
+    def differing(self) -> Iterator[Finding]:
+        """Everything that is not the same."""
+        for op in self.ops:
+            if op in TEXT_OPS and self.left[op] != self.right[op]:
+                yield _finding(self.key, self.order, op, str(self.left[op]), str(self.right[op]))
+        numbers = self.numbers
+        difference = of_numbers([(self.left[op], self.right[op]) for op in numbers]) if numbers else None
+        if difference is not None and not difference.same:
+            left, right = (_shown(row, numbers) for row in self.rows)
+            yield _finding(self.key, self.order, "values", left, right, difference)
+
+
+def _phase(kind: str, name: str) -> int:
+    """A replica's is that of the kind that is checked."""
+    return PHASES.get(underlying_series(Series(kind, 0, name)).kind, CALLS)
+
+
+def _rows(rows: list[Row], kind: str) -> dict[Key, Row]:
+    """In the order in which they were measured."""
+    found: dict[Key, Row] = {}
+    for row in rows:
+        micro_step = "" if row["micro_step"] is None else f", micro-step {row['micro_step']}"
+        stage = "" if row["rank"] == ALL_RANKS else f"{row['vpp_stage']}:"
+        found[row["rank"], row["step"], f"{kind}/{stage}{row['name']}{micro_step}"] = row
+    return found
+
+
+def _alike(left: Row, right: Row, ndigits: Sequence[int]) -> tuple[Row, Row]:
+    """Both rows, with the numbers of one rounded if the other is from CSV."""
+    if (left["call_id"] is None) == (right["call_id"] is None):
+        return left, right
+    return (left, _rounded(right, ndigits[0])) if left["call_id"] is None else (_rounded(left, ndigits[1]), right)
+
+
+def _rounded(row: Row, ndigits: int) -> Row:
+    return {name: rounded(value, ndigits) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def _is_of_csv(*rows: Row) -> bool:
+    return any(row["call_id"] is None for row in rows)
+
+
+def _finding(key: Key, order: int, what: str, left: str, right: str, difference: Difference | None = None) -> Finding:
+    return Finding(key[1], rank_name(key[0]), order, key[2], what, left, right, difference)
+
+
+def _shown(row: Mapping[str, Any], ops: Iterable[str]) -> str:
+    return ", ".join(f"{op} {row[op]:.9g}" for op in ops if row[op] is not None)
