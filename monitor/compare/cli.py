@@ -15,6 +15,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from monitor.cli import Version, command_app
 from monitor.compare import dumps, runs
@@ -47,7 +48,8 @@ def write_csv(path: Path, compared: Compared) -> None:
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(COLUMNS)
     rows.writerows(_row(finding) for finding in compared.findings)
-    write_whole(path, text.getvalue().encode())
+    # JSON and file names may hold surrogates, which UTF-8 lacks.
+    write_whole(path, text.getvalue().encode(errors="backslashreplace"))
 
 
 def largest(compared: Compared) -> list[Finding]:
@@ -63,7 +65,8 @@ def table(title: str, findings: list[Finding]) -> Table:
         shown.add_column(column, overflow="fold")
     for finding in findings:
         place = [str(finding.step), finding.rank]
-        shown.add_row(*map(plain, [*place, *_errors(finding, 3), finding.what, finding.name]))
+        # A str would be markup to rich.
+        shown.add_row(*(Text(plain(one)) for one in (*place, *_errors(finding, 3), finding.what, finding.name)))
     return shown
 
 

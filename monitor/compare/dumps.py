@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from monitor.compare.values import Compared, ComparisonError, Difference, Finding, of_leaves, of_tensors
 from monitor.dump.files import FILE as RECORDS, bits_of, is_being_written, load_tensor
@@ -18,7 +19,16 @@ FILES: Final = ("dump.json", "debug.json")
 DATA: Final = "dump_tensor_data"
 _STEP: Final = re.compile(r"step([0-9]+)")
 
+DEEPEST: Final = 64
+"""Levels of lists and objects in an entry, at most. A dump has a third of that, and reading many more would end Python."""
+
+GREATEST: Final = 1 << 1023
+"""A larger integer may be no float64."""
+
 T = TypeVar("T")
+
+Leaves = dict[tuple[str | int, ...], Any]
+"""What an entry holds, by the place in the entry."""
 
 Place = tuple[int, str]
 """A step's number, and the name of the rank's directory."""
@@ -63,18 +73,18 @@ class _Pair:
         self.tensors = self.arguments = 0
 
     def findings(self) -> list[Finding]:
-        left, right = _data(self._left), _data(self._right)
+        left, right = _entries(self._left), _entries(self._right)
         merged = enumerate(_merged(list(left), list(right)))
         return [one for order, name in merged for one in self._entry(order, name, left, right)]
 
-    def _entry(self, order: int, name: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Finding]:
+    def _entry(self, order: int, name: str, left: Mapping[str, Leaves], right: Mapping[str, Leaves]) -> Iterator[Finding]:
         if name not in right:
             yield self._finding(order, name, "missing", "there", "")
             return
         if name not in left:
             yield self._finding(order, name, "added", "", "there")
             return
-        own, others = dict(_leaves(left[name], (name,))), dict(_leaves(right[name], (name,)))
+        own, others = left[name], right[name]
         for path, value in own.items():
             if path not in others:
                 yield self._finding(order, _spelled(path), "missing", _shown(value), "")
@@ -99,7 +109,13 @@ class _Pair:
         if finding := self._file_missing(order, path, left, right):
             yield finding
             return
-        difference = self._difference(left, right)
+        files = self._files(left, right)
+        stored = [_read(bits_of, file) for file in files]
+        own, other = [_shown(list(bits.shape)) for bits, _ in stored] or ["", ""]
+        if own != other:  # of the shards that the two processes have stored
+            yield self._finding(order, path, "shape", own, other)
+            return
+        difference = _of_elements(files, stored) if files else of_leaves(left, right, SHOWN)
         if not difference.same:
             yield self._finding(order, path, "values", _statistics(left), _statistics(right), difference)
 
@@ -114,18 +130,10 @@ class _Pair:
             return None
         return self._finding(order, path, "missing" if shown[0] else "added", shown[0], shown[1])
 
-    def _difference(self, left: Mapping[str, Any], right: Mapping[str, Any]) -> Difference:
-        """By their elements where both have them, else by what was measured."""
+    def _files(self, left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Path]:
+        """The two files of elements, or none unless both are there."""
         files = [side / DATA / leaf["data_name"] for side, leaf in self._both(left, right) if leaf.get("data_name")]
-        if len(files) < 2 or not all(file.is_file() for file in files):
-            return of_leaves(left, right, SHOWN)
-        (one, kind), (other, other_kind) = (_read(bits_of, file) for file in files)
-        if kind == other_kind and one.dtype == other.dtype and np.array_equal(one, other) and one.tobytes() == other.tobytes():
-            return of_tensors(one, other)
-        found = of_tensors(*(_read(load_tensor, file) for file in files))
-        # Numbers of two types may be equal where their bits are not: the type itself is a finding of its own.
-        equal = found.absolute == 0 and (kind, one.dtype) != (other_kind, other.dtype)
-        return Difference(same=equal, absolute=found.absolute, relative=found.relative, cosine=found.cosine)
+        return files if len(files) > 1 and all(file.is_file() for file in files) else []
 
     def _both(self, left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple[Path, Mapping[str, Any]]]:
         return [(self._left, left), (self._right, right)]
@@ -177,22 +185,58 @@ def _places_missing(
     return missing + [Finding(*place, 0, "step", "added", "", "there") for place, path in right.items() if path not in there]
 
 
-def _data(directory: Path) -> dict[str, Any]:
+def _of_elements(files: list[Path], stored: list[tuple[NDArray[Any], str | None]]) -> Difference:
+    (one, kind), (other, other_kind) = stored
+    if kind == other_kind and one.dtype == other.dtype and np.array_equal(one, other) and one.tobytes() == other.tobytes():
+        return of_tensors(one, other)
+    found = of_tensors(*(_read(load_tensor, file) for file in files))
+    # Numbers of two types may be equal where their bits are not: the type itself is a finding of its own.
+    equal = found.absolute == 0 and (kind, one.dtype) != (other_kind, other.dtype)
+    return Difference(same=equal, absolute=found.absolute, relative=found.relative, cosine=found.cosine)
+
+
+def _entries(directory: Path) -> dict[str, Leaves]:
     for name in FILES:
         if (directory / name).is_file():
-            try:
-                data: dict[str, Any] = json.loads((directory / name).read_text())["data"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ComparisonError(f"{directory / name} is no file of a dump: {error}") from error
-            return data
+            return _read(_parsed, directory / name, "is no file of a dump")
     return {}
 
 
-def _read(load: Callable[[Path], T], file: Path) -> T:
+def _read(load: Callable[[Path], T], file: Path, fault: str = "cannot be read as a tensor of a dump") -> T:
     try:
         return load(file)
-    except (ValueError, EOFError, OSError) as error:
-        raise ComparisonError(f"{file} cannot be read as a tensor of a dump: {error}. Dump it anew.") from error
+    except (ValueError, OSError, MemoryError, RecursionError) as error:
+        raise ComparisonError(f"{file} {fault}: {error}. Dump it anew.") from error
+
+
+def _parsed(file: Path) -> dict[str, Leaves]:
+    """The entries of a file, in execution order.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: Its content is not that of a dump.
+        RecursionError: Its content is nested too deeply for the JSON parser.
+    """
+    whole = json.loads(file.read_bytes())
+    data = whole.get("data") if isinstance(whole, dict) else None
+    if not isinstance(data, dict):
+        raise ValueError('it has no object "data"')
+    entries = {name: dict(_leaves(entry, (name,))) for name, entry in data.items()}
+    for leaves in entries.values():
+        for path, leaf in leaves.items():
+            if _is_tensor(leaf):
+                _check_tensor(_spelled(path), leaf)
+    return entries
+
+
+def _check_tensor(name: str, leaf: Mapping[str, Any]) -> None:
+    for statistic in SHOWN:
+        value = leaf.get(statistic)
+        if not (value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < GREATEST)):
+            raise ValueError(f"{statistic} of {name} is not a number")
+    file = leaf.get("data_name") or ""
+    if not isinstance(file, str) or Path(file).name != file:
+        raise ValueError(f"data_name of {name} is not the name of a file")
 
 
 def _merged(left: list[str], right: list[str]) -> list[str]:
@@ -209,7 +253,13 @@ def _merged(left: list[str], right: list[str]) -> list[str]:
 
 
 def _leaves(tree: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Tensors, plain values and what is empty, by where they stand."""
+    """Tensors, plain values and what is empty, by where they stand.
+
+    Raises:
+        ValueError: The tree is deeper than that of any dump.
+    """
+    if len(path) > DEEPEST:
+        raise ValueError(f"{path[0]} is nested deeper than {DEEPEST} levels")
     if isinstance(tree, dict) and tree and not isinstance(tree.get("type"), str):
         for key, value in tree.items():
             yield from _leaves(value, (*path, key))

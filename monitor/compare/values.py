@@ -131,7 +131,7 @@ class Finding:
     @property
     def rank_order(self) -> list[str | int]:
         """The rank, to be sorted by: the tenth comes after the second."""
-        return [int(part) if part.isdecimal() else part for part in re.split("([0-9]+)", self.rank)]
+        return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]+)", self.rank))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import io
 import json
+import math
 import os
 import stat
 import threading
@@ -331,22 +332,44 @@ def load_tensor(path: str | os.PathLike[str]) -> Array:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is not numpy's, or its type is unknown.
+        ValueError: The file is damaged, is not numpy's, or its type is unknown.
     """
-    stored: Array = np.load(path, allow_pickle=False)
-    if stored.dtype.names is None:
-        return stored
-    dtype = stored.dtype.names[0]
-    if dtype not in (*_WIDENED, *FORMATS):
-        raise ValueError(f"{os.fspath(path)} holds elements of the unknown type {dtype}")
-    bits = stored[dtype]
+    bits, dtype = bits_of(path)
+    if dtype is None:
+        return bits
+    if dtype not in _BITS or bits.dtype != _BITS[dtype]:
+        raise ValueError(f"{os.fspath(path)} holds elements of the unknown type {dtype} in {bits.dtype}")
     return _table(dtype)[bits] if dtype in FORMATS else _WIDENED[dtype](bits)
 
 
 def bits_of(path: str | os.PathLike[str]) -> tuple[Array, str | None]:
-    """The stored array without conversion, and the name of its type if numpy lacks it."""
-    stored: Array = np.load(path, allow_pickle=False)
-    return (stored, None) if stored.dtype.names is None else (stored[stored.dtype.names[0]], stored.dtype.names[0])
+    """The stored array without conversion, and the name of its type if numpy lacks it. Raises as ``load_tensor`` does."""
+    stored = _stored(path)
+    dtype = stored.dtype.names[0] if stored.dtype.names else None
+    bits = stored if dtype is None else stored[dtype]
+    if bits.dtype.kind not in _NUMBERS:
+        raise ValueError(f"{os.fspath(path)} holds {bits.dtype}, which is not a type of numbers")
+    return bits, dtype
+
+
+def _stored(path: str | os.PathLike[str]) -> Array:
+    """Read an array. The size is checked first, because numpy allocates what a header claims before it reads the elements.
+
+    Dumps have headers of version 1, of 64 KiB at most. Those of other versions may claim a length of 4 GiB.
+    """
+    with open(path, "rb") as file:
+        try:
+            if _NPY.read_magic(file) != (1, 0):
+                raise ValueError("it is not of version 1.0")
+            shape, _, dtype = _NPY.read_array_header_1_0(file)
+        except Exception as error:  # numpy evaluates the header as Python, which may fail in any way
+            raise ValueError(f"{os.fspath(path)} has no header of numpy: {error!r}") from error
+        expected, size = file.tell() + math.prod(shape) * dtype.itemsize, os.fstat(file.fileno()).st_size
+        if expected != size:
+            raise ValueError(f"{os.fspath(path)} has {size} bytes, and its header says {expected}")
+        file.seek(0)
+        stored: Array = _NPY.read_array(file, allow_pickle=False)
+        return stored
 
 
 def _from_bfloat16(bits: Array) -> Array:
@@ -369,6 +392,14 @@ _WIDENED: Final[dict[str, Callable[[Array], Array]]] = {
     "complex32": _from_complex32,
     "float8_e8m0fnu": _from_powers,
 }
+
+_BITS: Final = {**dict.fromkeys((*FORMATS, "float8_e8m0fnu"), np.uint8), "bfloat16": np.uint16, "complex32": np.uint32}
+"""The integers that hold the elements of these types."""
+
+_NUMBERS: Final = "biufc"
+"""Kinds of numpy's dtypes."""
+
+_NPY: Final[Any] = np.lib.format  # numpy 1 has no types for it
 
 
 @cache
