@@ -93,10 +93,8 @@ def swapped(t: Training) -> None:
     weights[0][:], weights[1][:] = weights[1].clone(), weights[0].clone()
 
 
-def transposed(t: Training) -> None:
-    weight = t.parameter("layers.1.attention.o.weight").data
-    weight.copy_(weight.t().clone())
-    weight[0] *= 1.5
+def scaled_row(t: Training) -> None:
+    t.parameter("layers.1.attention.o.weight").data[0] *= 1.5
 
 
 def untied(t: Training) -> None:
@@ -292,7 +290,7 @@ SINGLE: dict[str, tuple[Plant, tuple[str, ...]]] = {
     "no mask": (unmasked, ATTENTION),
     "scale of attention": (scaled_attention, ATTENTION),
     "two swapped weights": (swapped, at(0, f"param_origin/{UP}")),
-    "a transposed weight": (transposed, at(0, "param_origin/layers.1.attention.o.weight")),
+    "scaled row of a weight": (scaled_row, at(0, "param_origin/layers.1.attention.o.weight")),
     "rate off by 1 %": (partial(rates, lr=1.01e-3), RATE),
     "rate of one weight": (rate_of_one, at(0, "param_updated/head.weight", "run/learning_rate.1")),
     "first beta": (partial(rates, betas=(0.8, 0.999)), at(1, "exp_avg/embed.weight")),
