@@ -188,12 +188,10 @@ def _calibrate(runs: Sequence[Path], path: Path, how: How) -> None:
     found = [_compared_runs(left, right, how) for left, right in itertools.combinations(runs, 2)]
     if any(pair.is_empty for pair in found):
         raise ComparisonError("two of the runs have no tensor in the same step.")
-    steps = min(pair.steps[0] for pair in found), max(pair.steps[1] for pair in found)
-    limits = Limits.learned([pair.seen for pair in found], len(runs), steps)
+    limits = Limits.learned(found, len(runs))
     limits.write(path)
-    console = Console()
-    said = f"{len(runs)} runs differ in steps {steps[0]} to {steps[1]} by what {len(limits.allowed):,} entries of {path} allow."
-    say(console, said)
+    console, steps = Console(), f"steps {limits.first} to {limits.last}"
+    say(console, f"{len(runs)} runs differ in {steps} by what {len(limits.allowed):,} entries of {path} allow.")
     for line in dict.fromkeys(line for pair in found for line in pair.not_compared):
         say(console, f"Not compared: {line}")
     if never := [one for pair in found for one in pair.findings if not math.isfinite(one.rounding)]:

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from monitor.compare.values import ComparisonError
+from monitor.compare.values import Compared, ComparisonError
 from monitor.series import RUN_KIND
 
 MARGIN: Final = 2.0
@@ -28,9 +27,6 @@ MARGIN: Final = 2.0
 
 OF_ITS_OWN: Final = 16.0
 """A tensor that differs by so many times what nine tenths of its kind do has an entry of its own."""
-
-Seen = Mapping[tuple[str, str], tuple[float, float]]
-"""By kind and name, the largest difference in the first step and in later ones."""
 
 Multiple = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
@@ -76,26 +72,19 @@ class Limits(BaseModel):
             raise ComparisonError(f"{path} has no limits that can be used: {where}: {first['msg']}.") from error
 
     @classmethod
-    def learned(cls, pairs: Iterable[Seen], runs: int, steps: tuple[int, int]) -> Limits:
-        """From pairs of healthy runs."""
-        most: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
-        for pair in pairs:
-            for (kind, name), found in pair.items():
-                before = most[kind].get(name, (0.0, 0.0))
-                most[kind][name] = max(before[0], found[0]), max(before[1], found[1])
+    def learned(cls, pairs: Sequence[Compared], runs: int) -> Limits:
+        """From all pairs of healthy runs."""
+        most: dict[str, dict[str, tuple[float, float]]] = {kind: {} for pair in pairs for kind in sorted(pair.counted)}
+        for (kind, name), found in (one for pair in pairs for one in pair.seen.items()):
+            before = most[kind].get(name, (0.0, 0.0))
+            most[kind][name] = max(before[0], found[0]), max(before[1], found[1])
         allowed: dict[str, Allowed] = {}
-        for kind, series in sorted(most.items()):
-            usual = [_usual([found[at] for found in series.values()]) for at in (0, 1)]
-            own = [
-                name
-                for name, found in series.items()
-                if kind == RUN_KIND or any(found[at] > OF_ITS_OWN * max(1.0, usual[at]) for at in (0, 1))
-            ]
-            rest = [found for name, found in series.items() if name not in own]
-            if rest:
-                allowed[kind] = _allowed(rest)
+        for kind, series in most.items():
+            own = _of_their_own(kind, series)
+            allowed[kind] = _allowed([found for name, found in series.items() if name not in own])
             allowed |= {f"{kind}/{name}": _allowed([series[name]]) for name in sorted(own)}
-        return cls(runs=runs, first=steps[0], last=steps[1], allowed=allowed)
+        first, last = min(pair.steps[0] for pair in pairs), max(pair.steps[1] for pair in pairs)
+        return cls(runs=runs, first=first, last=last, allowed=allowed)
 
     def write(self, path: Path) -> None:
         """Raises: OSError: It cannot be written."""
@@ -119,6 +108,13 @@ def _usual(sizes: list[float]) -> float:
     return sorted(sizes)[math.ceil(0.9 * len(sizes)) - 1]
 
 
+def _of_their_own(kind: str, series: Mapping[str, tuple[float, float]]) -> set[str]:
+    """The names that get entries of their own. Numbers of the run are nothing like each other."""
+    usual = [_usual([found[at] for found in series.values()]) for at in (0, 1)] if series else []
+    odd = (any(found[at] > OF_ITS_OWN * max(1.0, usual[at]) for at in (0, 1)) for found in series.values())
+    return {name for name, is_odd in zip(series, odd, strict=True) if is_odd or kind == RUN_KIND}
+
+
 def _allowed(found: Iterable[tuple[float, float]]) -> Allowed:
-    first, later = (MARGIN * max(sizes) for sizes in zip(*found, strict=True))
+    first, later = (MARGIN * max(sizes) for sizes in zip((0.0, 0.0), *found, strict=True))
     return Allowed(first=float(f"{first:.4g}"), later=float(f"{later:.4g}"))

@@ -148,7 +148,7 @@ class Compared:
         notes: What is compared otherwise or not at all because the layouts differ, a line each.
         counted: The kinds of rows that were on both sides.
         steps: Of runs, the first and the last step that both have.
-        seen: Of runs, how large differences were (``tolerances.Rounding``).
+        seen: Of runs, how large differences were, by kind and name (``tolerances.Rounding``).
     """
 
     tensors: int
