@@ -75,6 +75,7 @@ prove: environment numpy2
 	GENERATED_LOOPS=$(EXAMPLES) .venv/bin/python -m pytest --mindspore tests/mindspore/generated_loops -x
 	.venv/bin/python tools/drills/drill.py
 	.venv/bin/python tools/drills/soak.py
+	.venv/bin/python bench/compare_runs.py
 
 # Cases of both frameworks, so with the environment that has both.
 drill: environment

@@ -130,15 +130,16 @@ class Bench:
 
     def judge_pair(self, pair: Pair) -> Outcome:
         left, right = self.healthy(pair.left), self.healthy(pair.right)
-        said = self._compared(left, right, max(pair.left.ranks, pair.right.ranks) > 1)
+        moved = pair.left.layout == pair.right.layout and pair.left.data_ranks > 1  # ranks have other samples
+        said = self._compared(left, right, max(pair.left.ranks, pair.right.ranks) > 1, *["--whole"] * moved)
         same = said.startswith("0\nthe same: ")
         return Outcome(pair.left.name, pair.right.name, "", "" if same else _shortened(said), "same" if same else "false alarm")
 
-    def _compared(self, left: Path, right: Path, merged: bool) -> str:
+    def _compared(self, left: Path, right: Path, merged: bool, *options: str) -> str:
         """The exit status, and below it what the comparison says."""
         folder = "merged" if merged else "ranks"
         log = self.base / "compared" / f"{left.name} {right.name}.log"
-        sides = [str(left / folder), str(right / folder)]
+        sides = [*options, str(left / folder), str(right / folder)]
         _in_a_process(lambda: _print(compare_app, *sides), log)
         return log.read_text()
 

@@ -6,10 +6,13 @@ import csv
 import io
 import itertools
 import math
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
+from xml.etree import ElementTree
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -19,9 +22,8 @@ from rich.text import Text
 
 from monitor.cli import Version, command_app
 from monitor.compare import dumps, runs
-from monitor.compare.junit import junit_of
-from monitor.compare.limits import Limits
 from monitor.compare.runs import How
+from monitor.compare.tolerances import Limits
 from monitor.compare.values import ALONE, Compared, ComparisonError, Finding
 from monitor.coordinator.output import write_whole
 from monitor.merge.execution import MergeError
@@ -99,6 +101,47 @@ def _errors(finding: Finding, digits: int) -> list[str]:
     return [f"{difference.absolute:.{digits}g}", f"{difference.relative:.{digits}g}", cosine]
 
 
+# --- What it has found, as a JUnit report.
+
+MOST_OF_A_CASE: Final = 100
+"""Findings of a case."""
+
+_NOT_IN_XML: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit_of(compared: Compared, name: str) -> bytes:
+    """A report that build servers show, in UTF-8: a test suite of this name, with a case for each kind of rows."""
+    found: Mapping[str, list[Finding]] = defaultdict(list)
+    for finding in compared.findings:
+        found[finding.kind].append(finding)
+    kinds = dict.fromkeys([*compared.counted, *found])
+    suite = ElementTree.Element("testsuite", name=_text(name))
+    for kind in kinds:
+        _case(suite, kind, [described(one) for one in found[kind]])
+    _case(suite, "everything is there", list(compared.not_compared))
+    if compared.is_empty:
+        _case(suite, "something was compared", ["there is no tensor that both sides have in the same step"])
+    failed = sum(len(case) > 0 for case in suite)
+    suite.attrib |= {"tests": str(len(suite)), "failures": str(failed), "errors": "0", "skipped": "0"}
+    report: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
+    return report
+
+
+def _case(suite: ElementTree.Element, name: str, wrong: list[str]) -> None:
+    case = ElementTree.SubElement(suite, "testcase", classname="trainermon.compare", name=_text(name))
+    if wrong:
+        more = f"\nand {len(wrong) - MOST_OF_A_CASE:,} more" if len(wrong) > MOST_OF_A_CASE else ""
+        failure = ElementTree.SubElement(case, "failure", message=_text(wrong[0].partition("\n")[0]))
+        failure.text = _text("\n".join(wrong[:MOST_OF_A_CASE]) + more)
+
+
+def _text(text: str) -> str:
+    """Without characters that XML cannot hold."""
+    return _NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+# --- The command.
+
 app: Final = command_app()
 
 
@@ -162,7 +205,7 @@ def monitor_compare(
         if output is not None:
             write_csv(output, found)
         if junit is not None:
-            write_whole(junit, junit_of(found, f"{sides[0]} and {sides[1]}", described))
+            write_whole(junit, junit_of(found, f"{sides[0]} and {sides[1]}"))
     except (ComparisonError, OSError) as error:
         say(Console(stderr=True), f"Nothing was compared: {error}", style="red")
         raise typer.Exit(NOTHING) from error

@@ -10,13 +10,12 @@ from typing import Final
 
 import pyarrow.compute as pc
 
-from monitor.compare.limits import Limits
 from monitor.compare.names import NameRules
 from monitor.compare.rows import RowComparison
 from monitor.compare.sides import Choice, Side
-from monitor.compare.tolerances import VALUE, Circumstances, Rounding, facts_of, judged
+from monitor.compare.tolerances import VALUE, Circumstances, Limits, Rounding, facts_of, judged
 from monitor.compare.values import ROWS, Compared, ComparisonError
-from monitor.compare.wholes import LayoutComparison, WholeTensors, layouts_differ, with_same_dimensions
+from monitor.compare.wholes import COMBINED, LayoutComparison, WholeTensors, layouts_differ, with_same_dimensions
 from monitor.query.batches import Batch, batch_of, batches, kinds_in, ops_in, place_of
 from monitor.query.sources import MergedSet, RunSource
 from monitor.series import RUN_KIND
@@ -75,6 +74,8 @@ def compare(left: Path, right: Path, how: How = How()) -> Compared:
         rounding = Rounding(list(map(facts_of, tables)), Circumstances(steps[0], is_late, rate), how.limits)
         comparison = RowComparison(sides, None if how.exact else rounding)
         _compare_ranks(comparison, places, rules, choice)
+        if len(sides[0].source.ranks) > 1 and any(one.step == steps[0] and one.kind in COMBINED for one in comparison.findings):
+            sides[0].note("If ranks were given other samples of the same batch, --whole compares what they have together")
     if rules[0].unused:
         raise ComparisonError(f"--map {rules[0].unused[0]} matches no name in {left}.")
     return _found(comparison, steps)

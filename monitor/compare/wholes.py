@@ -13,8 +13,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import cached_property
 from statistics import median
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ import pyarrow as pa
 from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
 from monitor.compare.names import NameRules
-from monitor.compare.rows import RowComparison
+from monitor.compare.rows import Row, RowComparison
 from monitor.compare.sides import ALL_RANKS, Choice, Side
 from monitor.compare.tolerances import AVERAGES, ELEMENTS, EXTREMES, SHARES, VALUE, Facts, SeriesFacts
 from monitor.merge.outputs import GLOBAL
@@ -35,53 +36,20 @@ from monitor.series import CALL_KIND, GRADIENT_KINDS, KIND_TABLE, KINDS_OF_RANKS
 from monitor.stats.ops import CALLS, INTEGER_OPS, TEXT_OPS
 from monitor.stats.partials import EMPTY, Partials
 
-Row = dict[str, Any]
-
 COMBINED: Final = [kind.name for kind in KIND_TABLE if kind.of == "module" and kind.per_micro_step]
 """Kinds with a row for each rank and micro-step, of which a step has a part of its batch each."""
 BACKWARD: Final = [kind.name for kind in KIND_TABLE if kind.phase == "backward"]
 """Kinds whose size depends on how a rank's own loss is averaged over its own part of the batch."""
 OTHERS: Final = (CALL_KIND, *KINDS_OF_RANKS)
 """Kinds without whole tensors: another layout communicates otherwise."""
-OPTIONAL: Final = (*(kind.name for kind in KIND_TABLE if kind.of == "module"), GRADIENT_KINDS[0], RUN_KIND)
-"""Kinds of which another layout may lack some: modules that it does not call, and gradients that it never has."""
-HELD: Final = (*PARAMETER_KINDS, GRADIENT_KINDS[1])
-"""Kinds whose series show which part of the model a rank holds."""
 OUTPUT: Final = re.compile(r"\.output(_\d+)?(#\d+)?$")
 """The end of the name of what a module gives."""
 PARTS: Final = "parts"
 """How many rows were united."""
-NOT_OPS: Final = (*IDENTITY, PARTS)
-
-BATCH_ROWS: Final = 20_000
-"""Rows that are compared at a time, about."""
-
 MOST_CALLS: Final = 1 << 30
 """Of a step."""
 MOST_STAGES: Final = 1 << 12
 """Of a pipeline."""
-MOST_NAMED: Final = 5
-
-CLOSE: Final = 0.02
-"""How close two sizes must be to a ratio of whole numbers to have it."""
-
-
-def layouts_differ(sides: Sequence[Side]) -> bool:
-    """Whether ranks of the two runs hold other parts: there are more ranks, or other weights and gradients on the same one."""
-    left, right = (side.source.told()["world_size"] for side in sides)
-    both = set(sides[0].source.ranks) & set(sides[1].source.ranks)
-    if left != right or left == 1:
-        return bool(left != right and both)
-    held = [_held(side.series, both) for side in sides]
-    return any(held[0][kind] != held[1][kind] for kind in held[0].keys() & held[1].keys())
-
-
-def _held(series: pa.Table, ranks: Container[int]) -> Mapping[str, set[tuple[Any, ...]]]:
-    found: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
-    for row in series.select(["kind", "rank", "vpp_stage", "name", "shape"]).to_pylist():
-        if row["kind"] in HELD and row["rank"] in ranks:
-            found[row["kind"]].add(tuple(row.values())[1:])
-    return found
 
 
 class WholeTensors:
@@ -109,11 +77,16 @@ class WholeTensors:
         stages = max(len(rows["stage"].drop_null().unique()) for rows in self._at_first.values())
         return stages, len(self.side.source.ranks)
 
-    @property
-    def parts(self) -> int:
-        """Into how many parts the batch of a step is cut, over ranks and micro-steps."""
-        cut = (self.first_rows(kind)[PARTS].to_pylist() for kind in self.kinds if kind in COMBINED)
-        return max((number for some in cut for number in some), default=1)
+    def parts(self) -> tuple[int, int]:
+        """Into how many parts the batch of a step is cut: over ranks, copies included, and over micro-steps."""
+        cut = [(1, 1)]
+        for kind in (one for one in self.kinds if one in COMBINED):
+            step = self._first[kind]
+            rows = self._source.rows(RowChoice(kind, whole=True, steps=range(step, step + 1)))
+            found = Counter(zip(rows["name"].to_pylist(), rows["micro_step"].to_pylist(), strict=True))
+            cut.append((max(found.values(), default=1), len({micro_step for _, micro_step in found})))
+        ranks, micro_steps = zip(*cut, strict=True)
+        return max(ranks), max(micro_steps)
 
     def is_rounded(self, kind: str) -> bool:
         """Whether the rows are from CSV."""
@@ -205,7 +178,10 @@ def _of_one_stage(rows: pa.Table, kind: str) -> pa.Table:
 
 
 def _united(rows: pa.Table, kind: str) -> pa.Table:
-    """One row for each name and step, and micro-step unless these are combined: of all elements together."""
+    """One row for each name and step, and micro-step unless these are combined: of all elements together.
+
+    Weights and gradients that several ranks have of their own should be one: their row is that of as many elements as one has.
+    """
     names = rows["name"].cast(pa.string()).combine_chunks().dictionary_encode()
     micro = rows["micro_step"].fill_null(-1).to_numpy() if kind not in COMBINED else np.full(len(rows), -1)
     key = [rows["step"].to_numpy(), names.indices.to_numpy().astype(np.int64), micro.astype(np.int64)]
@@ -214,14 +190,18 @@ def _united(rows: pa.Table, kind: str) -> pa.Table:
     starts = starts_of_runs([column[order] for column in key])
     found = combined(_statistics(rows), order, starts)
     firsts = order[starts]
-    known = ~np.isnan(found.count)
+    parts = np.diff(starts, append=len(rows))
+    own = np.ones(len(parts)) if kind in COMBINED else parts
+    for at, op in enumerate(found.ops):
+        found.values[at] /= np.sqrt(own) if op == "norm" else own if op in INTEGER_OPS else 1
+    count, known = found.count / own, ~np.isnan(found.count)
     return pa.table(
         {
             "name": names.take(pa.array(firsts)).cast(pa.string()),
             "step": rows["step"].take(pa.array(firsts)),
             "micro_step": pa.array(micro[firsts], mask=micro[firsts] < 0),
-            PARTS: pa.array(np.diff(starts, append=len(rows))),
-            ELEMENTS: pa.array(np.where(known, found.count, 0).astype(np.int64), mask=~known),
+            PARTS: pa.array(parts),
+            ELEMENTS: pa.array(np.where(known, count, 0).astype(np.int64), mask=~known),
             **{op: found.op(op) for op in found.ops},
         }
     )
@@ -236,6 +216,42 @@ def _statistics(rows: pa.Table) -> Statistics:
     known = np.array([rows[op].is_valid().to_numpy() for op in ops], dtype=np.bool_).reshape(len(ops), len(rows))
     flags = np.zeros(len(rows), dtype=np.bool_)
     return Statistics(ops, count, values, known, nothing, flags, np.zeros(len(rows), dtype=np.uint64))
+
+
+# --- The comparison of both sides.
+
+OPTIONAL: Final = (*(kind.name for kind in KIND_TABLE if kind.of == "module"), GRADIENT_KINDS[0], RUN_KIND)
+"""Kinds of which another layout may lack some: modules that it does not call, and gradients that it never has."""
+REDUCED: Final = GRADIENT_KINDS[1]
+HELD: Final = (*PARAMETER_KINDS, REDUCED)
+"""Kinds whose series show which part of the model a rank holds."""
+NOT_OPS: Final = (*IDENTITY, PARTS)
+
+
+BATCH_ROWS: Final = 20_000
+"""Rows that are compared at a time, about."""
+MOST_NAMED: Final = 5
+
+CLOSE: Final = 0.02
+"""How close two sizes must be to a ratio of whole numbers to have it."""
+
+
+def layouts_differ(sides: Sequence[Side]) -> bool:
+    """Whether ranks of the two runs hold other parts: there are more ranks, or other weights and gradients on the same one."""
+    left, right = (side.source.told()["world_size"] for side in sides)
+    both = set(sides[0].source.ranks) & set(sides[1].source.ranks)
+    if left != right or left == 1:
+        return bool(left != right and both)
+    held = [_held(side.series, both) for side in sides]
+    return any(held[0][kind] != held[1][kind] for kind in held[0].keys() & held[1].keys())
+
+
+def _held(series: pa.Table, ranks: Container[int]) -> Mapping[str, set[tuple[Any, ...]]]:
+    found: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
+    for row in series.select(["kind", "rank", "vpp_stage", "name", "shape"]).to_pylist():
+        if row["kind"] in HELD and row["rank"] in ranks:
+            found[row["kind"]].add(tuple(row.values())[1:])
+    return found
 
 
 class LayoutComparison:
@@ -309,27 +325,37 @@ class LayoutComparison:
         for one, table in zip(self._sides, firsts, strict=True):
             of_ranks = {row["name"] for row in table.select(["name", PARTS]).to_pylist() if row[PARTS] > 1}
             if own := sorted(of_ranks.difference(dropped)):
-                dropped += own
-                one.side.note(f"{{}} has {kind} of single ranks, whose parts of the batch differ: {_listed(own)}")
+                dropped += own if kind in OPTIONAL else []
+                why = "whose parts of the batch differ" if kind in OPTIONAL else "which are compared as if they were one"
+                one.side.note(f"{{}} has {kind} of single ranks, {why}: {_listed(own)}")
         return dropped
 
     def _scale(self, kind: str, firsts: Sequence[pa.Table]) -> float:
         """How much larger gradients of the right side are because each of its parts averages its own loss; else 1.
 
-        A rank that averages over its own half of the batch has gradients of activations that are twice as large.
+        A rank that averages over its own half of the batch has gradients of activations that are twice as large. So has a
+        micro-step, if gradients are divided later: then the reduced ones agree.
         """
-        if kind not in BACKWARD:
-            return 1.0
-        sizes = [dict(_sizes(table)) for table in firsts]
-        ratios = [sizes[1][name] / size for name, size in sizes[0].items() if sizes[1].get(name) and size]
-        found = median(ratios) if ratios else 1.0
-        wholes = {divisor for one in self._sides for divisor in range(1, one.parts + 1) if one.parts % divisor == 0}
-        best = min((up / down for up in wholes for down in wholes), key=lambda one: abs(math.log(found / one)))
+        found = _ratio(firsts) if kind in BACKWARD else 1.0
+        best = min(self._scales, key=lambda one: abs(math.log(found / one)))
         if best == 1 or abs(found / best - 1) > CLOSE:
             return 1.0
         said = f"{{}} has {kind} {best:g} times as large, as each of its parts averages its own loss. It is divided by that"
         self._sides[1].side.note(said)
         return best
+
+    @cached_property
+    def _scales(self) -> set[float]:
+        """The scales that the layouts can have."""
+        cut = [one.parts() for one in self._sides]
+        outputs = [one.first_rows(COMBINED[0]) for one in self._sides if COMBINED[0] in one.kinds]
+        copies = _copies(*outputs) if len(outputs) == 2 else [1, 1]
+        numbers = [max(1, ranks // held) for (ranks, _), held in zip(cut, copies, strict=True)]
+        reduced = [one.first_rows(REDUCED) for one in self._sides if REDUCED in one.kinds]
+        if len(reduced) == 2 and abs(_ratio(reduced) - 1) < CLOSE:
+            numbers = [number * micro_steps for number, (_, micro_steps) in zip(numbers, cut, strict=True)]
+        wholes = {divisor for number in numbers for divisor in range(1, number + 1) if number % divisor == 0}
+        return {up / down for up in wholes for down in wholes}
 
     def _alike(self, kind: str, left: Row, right: Row) -> tuple[Row, Row]:
         """With the same number of elements if one side holds several copies, and without ops of one side alone."""
@@ -360,6 +386,22 @@ def _take_copies(row: Row, copies: int) -> None:
     for op in INTEGER_OPS:
         if row.get(op) is not None:
             row[op] = row[op] // copies if row[op] % copies == 0 else row[op]
+
+
+def _ratio(tables: Sequence[pa.Table]) -> float:
+    """How many times as large tensors of the right side are, in the middle; 1 if sizes do not say."""
+    left, right = (dict(_sizes(table)) for table in tables)
+    found = [right[name] / size for name, size in left.items() if right.get(name) and size]
+    usual = median(found) if found else 1.0
+    return usual if 0 < usual < math.inf else 1.0
+
+
+def _copies(left: pa.Table, right: pa.Table) -> list[int]:
+    """How often each side holds the outputs of modules, at most."""
+    sizes = [dict(zip(*(rows[one].to_pylist() for one in ("name", ELEMENTS)), strict=True)) for rows in (left, right)]
+    shared = [name for name in sizes[0] if sizes[0][name] and sizes[1].get(name)]
+    pairs = (sizes, reversed(sizes))
+    return [max((own[name] // other[name] for name in shared), default=1) or 1 for own, other in pairs]
 
 
 def _sizes(rows: pa.Table) -> Iterator[tuple[str, float]]:

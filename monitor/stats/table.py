@@ -23,17 +23,7 @@ from typing import Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.series import (
-    DIRECTION_KIND,
-    KINDS,
-    NO_MICRO_STEP,
-    REPLICA_KIND,
-    RUN_KIND,
-    SIGNED_KINDS,
-    Series,
-    SeriesTable,
-    shown_kind,
-)
+from monitor.series import KINDS, NO_MICRO_STEP, REPLICA_KIND, RUN_KIND, SIGNED_KINDS, Series, SeriesTable, shown_kind
 from monitor.stats.features import COLUMNS_OF, as_scalar
 from monitor.stats.ops import CALLS, CHECKSUM, has_op, total_norm
 from monitor.stats.partials import COLUMNS, COUNT, SUM, SUMSQ, WRITES, Floats, Partials, combine_groups
@@ -610,7 +600,7 @@ class StepRows:
     def read(self, kind: str) -> KindRows:
         """The rows of a kind in the form from which its ops are derived."""
         rows = self.kinds[kind]
-        return replace(rows, partials=as_scalar(rows.partials)) if kind == DIRECTION_KIND else rows
+        return replace(rows, partials=as_scalar(rows.partials)) if shown_kind(kind) != kind else rows
 
     def __len__(self) -> int:
         return sum(len(rows) for rows in self.kinds.values())
