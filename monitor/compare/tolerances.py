@@ -145,16 +145,17 @@ class Limits(BaseModel):
 
     @classmethod
     def learned(cls, pairs: Sequence[Compared], runs: int) -> Limits:
-        """From all pairs of healthy runs."""
+        """From all pairs of healthy runs. The same bits allow nothing else; otherwise at least what rounding explains is."""
         most: dict[str, dict[str, tuple[float, float]]] = {kind: {} for pair in pairs for kind in sorted(pair.counted)}
         for (kind, name), found in (one for pair in pairs for one in pair.seen.items()):
             before = most[kind].get(name, (0.0, 0.0))
             most[kind][name] = max(before[0], found[0]), max(before[1], found[1])
+        least = 1.0 if any(any(found) for series in most.values() for found in series.values()) else 0.0
         allowed: dict[str, Allowed] = {}
         for kind, series in most.items():
             own = _of_their_own(kind, series)
-            allowed[kind] = _allowed([found for name, found in series.items() if name not in own])
-            allowed |= {f"{kind}/{name}": _allowed([series[name]]) for name in sorted(own)}
+            allowed[kind] = _allowed([found for name, found in series.items() if name not in own], least)
+            allowed |= {f"{kind}/{name}": _allowed([series[name]], least) for name in sorted(own)}
         first, last = min(pair.steps[0] for pair in pairs), max(pair.steps[1] for pair in pairs)
         return cls(runs=runs, first=first, last=last, allowed=allowed)
 
@@ -187,8 +188,8 @@ def _of_their_own(kind: str, series: Mapping[str, tuple[float, float]]) -> set[s
     return {name for name, is_odd in zip(series, odd, strict=True) if is_odd or kind == RUN_KIND}
 
 
-def _allowed(found: Iterable[tuple[float, float]]) -> Allowed:
-    first, later = (MARGIN * max(sizes) for sizes in zip((0.0, 0.0), *found, strict=True))
+def _allowed(found: Iterable[tuple[float, float]], least: float) -> Allowed:
+    first, later = (max(MARGIN * max(sizes), least) for sizes in zip((0.0, 0.0), *found, strict=True))
     return Allowed(first=float(f"{first:.4g}"), later=float(f"{later:.4g}"))
 
 

@@ -83,7 +83,8 @@ class WholeTensors:
         for kind in (one for one in self.kinds if one in COMBINED):
             step = self._first[kind]
             rows = self._source.rows(RowChoice(kind, whole=True, steps=range(step, step + 1)))
-            found = Counter(zip(rows["name"].to_pylist(), rows["micro_step"].to_pylist(), strict=True))
+            places = zip(rows["name"].to_pylist(), rows["micro_step"].to_pylist(), strict=True)
+            found = Counter(place for place in places if not place[0].startswith("."))  # each stage has a root of its own
             cut.append((max(found.values(), default=1), len({micro_step for _, micro_step in found})))
         ranks, micro_steps = zip(*cut, strict=True)
         return max(ranks), max(micro_steps)
