@@ -12,7 +12,7 @@ from monitor.compare.sides import ALL_RANKS, Side, rank_name
 from monitor.compare.tolerances import Rounding
 from monitor.compare.values import Difference, Finding, of_numbers
 from monitor.query.batches import IDENTITY, SHOWN_KINDS, ops_in, place_of
-from monitor.series import Series, underlying_series
+from monitor.series import GRADIENT_KINDS, Series, underlying_series
 from monitor.sinks.csv import rounded
 from monitor.stats.ops import LAYOUT_OPS, TEXT_OPS
 
@@ -60,6 +60,8 @@ class RowComparison:
         Args:
             ndigits: Decimals of each side, if its rows are from CSV.
         """
+        if kind == GRADIENT_KINDS[0] and self.sides[0].is_of_another_framework(self.sides[1]):
+            tables = [_of_first_micro_step(table) for table in tables]
         recorded = [[op for op in ops_in(table) if table[op].null_count < len(table)] for table in tables]
         shared = [op for op in recorded[0] if op in recorded[1]]
         if all(map(len, tables)):
@@ -163,6 +165,11 @@ class _Pair:
         if difference is not None and not difference.same:
             left, right = (_shown(row, numbers) for row in self.rows)
             yield _finding(self.key, self.order, "values", left, right, difference)
+
+
+def _of_first_micro_step(rows: pa.Table) -> pa.Table:
+    """Later ones have the sum so far in PyTorch, and their own gradients in MindSpore."""
+    return rows.filter(pa.array([(micro_step or 0) == 0 for micro_step in rows["micro_step"].to_pylist()], pa.bool_()))
 
 
 def _phase(kind: str, name: str) -> int:

@@ -76,6 +76,10 @@ def compare(left: Path, right: Path, how: How = How()) -> Compared:
         _compare_ranks(comparison, places, rules, choice)
         if len(sides[0].source.ranks) > 1 and any(one.step == steps[0] and one.kind in COMBINED for one in comparison.findings):
             sides[0].note("If ranks were given other samples of the same batch, --whole compares what they have together")
+    if sides[0].is_of_another_framework(sides[1]):
+        sides[0].note(
+            "In PyTorch a micro-step's unreduced gradients are the sum so far, in MindSpore its own: only the first is compared"
+        )
     if rules[0].unused:
         raise ComparisonError(f"--map {rules[0].unused[0]} matches no name in {left}.")
     return _found(comparison, steps)

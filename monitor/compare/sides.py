@@ -116,6 +116,15 @@ class Side:
         rows = self.series.select(["kind", "name"]).group_by(["kind", "name"]).aggregate([]).to_pylist()
         return wrapper_of(row["name"] for row in rows if row["kind"] in (*PARAMETER_KINDS, *GRADIENT_KINDS))
 
+    @property
+    def framework(self) -> str:
+        """``torch`` or ``mindspore``, as dtypes are called; empty if none are known."""
+        dtypes = [one for one in self.series["dtype"].unique().to_pylist() if one]
+        return ("torch" if any(one.startswith("torch.") for one in dtypes) else "mindspore") if dtypes else ""
+
+    def is_of_another_framework(self, other: Side) -> bool:
+        return self.framework != other.framework and bool(self.framework and other.framework)
+
     @cached_property
     def wholes(self) -> MergedSet:
         """Rows of whole tensors, merged once into a temporary directory if that was not done before."""

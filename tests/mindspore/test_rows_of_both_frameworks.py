@@ -13,8 +13,10 @@ from attaching import attached
 from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 from reading_back import Output
+from typer.testing import CliRunner
 from watching_cells import batch, drawn, written
 
+from monitor.cli import app
 from monitor.pytorch import TrainerMon as TorchsTrainerMon
 from monitor.sinks.hdf5 import read_hdf5
 
@@ -140,8 +142,8 @@ def rows_of(output: Output) -> dict[str, dict[tuple[str, int, int | None], dict[
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """The rows of PyTorch, and those of MindSpore."""
+def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Where PyTorch recorded, and where MindSpore did."""
     found = []
     for train in (trained_with_torch, trained_with_mindspore):
         base: Path = tmp_path_factory.mktemp("both") / "out"
@@ -149,8 +151,15 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("MONITOR_OUTPUT_DIR", str(base))
             train(Output(base))
-        found.append((rows_of(Output(base)), histograms_of(Output(base))))
-    return found[0], found[1]
+        found.append(base)
+    return found
+
+
+@pytest.fixture(scope="module")
+def both(bases: list[Path]) -> tuple[Any, Any]:
+    """The rows of PyTorch, and those of MindSpore."""
+    of_torch, of_mindspore = ((rows_of(Output(base)), histograms_of(Output(base))) for base in bases)
+    return of_torch, of_mindspore
 
 
 def test_both_have_rows_of_every_kind(both: tuple[Any, Any]) -> None:
@@ -185,3 +194,11 @@ def test_histograms_of_updates_are_the_same_in_both_but_for_what_lies_on_an_edge
             continue  # all of them 1 or -1, on an edge
         moved = np.abs(np.cumsum(np.array(counts) - np.array(of_mindspore[place])))
         assert moved.max() <= 1, place
+
+
+@pytest.mark.parametrize("how", [(), ("--whole",)])
+def test_the_comparison_finds_both_the_same(bases: list[Path], how: tuple[str, ...]) -> None:
+    outcome = CliRunner().invoke(app, ["compare", *how, *map(str, bases)], env={"COLUMNS": "300"})
+    assert outcome.exit_code == 0, outcome.output
+    assert outcome.output.startswith("the same: ")
+    assert "only the first is compared" in outcome.output
