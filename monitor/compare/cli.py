@@ -176,6 +176,12 @@ def monitor_compare(
         list[str] | None,
         typer.Option("--map", metavar="FROM=TO", help="Names of A that B has otherwise, such as 'model.*=*'. May be repeated."),
     ] = None,
+    jobs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--job", metavar="ID", help="The job, by the beginning of its id, of a side with several. Twice: of A, then of B."
+        ),
+    ] = None,
     whole: Annotated[
         bool | None,
         typer.Option(
@@ -197,7 +203,7 @@ def monitor_compare(
     """
     try:
         _check(sides, output, junit, calibrate, both=limits is not None and tolerance is not None)
-        how = How(tolerance is not None, whole, names or (), None if limits is None else Limits.read(limits))
+        how = How(tolerance is not None, whole, names or (), None if limits is None else Limits.read(limits), jobs or ())
         if calibrate is not None:
             _calibrate(sides, calibrate, how)
             return

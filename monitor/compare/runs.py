@@ -34,12 +34,15 @@ class How:
         whole: Whether whole tensors are compared, and not ranks; None: if ranks of the runs hold other parts.
         names: Rules by which names of the left side become those of the right (``NameRules``).
         limits: What is allowed besides.
+        jobs: Beginnings of ids, for sides that contain several jobs: the left one takes the first if it has that, the right one
+            the second.
     """
 
     exact: bool = False
     whole: bool | None = None
     names: Sequence[str] = ()
     limits: Limits | None = None
+    jobs: Sequence[str] = ()
 
 
 def compare(left: Path, right: Path, how: How = How()) -> Compared:
@@ -51,7 +54,7 @@ def compare(left: Path, right: Path, how: How = How()) -> Compared:
     Raises:
         ComparisonError: There is nothing, or no kind and rank that both have, or a rule cannot be applied.
     """
-    sides = Side(left), Side(right)
+    sides = Side(left, how.jobs), Side(right, [*how.jobs[1:], *how.jobs[:1]])
     choice = sides[0].choice.with_(sides[1].choice)
     places = [side.places(choice) for side in sides]
     if not any(places):  # both can be read, and neither has rows

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from monitor.coordinator.manifest_format import ManifestError
 from monitor.merge.report import listed_steps, said_steps, summary
 from monitor.query.batches import files_of, kinds_in
 from monitor.query.opened import open_source
-from monitor.query.sources import MergedSet, QueryError
+from monitor.query.sources import MergedSet, QueryError, RunSource
 from monitor.series import GRADIENT_KINDS, PARAMETER_KINDS, shown_kind
 from monitor.sinks.files import ALL_STEPS, StepSpan
 
@@ -61,6 +62,9 @@ class Choice:
 class Side:
     """One of two runs, with what it has alone or lacks.
 
+    Args:
+        jobs: Beginnings of ids, of which the first that the directory has is taken.
+
     Attributes:
         source: Its rows.
         derives_ops: Whether it has all ops, not only those that were recorded.
@@ -70,10 +74,10 @@ class Side:
         ComparisonError: The directory holds no run that can be read.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, jobs: Sequence[str] = ()) -> None:
         self._directory = directory
         try:
-            self.source = open_source(directory)
+            self.source = _opened(directory, jobs)
         except QueryError as error:
             raise ComparisonError(
                 f"{directory} holds neither a precision dump nor a monitored run that can be read: {error}"
@@ -189,6 +193,13 @@ class Side:
         for (kind, at), of in ranks.items():
             kinds[_ranks(of), at].append(kind)
         return (f"{self._directory} alone has {', '.join(some)} of {of} at {at}" for (of, at), some in kinds.items())
+
+
+def _opened(directory: Path, jobs: Sequence[str]) -> RunSource:
+    for job in jobs:
+        with suppress(QueryError):
+            return open_source(directory, job)
+    return open_source(directory)
 
 
 def rank_name(rank: int) -> str:

@@ -191,3 +191,14 @@ def test_the_first_difference_is_the_first_in_the_order_of_a_step(
     status, said = compared(tmp_path / "a", tmp_path / "b")
     assert status == 1
     assert f"first: step 0, rank0: {first}/0:w" in said
+
+
+def test_jobs_of_one_directory_are_chosen_by_the_beginnings_of_their_ids(tmp_path: Path) -> None:
+    for letter, value in (("a", 1.0), ("b", 2.0)):
+        one = RecordedRank(tmp_path, format="parquet", ops=("norm",), job=letter * 32, suffix=letter * 8)
+        one.write(0, {"grad_reduced": [Measured("w", [value])]})
+        one.close()
+    status, said = compared(tmp_path, tmp_path)
+    assert (status, "--job" in said) == (2, True), said
+    assert compared(tmp_path, tmp_path, "--job", "aa", "--job", "bb")[0] == 1
+    assert compared(tmp_path, tmp_path, "--job", "bb") == (0, "the same: 1 rows\n")
