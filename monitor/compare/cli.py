@@ -253,8 +253,11 @@ def compare(left: Path, right: Path, how: How = How()) -> Compared:  # noqa: B00
     Raises:
         ComparisonError: There is nothing that could be compared.
     """
-    kinds = [dumps.is_dump(side) for side in (left, right)]
-    return dumps.compare(left, right) if any(kinds) else _compared_runs(left, right, how)
+    if not any(dumps.is_dump(side) for side in (left, right)):
+        return _compared_runs(left, right, how)
+    if how != How(exact=how.exact):
+        raise ComparisonError("--map, --job, --whole, --ranks and --tolerances are for runs, and a side is a precision dump.")
+    return dumps.compare(left, right)
 
 
 def _compared_runs(left: Path, right: Path, how: How) -> Compared:

@@ -63,6 +63,12 @@ def test_two_identical_runs_are_the_same(tmp_path: Path) -> None:
     assert (status, "the same: " in said) == (0, True)
 
 
+@pytest.mark.parametrize("option", [["--map", "a=b"], ["--job", "a"], ["--whole"], ["--ranks"]])
+def test_options_of_runs_are_refused(tmp_path: Path, option: list[str]) -> None:
+    status, said = compared(dump(tmp_path / "a"), tmp_path / "a", *option)
+    assert (status, option[0] in said, "are for runs" in said.replace("\n", " ")) == (2, True, True)
+
+
 @pytest.mark.parametrize("arguments", [{"task": "tensor"}, {"config_path": "md5.json", "task": "statistics"}])
 def test_one_bit_in_one_weight_is_found_where_it_is_seen_first(tmp_path: Path, arguments: dict[str, Any]) -> None:
     (tmp_path / "md5.json").write_text(json.dumps({"statistics": {"summary_mode": "md5"}}))
