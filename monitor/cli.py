@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
@@ -17,6 +21,23 @@ import monitor
 def command_app() -> typer.Typer:
     """An empty command. Its help is plain text, the same in a log and in a terminal."""
     return typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """End as after Ctrl-C if the process is terminated: temporary files are removed."""
+    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _show_version(asked: bool) -> None:

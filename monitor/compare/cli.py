@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from monitor.cli import Version, command_app
+from monitor.cli import Version, command_app, interruptible
 from monitor.compare import dumps, runs
 from monitor.compare.runs import How
 from monitor.compare.tolerances import Limits
@@ -202,12 +202,14 @@ def monitor_compare(
     nothing was compared.
     """
     try:
-        _check(sides, output, junit, calibrate, both=limits is not None and tolerance is not None)
+        _check(sides, output, junit, calibrate)
+        _check_tolerances(tolerance, limits, calibrate)
         how = How(tolerance is not None, whole, names or (), None if limits is None else Limits.read(limits), jobs or ())
         if calibrate is not None:
             _calibrate(sides, calibrate, how)
             return
-        found = within(compare(sides[0], sides[1], how), tolerance or 0.0)
+        with interruptible():
+            found = within(compare(sides[0], sides[1], how), tolerance or 0.0)
         if output is not None:
             write_csv(output, found)
         if junit is not None:
@@ -219,22 +221,31 @@ def monitor_compare(
     raise typer.Exit(FLAWED if found.findings or found.not_compared or found.is_empty else CLEAN)
 
 
-def _check(sides: Sequence[Path], *outputs: Path | None, both: bool) -> None:
+def _check(sides: Sequence[Path], output: Path | None, junit: Path | None, calibrate: Path | None) -> None:
     """Refuse what cannot be done before anything is read."""
-    calibrate = outputs[-1]
     if len(sides) < 2 or (calibrate is None and len(sides) > 2):
         more = "Name two of them, or --calibrate FILE and two or more healthy runs."
         raise ComparisonError(f"{len(sides)} directories are named. {more}")
-    if both:
-        raise ComparisonError("--tolerance and --tolerances are both given. Choose one of them.")
-    for path in outputs:
-        if path is not None and not path.resolve().parent.is_dir():
+    if calibrate is not None and (output is not None or junit is not None):
+        raise ComparisonError("--calibrate judges nothing. Leave -o and --junit out.")
+    for path in (one for one in (output, junit, calibrate) if one is not None):
+        if not path.resolve().parent.is_dir():
             raise ComparisonError(f"there is no directory for {path}.")
+        if path.is_dir():
+            raise ComparisonError(f"{path} is a directory. Name a file.")
+
+
+def _check_tolerances(tolerance: float | None, limits: Path | None, calibrate: Path | None) -> None:
+    if tolerance is not None and not math.isfinite(tolerance):
+        raise ComparisonError(f"--tolerance is {tolerance}. Give a finite number.")
+    if [tolerance, limits, calibrate].count(None) < 2:
+        raise ComparisonError("--tolerance, --tolerances and --calibrate exclude each other. Choose one of them.")
 
 
 def _calibrate(runs: Sequence[Path], path: Path, how: How) -> None:
     """Learn from all pairs of some runs."""
-    found = [_compared_runs(left, right, how) for left, right in itertools.combinations(runs, 2)]
+    with interruptible():
+        found = [_compared_runs(left, right, how) for left, right in itertools.combinations(runs, 2)]
     if any(pair.is_empty for pair in found):
         raise ComparisonError("two of the runs have no tensor in the same step.")
     limits = Limits.learned(found, len(runs))
@@ -275,7 +286,7 @@ def within(compared: Compared, tolerance: float) -> Compared:
 
 def _show(found: Compared) -> None:
     console, alone = Console(), len(found.findings) - found.different
-    if found.is_empty:
+    if found.is_empty or not (found.tensors or found.arguments or found.different):
         say(console, "Not looked at: there is no tensor that both sides have in the same step.")
     elif found.different:
         say(console, f"{found.different:,} differences among {found.tensors:,} {found.unit}")

@@ -9,7 +9,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from monitor.compare.sides import ALL_RANKS, Side, rank_name
-from monitor.compare.tolerances import Rounding
+from monitor.compare.tolerances import ELEMENTS, Rounding
 from monitor.compare.values import Difference, Finding, of_numbers
 from monitor.query.batches import IDENTITY, SHOWN_KINDS, ops_in, place_of
 from monitor.series import GRADIENT_KINDS, Series, underlying_series
@@ -65,13 +65,13 @@ class RowComparison:
         recorded = [[op for op in ops_in(table) if table[op].null_count < len(table)] for table in tables]
         shared = [op for op in recorded[0] if op in recorded[1]]
         if all(map(len, tables)):
-            self._say_ops(kind, recorded)
+            self._say_ops(kind, [[op for op in own if op != ELEMENTS] for own in recorded], tables)
+            if not set(shared) <= {ELEMENTS}:
+                self.kinds[kind] = None
         tables = [table.select([*IDENTITY, *shared]) for table in tables]
-        if shared and all(map(len, tables)):
-            self.kinds[kind] = None
         unlike = self.rounding is not None and any(series[0] == kind for series in self.rounding.unlike)
         if tables[0].equals(tables[1]) and not unlike:
-            self.compared += len(tables[0]) if shared else 0
+            self.compared += len(tables[0]) if not set(shared) <= {ELEMENTS} else 0
             return
         left, right = (_rows(table.to_pylist(), kind) for table in tables)
         places = [{key[:2] for key in side} for side in (left, right)]
@@ -96,8 +96,8 @@ class RowComparison:
             last[key[:2]] = position + 1
             order = _phase(kind, row["name"]) + position
             if key in right:
-                self.compared += bool(ops)
                 rows = self.alike(kind, *_alike(row, right[key], ndigits))
+                self.compared += any(rows[0][op] is not None or row[op] is None for op in ops if op != ELEMENTS)
                 decimals = min(ndigits) if _is_of_csv(row, right[key]) else None
                 self.findings += self._differing(kind, _Pair(key, order, *rows, ops), largest.get(key[1], 0.0), decimals)
             elif key[:2] in both:
@@ -123,11 +123,12 @@ class RowComparison:
         series = self.rounding.unlike.pop((kind, pair.left["vpp_stage"], name), ())
         yield from (_finding(pair.key, pair.order, *one) for one in series if one[0] not in pair.ops)
 
-    def _say_ops(self, kind: str, recorded: Sequence[Sequence[str]]) -> None:
+    def _say_ops(self, kind: str, recorded: Sequence[Sequence[str]], tables: Sequence[pa.Table]) -> None:
         """Name the ops that only one side has, and the texts that cannot be judged because the kind has no numbers."""
         shared = [op for op in recorded[0] if op in recorded[1]]
-        for side, own in zip(self.sides, recorded, strict=True):
-            side.has_ops(kind, [op for op in own if op not in shared] if not (side.derives_ops and shared) else [])
+        for side, own, table in zip(self.sides, recorded, tables, strict=True):
+            derives = side.derives_ops and table["call_id"].null_count < len(table)  # rows of CSV have what was recorded
+            side.has_ops(kind, [op for op in own if op not in shared] if not (derives and shared) else [])
         if self.rounding is not None and shared and all(op in TEXT_OPS for op in shared):
             self.sides[0].is_not_judged(kind, shared)
 

@@ -14,7 +14,7 @@ from monitor.compare.names import NameRules
 from monitor.compare.rows import RowComparison
 from monitor.compare.sides import Choice, Side
 from monitor.compare.tolerances import VALUE, Circumstances, Limits, Rounding, facts_of, judged
-from monitor.compare.values import ROWS, Compared, ComparisonError
+from monitor.compare.values import ALONE, ROWS, Compared, ComparisonError, Finding
 from monitor.compare.wholes import COMBINED, LayoutComparison, WholeTensors, layouts_differ, with_same_dimensions
 from monitor.query.batches import Batch, batch_of, batches, kinds_in, ops_in, place_of
 from monitor.query.sources import MergedSet, RunSource
@@ -66,19 +66,21 @@ def compare(left: Path, right: Path, how: How = How()) -> Compared:
     steps = max(first for first, _ in spans), min(last for _, last in spans)
     is_late = any(side.span(Choice()).first < steps[0] for side in sides) or choice.steps.first == steps[0] > 0
     rate = max(_largest_rate(side.source) for side in sides)
-    if layouts_differ(sides) if how.whole is None else how.whole:
-        whole = [WholeTensors(side, rule, choice, steps[0]) for side, rule in zip(sides, rules, strict=True)]
+    tables = [rule.renamed(side.series) for rule, side in zip(rules, sides, strict=True)]
+    if layouts_differ(sides, tables) if how.whole is None else how.whole:
+        whole = [WholeTensors(side, rule, choice) for side, rule in zip(sides, rules, strict=True)]
+        whole[0].begin(whole[1])
+        whole[1].begin(whole[0])
         facts = with_same_dimensions(whole[0].facts(), whole[1].facts())
         rounding = Rounding(facts, Circumstances(steps[0], is_late, rate, other_layout=True), how.limits)
         comparison = RowComparison(sides, None if how.exact else rounding)
         LayoutComparison((whole[0], whole[1]), comparison).compare()
     else:
-        tables = (rule.renamed(side.series) for rule, side in zip(rules, sides, strict=True))
         rounding = Rounding(list(map(facts_of, tables)), Circumstances(steps[0], is_late, rate), how.limits)
         comparison = RowComparison(sides, None if how.exact else rounding)
         _compare_ranks(comparison, places, rules, choice)
-        if len(sides[0].source.ranks) > 1 and any(one.step == steps[0] and one.kind in COMBINED for one in comparison.findings):
-            sides[0].note("If ranks were given other samples of the same batch, --whole compares what they have together")
+        if any(one.step == steps[0] and one.kind in COMBINED and _is_of_parts(one, sides) for one in comparison.findings):
+            sides[0].note("If ranks or micro-steps were given other parts of the same batch, --whole compares them together")
     if sides[0].is_of_another_framework(sides[1]):
         sides[0].note(
             "In PyTorch a micro-step's unreduced gradients are the sum so far, in MindSpore its own: only the first is compared"
@@ -86,6 +88,11 @@ def compare(left: Path, right: Path, how: How = How()) -> Compared:
     if rules[0].unused:
         raise ComparisonError(f"--map {rules[0].unused[0]} matches no name in {left}.")
     return _found(comparison, steps)
+
+
+def _is_of_parts(finding: Finding, sides: Sequence[Side]) -> bool:
+    """Whether the batch may be cut otherwise: there are several ranks, or rows that one side lacks."""
+    return len(sides[0].source.ranks) > 1 or finding.what in ALONE
 
 
 def _found(comparison: RowComparison, steps: tuple[int, int]) -> Compared:

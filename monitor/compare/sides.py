@@ -84,6 +84,7 @@ class Side:
             ) from error
         self.derives_ops = isinstance(self.source, MergedSet)
         self.notes: list[str] = []
+        self._missing: list[str] = []
         self._kinds: dict[str, list[int]] = defaultdict(list)
         self._steps: dict[tuple[str, int], list[int]] = defaultdict(list)
         self._ops: dict[str, dict[str, None]] = defaultdict(dict)
@@ -129,11 +130,11 @@ class Side:
     def is_of_another_framework(self, other: Side) -> bool:
         return self.framework != other.framework and bool(self.framework and other.framework)
 
-    @cached_property
-    def wholes(self) -> MergedSet:
+    def wholes(self, choice: Choice) -> MergedSet:
         """Rows of whole tensors, merged once into a temporary directory if that was not done before."""
         self.derives_ops = True
-        return self.source.merged(None, ALL_STEPS)
+        kinds = tuple(kind for kind in self.source.kinds(whole=False) if choice.has(shown_kind(kind)))
+        return self.source.merged(kinds, choice.steps)
 
     def ndigits(self, ranks: Iterable[int]) -> int:
         """Decimals of its rows, if they are from CSV."""
@@ -164,6 +165,10 @@ class Side:
         """It alone has a kind on this rank, or ``ALL_RANKS``."""
         self._kinds[kind].append(rank)
 
+    def miss(self, said: str) -> None:
+        """Something is not compared. In its description ``{}`` is the name of this side."""
+        self._missing.append(said.format(self))
+
     def note(self, said: str) -> None:
         """Add a note, in which ``{}`` is the name of this side."""
         self.notes.append(said.format(self))
@@ -173,6 +178,7 @@ class Side:
         told = [(what, line) for what, line in summary(self.source.told()) if what in MISSING]
         yield from (f"{self._directory}: {f'{what} ' if what == MISSING[0] else ''}{line}" for what, line in told)
         yield from (f"{self._directory} alone has {kind} of {_ranks(of)}" for kind, of in sorted(self._kinds.items()))
+        yield from self._missing
         yield from self._said_steps()
         yield from self._said_ops()
 

@@ -169,7 +169,7 @@ class Limits(BaseModel):
         """How large the difference of a row may be; None if nothing says so."""
         if not self.first <= step <= self.last:
             return None
-        fitting = [key for key in self.allowed if key == kind or fnmatchcase(f"{kind}/{name}", key)]
+        fitting = [key for key in self.allowed if key in (kind, f"{kind}/{name}") or fnmatchcase(f"{kind}/{name}", key)]
         if not fitting:
             return None
         found = self.allowed[max(fitting, key=len)]

@@ -10,14 +10,13 @@ micro-steps of a step: the same batch, however it is cut.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -26,15 +25,26 @@ from pyarrow.compute import call_function  # type: ignore[attr-defined]
 from monitor.compare.names import NameRules
 from monitor.compare.rows import Row, RowComparison
 from monitor.compare.sides import ALL_RANKS, Choice, Side
-from monitor.compare.tolerances import AVERAGES, ELEMENTS, EXTREMES, SHARES, VALUE, Facts, SeriesFacts
+from monitor.compare.tolerances import AVERAGES, ELEMENTS, EXTREMES, GIVEN, SHARES, VALUE, Facts, SeriesFacts
 from monitor.merge.outputs import GLOBAL
-from monitor.merge.statistics import Statistics, combined
+from monitor.merge.statistics import Flags, Index, Statistics, combined
 from monitor.merge.tables import order_by, starts_of_runs
 from monitor.query.batches import IDENTITY, place_of
-from monitor.query.sources import RowChoice
-from monitor.series import CALL_KIND, GRADIENT_KINDS, KIND_TABLE, KINDS_OF_RANKS, PARAMETER_KINDS, RUN_KIND, shown_kind
+from monitor.query.sources import ALL, RowChoice
+from monitor.series import (
+    CALL_KIND,
+    CLIPPED_NORM,
+    GRAD_NORM,
+    GRADIENT_KINDS,
+    KIND_TABLE,
+    KINDS_OF_RANKS,
+    PARAMETER_KINDS,
+    RUN_KIND,
+    shown_kind,
+)
+from monitor.sinks.files import StepSpan
 from monitor.stats.ops import CALLS, INTEGER_OPS, TEXT_OPS
-from monitor.stats.partials import EMPTY, Partials
+from monitor.stats.partials import EMPTY, Floats, Partials
 
 COMBINED: Final = [kind.name for kind in KIND_TABLE if kind.of == "module" and kind.per_micro_step]
 """Kinds with a row for each rank and micro-step, of which a step has a part of its batch each."""
@@ -58,23 +68,42 @@ class WholeTensors:
     Args:
         names: The rules by which its names become those of the other side.
         choice: What is compared.
-        first: The first step that both sides have.
+
+    Attributes:
+        kinds: Those that have rows.
+        names: By kind, all names in the steps that are compared, as the other side calls them.
+        steps: By kind, the steps that have rows.
+        is_cut: Whether ranks are stages of a pipeline, and nothing says which.
     """
 
-    def __init__(self, side: Side, names: NameRules, choice: Choice, first: int) -> None:
-        self.side, self._names, self._choice = side, names, choice
-        self._source = side.wholes
+    def __init__(self, side: Side, names: NameRules, choice: Choice) -> None:
+        self.side, self._rules, self._choice = side, names, choice
+        self._source = side.wholes(choice)
         kinds = [kind for kind in self._source.kinds(whole=True) if kind not in OTHERS]
         kinds += [RUN_KIND] if RUN_KIND in self._source.kinds(whole=False) else []
-        self.kinds = [kind for kind in kinds if choice.has(shown_kind(kind))]
-        self._first = {kind: min((one for one in self.steps(kind) if one >= first), default=first) for kind in self.kinds}
+        self.names: dict[str, set[str]] = {}
+        self.steps: dict[str, list[int]] = {}
+        for kind in (kind for kind in kinds if choice.has(shown_kind(kind))):
+            rows = self._rules.renamed(self._read(kind, choice.steps, ("name", "step")))
+            if len(rows):
+                self.names[kind] = set(rows["name"].unique().to_pylist())
+                self.steps[kind] = np.unique(rows["step"].to_numpy()).tolist()
+        self.kinds = list(self.names)
+        self._first: dict[str, int] = {}
+        self._at_first: dict[str, pa.Table] = {}
+        self.is_cut = False
+
+    def begin(self, other: WholeTensors) -> None:
+        """Look at the first step of each kind that both sides have."""
+        shared = {kind: set(self.steps[kind]) & set(other.steps.get(kind, ())) for kind in self.kinds}
+        self._first = {kind: min(steps or self.steps[kind]) for kind, steps in shared.items()}
         self._at_first = {kind: self._of_ranks(kind) for kind in self.kinds}
         self.is_cut = any(_is_cut(rows) for kind, rows in self._at_first.items() if kind in COMBINED)
 
     @property
     def complexity(self) -> tuple[int, int]:
         """How many stages and ranks there are: the order of a step is known best where there are few."""
-        stages = max(len(rows["stage"].drop_null().unique()) for rows in self._at_first.values())
+        stages = max((len(rows["stage"].drop_null().unique()) for rows in self._at_first.values()), default=0)
         return stages, len(self.side.source.ranks)
 
     def parts(self) -> tuple[int, int]:
@@ -82,7 +111,7 @@ class WholeTensors:
         cut = [(1, 1)]
         for kind in (one for one in self.kinds if one in COMBINED):
             step = self._first[kind]
-            rows = self._source.rows(RowChoice(kind, whole=True, steps=range(step, step + 1)))
+            rows = self._read(kind, StepSpan(step, step))
             places = zip(rows["name"].to_pylist(), rows["micro_step"].to_pylist(), strict=True)
             found = Counter(place for place in places if not place[0].startswith("."))  # each stage has a root of its own
             cut.append((max(found.values(), default=1), len({micro_step for _, micro_step in found})))
@@ -93,10 +122,6 @@ class WholeTensors:
         """Whether the rows are from CSV."""
         rows = self._at_first[kind]
         return len(rows) > 0 and rows["call_id"].null_count == len(rows)
-
-    def steps(self, kind: str) -> list[int]:
-        every = (step for steps in self._source.steps.get(kind, ()) for step in steps)
-        return sorted({step for step in every if self._choice.steps.first <= step <= self._choice.steps.last})
 
     def positions(self, kind: str) -> dict[str, int]:
         """By name, the place in the order of a step: forward by stages, backward by stages from the last."""
@@ -113,10 +138,11 @@ class WholeTensors:
         found: Facts = {}
         for kind, rows in self._at_first.items():
             for row in _of_one_stage(rows, kind).select(["name", "shape", "dtype"]).to_pylist():
-                dimensions = (0,) * ((row["shape"] or "").count(",") + 1)
+                key, dimensions = (kind, 0, row["name"]), (0,) * ((row["shape"] or "").count(",") + 1)
                 one = SeriesFacts((row["dtype"] or "").rpartition(".")[2].lower(), dimensions)
-                key = kind, 0, row["name"]
-                found[key] = max(one, found.get(key, one), key=lambda facts: len(facts.shape or ()))
+                before = found.get(key, one)
+                coarsest = max(one, before, key=lambda facts: (facts.epsilon or 0.0, facts.dtype))
+                found[key] = coarsest._replace(shape=max(dimensions, before.shape or ()))
         return found
 
     def first_rows(self, kind: str) -> pa.Table:
@@ -125,19 +151,21 @@ class WholeTensors:
 
     def rows(self, kind: str, first: int, last: int) -> pa.Table:
         """Of some steps: ``name step micro_step parts elements`` and ops."""
-        steps = range(first, last + 1)
-        if kind == RUN_KIND:
-            return _of_run(self._source.rows(RowChoice(kind, steps=steps)))
-        rows = self._source.rows(RowChoice(kind, whole=True, steps=steps))
-        whole = call_function("invert", [rows["term"].fill_null(False)])
-        rows = self._names.renamed(rows.filter(whole))
-        return _united(_of_one_stage(rows, kind), kind)
+        rows = self._rules.renamed(self._read(kind, StepSpan(first, last)))
+        return _of_run(rows) if kind == RUN_KIND else _united(_of_one_stage(rows, kind), kind)
+
+    def _read(self, kind: str, steps: StepSpan, columns: tuple[str, ...] | None = None) -> pa.Table:
+        """Rows of whole tensors, without terms of a sum; of the run, those of ranks."""
+        whole, wanted = kind != RUN_KIND, range(steps.first, min(steps.last, ALL.stop - 1) + 1)
+        columns = (*columns, "term") if columns and whole else columns
+        rows = self._source.rows(RowChoice(kind, whole, steps=wanted, columns=columns))
+        return rows.filter(call_function("invert", [rows["term"].fill_null(False)])) if whole else rows
 
     def _of_ranks(self, kind: str) -> pa.Table:
         """What the ranks say of the series of its first step, in the order in which they were measured."""
         columns, step = ("rank", "stage", "global_name", "call_id", "shape", "dtype"), self._first[kind]
         rows = self._source.rows(RowChoice(kind, steps=range(step, step + 1), columns=columns)).select(list(columns))
-        return self._names.renamed(rows.rename_columns(["rank", "stage", "name", "call_id", "shape", "dtype"]))
+        return self._rules.renamed(rows.rename_columns(["rank", "stage", "name", "call_id", "shape", "dtype"]))
 
 
 def with_same_dimensions(left: Facts, right: Facts) -> tuple[Facts, Facts]:
@@ -149,19 +177,25 @@ def with_same_dimensions(left: Facts, right: Facts) -> tuple[Facts, Facts]:
 
 
 def _of_run(rows: pa.Table) -> pa.Table:
-    """The run's numbers, averaged over the ranks that have them."""
+    """The run's numbers, averaged over the ranks that have them; NaN if ranks disagree on what no arithmetic has touched."""
     rows = rows.set_column(rows.column_names.index("name"), "name", rows["name"].cast(pa.string()))
-    found = rows.group_by(["name", "step"]).aggregate([(VALUE, "mean")]).rename_columns(["name", "step", VALUE])
+    found = rows.group_by(["name", "step"]).aggregate([(VALUE, "mean"), (VALUE, "min"), (VALUE, "max")])
+    values = [
+        math.nan if GIVEN.fullmatch(row["name"]) and row["value_min"] != row["value_max"] else row["value_mean"]
+        for row in found.to_pylist()
+    ]
     nothing = pa.nulls(len(found), pa.int64())
-    return found.append_column("micro_step", nothing).append_column(PARTS, nothing).append_column(ELEMENTS, nothing)
+    columns = {"name": found["name"], "step": found["step"], "micro_step": nothing, PARTS: nothing, ELEMENTS: nothing}
+    return pa.table({**columns, VALUE: pa.array(values, pa.float64())})
 
 
 def _is_cut(rows: pa.Table) -> bool:
-    """Whether ranks have other modules, and nothing says which stage of a pipeline they are."""
-    names: dict[int, set[str]] = defaultdict(set)
-    for row in rows.select(["rank", "name"]).to_pylist() if rows["stage"].null_count == len(rows) else ():
-        names[row["rank"]].add(row["name"])
-    return any(one != other for one, other in itertools.pairwise(names.values()))
+    """Whether ranks are stages of a pipeline, and nothing says which: their models take or give something else."""
+    roots: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for row in rows.to_pylist() if rows["stage"].null_count == len(rows) else ():
+        if row["name"].startswith("."):
+            roots[row["name"]].add((row["shape"], row["dtype"]))
+    return any(len(found) > 1 for found in roots.values())
 
 
 def _of_one_stage(rows: pa.Table, kind: str) -> pa.Table:
@@ -181,7 +215,7 @@ def _of_one_stage(rows: pa.Table, kind: str) -> pa.Table:
 def _united(rows: pa.Table, kind: str) -> pa.Table:
     """One row for each name and step, and micro-step unless these are combined: of all elements together.
 
-    Weights and gradients that several ranks have of their own should be one: their row is that of as many elements as one has.
+    Weights and gradients that several ranks have of their own should be one. If they agree, the row is that of one of them.
     """
     names = rows["name"].cast(pa.string()).combine_chunks().dictionary_encode()
     micro = rows["micro_step"].fill_null(-1).to_numpy() if kind not in COMBINED else np.full(len(rows), -1)
@@ -189,28 +223,43 @@ def _united(rows: pa.Table, kind: str) -> pa.Table:
     order = order_by(key)
     order = np.arange(len(rows)) if order is None else order
     starts = starts_of_runs([column[order] for column in key])
-    found = combined(_statistics(rows), order, starts)
-    firsts = order[starts]
-    parts = np.diff(starts, append=len(rows))
-    own = np.ones(len(parts)) if kind in COMBINED else parts
-    for at, op in enumerate(found.ops):
-        found.values[at] /= np.sqrt(own) if op == "norm" else own if op in INTEGER_OPS else 1
-    count, known = found.count / own, ~np.isnan(found.count)
+    statistics = _statistics(rows, kind)
+    found, firsts = combined(statistics, order, starts), order[starts]
+    one = np.zeros(len(firsts), dtype=np.bool_) if kind in COMBINED else _agree(statistics.values[:, order], starts)
+    count, known = np.where(one, statistics.count[firsts], found.count), np.where(one, statistics.known[:, firsts], found.known)
+    values = np.where(one, statistics.values[:, firsts], found.values)
+    counted = ~np.isnan(count)
     return pa.table(
         {
             "name": names.take(pa.array(firsts)).cast(pa.string()),
             "step": rows["step"].take(pa.array(firsts)),
             "micro_step": pa.array(micro[firsts], mask=micro[firsts] < 0),
-            PARTS: pa.array(parts),
-            ELEMENTS: pa.array(np.where(known, count, 0).astype(np.int64), mask=~known),
-            **{op: found.op(op) for op in found.ops},
+            PARTS: pa.array(np.diff(starts, append=len(rows))),
+            ELEMENTS: pa.array(np.where(counted, count, 0).astype(np.int64), mask=~counted),
+            **{op: pa.array(values[at], mask=~known[at]) for at, op in enumerate(found.ops)},
         }
     )
 
 
-def _statistics(rows: pa.Table) -> Statistics:
-    """Rows of whole tensors of which only ops are known."""
-    ops = tuple(one for one in rows.column_names if one not in (*GLOBAL.names, *TEXT_OPS, CALLS))
+def _agree(values: Floats, starts: Index) -> Flags:
+    """Whether the rows of each run have the same numbers but for rounding.
+
+    Args:
+        values: Of the ops, shape ``(ops, rows)``.
+    """
+    if not len(starts):
+        return np.zeros(0, dtype=np.bool_)
+    with np.errstate(invalid="ignore"):
+        most, least = np.maximum.reduceat(values, starts, axis=1), np.minimum.reduceat(values, starts, axis=1)
+        close = most - least <= AGREE * np.maximum(np.abs(most), np.abs(least))
+    every: Flags = (close | (most == least) | np.isnan(most)).all(axis=0)
+    return every
+
+
+def _statistics(rows: pa.Table, kind: str) -> Statistics:
+    """Rows of whole tensors of which only ops are known. Those of parts do not make up a kurtosis."""
+    without = (*GLOBAL.names, *TEXT_OPS, CALLS, *(["kurtosis"] if kind in COMBINED else []))
+    ops = tuple(one for one in rows.column_names if one not in without)
     nothing = Partials(np.broadcast_to(np.array(EMPTY)[:, None], (len(EMPTY), len(rows))))
     count = rows["count"].cast(pa.float64()).fill_null(np.nan).to_numpy()
     values = np.array([rows[op].fill_null(0.0).to_numpy() for op in ops]).reshape(len(ops), len(rows))
@@ -221,38 +270,64 @@ def _statistics(rows: pa.Table) -> Statistics:
 
 # --- The comparison of both sides.
 
-OPTIONAL: Final = (*(kind.name for kind in KIND_TABLE if kind.of == "module"), GRADIENT_KINDS[0], RUN_KIND)
+OPTIONAL: Final = (*(kind.name for kind in KIND_TABLE if kind.of == "module"), GRADIENT_KINDS[0])
 """Kinds of which another layout may lack some: modules that it does not call, and gradients that it never has."""
 REDUCED: Final = GRADIENT_KINDS[1]
 HELD: Final = (*PARAMETER_KINDS, REDUCED)
 """Kinds whose series show which part of the model a rank holds."""
 NOT_OPS: Final = (*IDENTITY, PARTS)
+RUN_NORMS: Final = [(RUN_KIND, name) for name in (GRAD_NORM, CLIPPED_NORM)]
+"""Numbers of the run that only a rank with all gradients has."""
 
 
 BATCH_ROWS: Final = 20_000
 """Rows that are compared at a time, about."""
 MOST_NAMED: Final = 5
 
+AGREE: Final = 1e-6
+"""How close numbers of ranks must be, relative to them, to be those of copies."""
 CLOSE: Final = 0.02
 """How close two sizes must be to a ratio of whole numbers to have it."""
 
 
-def layouts_differ(sides: Sequence[Side]) -> bool:
-    """Whether ranks of the two runs hold other parts: there are more ranks, or other weights and gradients on the same one."""
+def layouts_differ(sides: Sequence[Side], tables: Sequence[pa.Table]) -> bool:
+    """Whether ranks of the two runs hold other parts. There are more ranks, or the same ranks hold other shapes of weights or
+    gradients, or most of these are on other ranks. A rank that has none of a kind has lost it.
+
+    Args:
+        tables: The series of both sides, as the right side calls them.
+    """
     left, right = (side.source.told()["world_size"] for side in sides)
     both = set(sides[0].source.ranks) & set(sides[1].source.ranks)
     if left != right or left == 1:
         return bool(left != right and both)
-    held = [_held(side.series, both) for side in sides]
-    return any(held[0][kind] != held[1][kind] for kind in held[0].keys() & held[1].keys())
+    held = [_held(table, both) for table in tables]
+    return any(_differ(held[0][kind], held[1][kind]) for kind in held[0].keys() & held[1].keys())
 
 
-def _held(series: pa.Table, ranks: Container[int]) -> Mapping[str, set[tuple[Any, ...]]]:
-    found: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
+Held = dict[int, dict[tuple[int, str], str]]
+"""By rank, the shapes of what it holds, by stage and name."""
+
+
+def _held(series: pa.Table, ranks: Container[int]) -> Mapping[str, Held]:
+    found: dict[str, Held] = defaultdict(lambda: defaultdict(dict))
     for row in series.select(["kind", "rank", "vpp_stage", "name", "shape"]).to_pylist():
         if row["kind"] in HELD and row["rank"] in ranks:
-            found[row["kind"]].add(tuple(row.values())[1:])
+            found[row["kind"]][row["rank"]][row["vpp_stage"], row["name"]] = row["shape"]
     return found
+
+
+def _differ(left: Held, right: Held) -> bool:
+    ranks = left.keys() & right.keys()
+    if any(left[rank][name] != right[rank][name] for rank in ranks for name in left[rank].keys() & right[rank].keys()):
+        return True
+    owners: list[dict[tuple[int, str], list[int]]] = [defaultdict(list), defaultdict(list)]
+    for side, found in zip((left, right), owners, strict=True):
+        for rank in sorted(ranks):
+            for name in side[rank]:
+                found[name].append(rank)
+    shared = owners[0].keys() & owners[1].keys()
+    return 2 * sum(owners[0][name] != owners[1][name] for name in shared) > len(shared)
 
 
 class LayoutComparison:
@@ -268,7 +343,7 @@ class LayoutComparison:
         self._ndigits = [one.side.ndigits(one.side.source.ranks) for one in sides]
         self._order = min(sides, key=lambda one: one.complexity)
         self._own_ops: dict[tuple[str, str], int] = defaultdict(int)
-        self._copies: dict[str, int] = defaultdict(int)
+        self._copies: dict[tuple[str, str], tuple[int, int]] = {}
 
     def compare(self) -> None:
         """Compare all kinds that both sides have."""
@@ -276,26 +351,22 @@ class LayoutComparison:
         for one, other in ((left, right), (right, left)):
             for kind in one.kinds:
                 if kind not in other.kinds:
-                    self._say_kind(one.side, kind)
+                    one.side.has_kind(kind, ALL_RANKS)
         for kind in sorted(set(left.kinds) & set(right.kinds), key=place_of):
             self._compare_kind(kind)
         for (kind, op), rows in self._own_ops.items():
             left.side.note(f"{rows:,} rows of {kind} have {op} on one side alone")
-        for kind, rows in self._copies.items():
-            left.side.note(f"{rows:,} rows of {kind} are of several copies on one side, which count once")
-
-    def _say_kind(self, side: Side, kind: str) -> None:
-        if kind in OPTIONAL:
-            side.note(f"{{}} alone has {kind}, which the other layout need not have")
-        else:
-            side.has_kind(kind, ALL_RANKS)
+        copied = Counter(kind for (kind, _), copies in self._copies.items() if max(copies) > 1)
+        for kind, number in copied.items():
+            left.side.note(f"{number:,} tensors of {kind} are there in several copies on one side, which count once")
 
     def _compare_kind(self, kind: str) -> None:
         firsts = [one.first_rows(kind) for one in self._sides]
         dropped = self._alone(kind, firsts)
-        scale = self._scale(kind, firsts)
-        positions = self._positions(kind)
-        every = sorted({step for one in self._sides for step in one.steps(kind)})
+        if all(one.names[kind] <= dropped for one in self._sides):
+            return
+        scale, positions, before = self._scale(kind, firsts), self._positions(kind), self._comparison.compared
+        every = sorted({step for one in self._sides for step in one.steps[kind]})
         size = max(1, BATCH_ROWS // max(1, *map(len, firsts)))
         for some in (every[at : at + size] for at in range(0, len(every), size)):
             tables = [one.rows(kind, some[0], some[-1]) for one in self._sides]
@@ -303,6 +374,8 @@ class LayoutComparison:
             rounded = (one.is_rounded(kind) for one in self._sides)
             ready = [_identified(_without(table, dropped), positions, is_rounded=next(rounded)) for table in tables]
             self._comparison.add(kind, ready, self._ndigits)
+        if self._comparison.compared == before:
+            self._sides[0].side.miss(f"{kind}: no tensor has a number of the same op, name and step on both sides")
 
     def _positions(self, kind: str) -> dict[str, int]:
         """In the order of the side with fewer stages; what the other one has alone comes after it."""
@@ -311,23 +384,28 @@ class LayoutComparison:
         others = next(one for one in self._sides if one is not self._order).positions(kind)
         return {**dict.fromkeys(others, last + 1), **found}
 
-    def _alone(self, kind: str, firsts: Sequence[pa.Table]) -> list[str]:
+    def _alone(self, kind: str, firsts: Sequence[pa.Table]) -> set[str]:
         """Names that are not compared, with a word: what one side cannot have, and tensors of single ranks."""
-        dropped: list[str] = []
-        names = [set(table["name"].to_pylist()) for table in firsts]
+        dropped: set[str] = set()
+        names = [one.names[kind] for one in self._sides]
         for one, known, others in zip(self._sides, names, reversed(names), strict=True):
-            if kind in OPTIONAL and (alone := sorted(known - others)):
-                dropped += alone
+            alone = sorted(name for name in known - others if kind in OPTIONAL or (kind, name) in RUN_NORMS)
+            dropped |= set(alone)
+            if kind in OPTIONAL and 2 * len(alone) > len(known):
+                one.side.miss(f"{{}} alone has {kind} of {_listed(alone)}. Are they called otherwise? --map names them alike")
+            elif alone:
                 one.side.note(f"{{}} alone has {kind} of {_listed(alone)}, which the other layout need not have")
         if kind in COMBINED and any(one.is_cut for one in self._sides):
-            dropped += [name for name in names[0] & names[1] if name.startswith(".")]
-        if kind in COMBINED or kind == RUN_KIND:
-            return dropped
-        for one, table in zip(self._sides, firsts, strict=True):
+            roots = sorted(name for name in names[0] & names[1] if name.startswith("."))
+            dropped |= set(roots)
+            self._sides[0].side.note(
+                f"{kind} of {_listed(roots)} is not compared: which stage of a pipeline has them is not known"
+            )
+        for one, table in zip(self._sides, firsts, strict=True) if kind not in (*COMBINED, RUN_KIND) else ():
             of_ranks = {row["name"] for row in table.select(["name", PARTS]).to_pylist() if row[PARTS] > 1}
-            if own := sorted(of_ranks.difference(dropped)):
-                dropped += own if kind in OPTIONAL else []
-                why = "whose parts of the batch differ" if kind in OPTIONAL else "which are compared as if they were one"
+            if own := sorted(of_ranks - dropped):
+                dropped |= set(own) if kind in OPTIONAL else set()
+                why = "whose parts of the batch differ" if kind in OPTIONAL else "which should be the same"
                 one.side.note(f"{{}} has {kind} of single ranks, {why}: {_listed(own)}")
         return dropped
 
@@ -352,26 +430,31 @@ class LayoutComparison:
         outputs = [one.first_rows(COMBINED[0]) for one in self._sides if COMBINED[0] in one.kinds]
         copies = _copies(*outputs) if len(outputs) == 2 else [1, 1]
         numbers = [max(1, ranks // held) for (ranks, _), held in zip(cut, copies, strict=True)]
+        found, steps = {1.0, numbers[1] / numbers[0]}, [micro_steps for _, micro_steps in cut]
         reduced = [one.first_rows(REDUCED) for one in self._sides if REDUCED in one.kinds]
         if len(reduced) == 2 and abs(_ratio(reduced) - 1) < CLOSE:
-            numbers = [number * micro_steps for number, (_, micro_steps) in zip(numbers, cut, strict=True)]
-        wholes = {divisor for number in numbers for divisor in range(1, number + 1) if number % divisor == 0}
-        return {up / down for up in wholes for down in wholes}
+            found |= {up / down * numbers[1] / numbers[0] for up in (1, steps[1]) for down in (1, steps[0])}
+        return found
 
     def _alike(self, kind: str, left: Row, right: Row) -> tuple[Row, Row]:
         """With the same number of elements if one side holds several copies, and without ops of one side alone."""
-        rows = [dict(left), dict(right)]
+        rows = dict(left), dict(right)
         if kind in COMBINED and left[ELEMENTS] and right[ELEMENTS]:
-            few, many = sorted(rows, key=lambda row: row[ELEMENTS])
-            copies, rest = divmod(many[ELEMENTS], few[ELEMENTS])
-            if copies > 1 and not rest:
-                _take_copies(many, copies)
-                self._copies[kind] += 1
+            known = self._copies.setdefault((kind, left["name"]), self._copies_in(left[ELEMENTS], right[ELEMENTS]))
+            for row, copies in zip(rows, known, strict=True):
+                _take_copies(row, copies)
         for op in left:
             if op in right and (left[op] is None) != (right[op] is None) and op not in NOT_OPS:
                 rows[0][op] = rows[1][op] = None
                 self._own_ops[kind, op] += op != ELEMENTS
-        return rows[0], rows[1]
+        return rows
+
+    def _copies_in(self, left: int, right: int) -> tuple[int, int]:
+        """How many copies of a tensor each side has, by its numbers of elements: no more than it has ranks."""
+        most = [len(one.side.source.ranks) for one in self._sides]
+        if left % right == 0 and left // right <= most[0]:
+            return left // right, 1
+        return (1, right // left) if right % left == 0 and right // left <= most[1] else (1, 1)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -381,6 +464,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def _take_copies(row: Row, copies: int) -> None:
     """Leave one of several copies in a row, if all of them are the same."""
+    if copies == 1 or row[ELEMENTS] % copies:
+        return
     row[ELEMENTS] //= copies
     if row.get("norm") is not None:
         row["norm"] /= math.sqrt(copies)
@@ -393,8 +478,8 @@ def _ratio(tables: Sequence[pa.Table]) -> float:
     """How many times as large tensors of the right side are, in the middle; 1 if sizes do not say."""
     left, right = (dict(_sizes(table)) for table in tables)
     found = [right[name] / size for name, size in left.items() if right.get(name) and size]
-    usual = median(found) if found else 1.0
-    return usual if 0 < usual < math.inf else 1.0
+    usual = [one for one in found if 0 < one < math.inf]
+    return median(usual) if usual else 1.0
 
 
 def _copies(left: pa.Table, right: pa.Table) -> list[int]:
@@ -410,7 +495,7 @@ def _sizes(rows: pa.Table) -> Iterator[tuple[str, float]]:
     for row in rows.to_pylist():
         if row.get("norm") is not None and row[ELEMENTS]:
             yield row["name"], row["norm"] / math.sqrt(row[ELEMENTS])
-        elif ends := [abs(row[op]) for op in EXTREMES if row.get(op) is not None]:
+        elif ends := [abs(row[op]) for op in (*EXTREMES, "std", "mean") if row.get(op) is not None]:
             yield row["name"], max(ends)
 
 
@@ -424,7 +509,7 @@ def _scaled(rows: pa.Table, factor: float) -> pa.Table:
     return rows
 
 
-def _without(rows: pa.Table, names: Sequence[str]) -> pa.Table:
+def _without(rows: pa.Table, names: Container[str]) -> pa.Table:
     return rows.filter(pa.array([name not in names for name in rows["name"].to_pylist()], pa.bool_())) if names else rows
 
 

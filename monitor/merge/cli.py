@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -14,7 +13,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, ProgressColumn, TimeRemainingColumn
 
-from monitor.cli import Directory, DirectoryOption, Job, TimeEnd, TimeStart, Version, Workers, command_app, one_directory
+from monitor.cli import (
+    Directory,
+    DirectoryOption,
+    Job,
+    TimeEnd,
+    TimeStart,
+    Version,
+    Workers,
+    command_app,
+    interruptible,
+    one_directory,
+)
 from monitor.coordinator.resume import Span, span_between
 from monitor.merge import parts
 from monitor.merge.execution import MergeError, NothingRecordedError, is_url, without_password
@@ -135,15 +145,12 @@ def _followed(wanted: Wanted, options: FollowOptions, part: str | None, console:
     """The report, when the job has ended."""
     if part is not None:
         raise MergeError("--part and --follow are given together. One process follows a job; it may have several --workers.")
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    with _bar(console) as progress:
+    with interruptible(), _bar(console) as progress:
         try:
             return follow(wanted, options, lambda line: say(console, line), progress).told()
         except KeyboardInterrupt:
             say(console, f"Interrupted. The data set so far can be read.\n{how_to_go_on(wanted)}", style="yellow")
             raise
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -152,10 +159,6 @@ def _bar(console: Console, *more: ProgressColumn) -> Iterator[Progress]:
     with Bar("merging", BarColumn(), MofNCompleteColumn(), *more, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _print(told: Mapping[str, Any], output: str, console: Console) -> None:

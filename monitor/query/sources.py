@@ -314,8 +314,8 @@ class MergedSet:
         """The values of a setting on these ranks, as far as they are known."""
         return []
 
-    def merged(self, kind: str | None, steps: StepSpan) -> MergedSet:  # noqa: ARG002 - it has all that there is
-        """A merged set that has the kind, or all kinds, in these steps."""
+    def merged(self, kinds: str | tuple[str, ...], steps: StepSpan) -> MergedSet:  # noqa: ARG002 - it has all that there is
+        """A merged set that has the kind, or these kinds, in these steps."""
         return self
 
     def files(self, kind: str, *, whole: bool) -> list[Path]:
@@ -469,7 +469,7 @@ class RankDirectories:
         self._job = choose(self._found, job)
         self._runs = runs_of(self._found, self._job)
         self.set_aside = [*self._found.set_aside, *unmerged_formats(self._runs)]
-        self._merges: dict[tuple[str | None, StepSpan], MergedSet] = {}
+        self._merges: dict[tuple[object, StepSpan], MergedSet] = {}
 
     @property
     def manifest(self) -> Mapping[int, Any]:
@@ -561,17 +561,18 @@ class RankDirectories:
                 raise
         return known.empty_table().select(columns)  # there are no rows of these steps
 
-    def merged(self, kind: str | None, steps: StepSpan) -> MergedSet:
-        """The kind, or all kinds, in these steps, merged once into a directory that is removed with this object.
+    def merged(self, kinds: str | tuple[str, ...], steps: StepSpan) -> MergedSet:
+        """The kind, or these kinds, in these steps, merged once into a directory that is removed with this object.
 
         Raises:
             MergeError: There are no rows.
         """
-        if (kind, steps) not in self._merges:
+        if (kinds, steps) not in self._merges:
             output = self._work / f"merged-{len(self._merges)}"
-            merge.merge(merge.Wanted(self._base, output, self._job, self._span, [kind] if kind else None, steps, "parquet"))
-            self._merges[kind, steps] = MergedSet(Folder(str(output)))
-        return self._merges[kind, steps]
+            some = [kinds] if isinstance(kinds, str) else kinds
+            merge.merge(merge.Wanted(self._base, output, self._job, self._span, some, steps, "parquet"))
+            self._merges[kinds, steps] = MergedSet(Folder(str(output)))
+        return self._merges[kinds, steps]
 
     def files(self, kind: str, *, whole: bool) -> list[Path]:
         """The Parquet files that have all rows of whole tensors; there are none of rows of ranks."""
