@@ -370,7 +370,8 @@ class LayoutComparison:
         size = max(1, BATCH_ROWS // max(1, *map(len, firsts)))
         for some in (every[at : at + size] for at in range(0, len(every), size)):
             tables = [one.rows(kind, some[0], some[-1]) for one in self._sides]
-            tables[1] = _scaled(tables[1], 1 / scale)
+            if scale != 1:
+                tables = [_scaled(table, factor) for table, factor in zip(tables, (1.0, 1 / scale), strict=True)]
             rounded = (one.is_rounded(kind) for one in self._sides)
             ready = [_identified(_without(table, dropped), positions, is_rounded=next(rounded)) for table in tables]
             self._comparison.add(kind, ready, self._ndigits)
@@ -500,11 +501,11 @@ def _sizes(rows: pa.Table) -> Iterator[tuple[str, float]]:
 
 
 def _scaled(rows: pa.Table, factor: float) -> pa.Table:
-    """With all sizes multiplied. Shares of small or lost elements do not say what they would be then."""
-    for op in (*EXTREMES, *AVERAGES, *SHARES) if factor != 1 else ():
+    """With all sizes multiplied. Shares of small or lost elements would be others then: they are left out."""
+    rows = rows.drop_columns([op for op in SHARES if op in rows.column_names])
+    for op in (*EXTREMES, *AVERAGES):
         if op in rows.column_names:
-            lost = pa.nulls(len(rows), pa.float64())
-            column = lost if op in SHARES else call_function("multiply", [rows[op], pa.scalar(factor)])
+            column = call_function("multiply", [rows[op], pa.scalar(factor)])
             rows = rows.set_column(rows.column_names.index(op), op, column)
     return rows
 
