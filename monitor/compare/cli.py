@@ -298,10 +298,8 @@ def _show(found: Compared) -> None:
         say(console, said)
     if alone:
         say(console, f"on one side alone: {alone:,}")
-    if found.findings:
-        begin = [one for one in found.findings if one.step == found.findings[0].step]
-        first = next((one for one in begin if one.what not in ALONE), begin[0])
-        say(console, f"first: {described(first)}", style="bold")
+    if found.first is not None:
+        say(console, f"first: {described(found.first)}", style="bold")
     if worst := largest(found)[:EVERY]:
         console.print(table("largest", worst))
     for line in found.not_compared:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
@@ -34,6 +34,16 @@ PHASES: Final = {
 the gradients that the optimizer is given, and what it makes of them."""
 
 
+class RowWatcher(Protocol):
+    """Is shown all rows that are compared. They have the columns ``IDENTITY`` and the ops of both sides."""
+
+    def equal(self, kind: str, rows: pa.Table) -> None:
+        """These rows are the same on both sides."""
+
+    def pair(self, kind: str, order: int, left: Row | None, right: Row | None) -> None:
+        """These two are of the same thing, made comparable; None: the other side alone has it."""
+
+
 @dataclass
 class RowComparison:
     """Compares rows, and keeps what it has found.
@@ -42,6 +52,7 @@ class RowComparison:
         sides: Left and right.
         rounding: None to find everything that is not the same.
         ndigits: Decimals that CSV of each side has.
+        watcher: Is shown the rows; None: nothing is.
         alike: Makes two rows of a kind comparable.
         compared: How many rows were on both sides.
         kinds: The kinds that have such rows.
@@ -49,6 +60,7 @@ class RowComparison:
 
     sides: tuple[Side, Side]
     rounding: Rounding | None
+    watcher: RowWatcher | None = None
     alike: Callable[[str, Row, Row], tuple[Row, Row]] = lambda _kind, left, right: (left, right)
     compared: int = 0
     kinds: dict[str, None] = field(default_factory=dict)
@@ -72,6 +84,8 @@ class RowComparison:
         unlike = self.rounding is not None and any(series[0] == kind for series in self.rounding.unlike)
         if tables[0].equals(tables[1]) and not unlike:
             self.compared += len(tables[0]) if not set(shared) <= {ELEMENTS} else 0
+            if self.watcher is not None:
+                self.watcher.equal(kind, tables[0])
             return
         left, right = (_rows(table.to_pylist(), kind) for table in tables)
         places = [{key[:2] for key in side} for side in (left, right)]
@@ -94,18 +108,25 @@ class RowComparison:
         for key, row in left.items():
             position = last.get(key[:2], place_of(kind) * MOST_ROWS) if row["call_id"] is None else row["call_id"]
             last[key[:2]] = position + 1
-            order = _phase(kind, row["name"]) + position
+            order = phase_of(kind, row["name"]) + position
             if key in right:
                 rows = self.alike(kind, *_alike(row, right[key], ndigits))
                 self.compared += any(rows[0][op] is not None or row[op] is None for op in ops if op != ELEMENTS)
+                self._watch(kind, order, *rows)
                 decimals = min(ndigits) if _is_of_csv(row, right[key]) else None
                 self.findings += self._differing(kind, _Pair(key, order, *rows, ops), largest.get(key[1], 0.0), decimals)
             elif key[:2] in both:
+                self._watch(kind, order, row, None)
                 self.findings.append(_finding(key, order, "missing", "there", ""))
         for key, row in right.items():
             if key not in left:
-                order = _phase(kind, row["name"]) + last[key[:2]]
+                order = phase_of(kind, row["name"]) + last[key[:2]]
+                self._watch(kind, order, None, row)
                 self.findings.append(_finding(key, order, "added", "", "there"))
+
+    def _watch(self, kind: str, order: int, left: Row | None, right: Row | None) -> None:
+        if self.watcher is not None:
+            self.watcher.pair(kind, order, left, right)
 
     def _differing(self, kind: str, pair: _Pair, largest: float, decimals: int | None) -> Iterator[Finding]:
         found = list(pair.differing())
@@ -173,8 +194,8 @@ def _of_first_micro_step(rows: pa.Table) -> pa.Table:
     return rows.filter(pa.array([(micro_step or 0) == 0 for micro_step in rows["micro_step"].to_pylist()], pa.bool_()))
 
 
-def _phase(kind: str, name: str) -> int:
-    """A replica's is that of the kind that is checked."""
+def phase_of(kind: str, name: str) -> int:
+    """Where in a step a kind begins. A replica's phase is that of the kind that is checked."""
     return PHASES.get(underlying_series(Series(kind, 0, name)).kind, CALLS)
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import pyarrow.compute as pc
 
 from monitor.compare.names import NameRules
-from monitor.compare.rows import RowComparison
+from monitor.compare.rows import RowComparison, RowWatcher
 from monitor.compare.sides import Choice, Side
 from monitor.compare.tolerances import VALUE, Circumstances, Limits, Rounding, facts_of, judged
 from monitor.compare.values import ALONE, ROWS, Compared, ComparisonError, Finding
@@ -45,11 +45,14 @@ class How:
     jobs: Sequence[str] = ()
 
 
-def compare(left: Path, right: Path, how: How = How()) -> Compared:
+def compare(left: Path, right: Path, how: How = How(), watcher: RowWatcher | None = None) -> Compared:
     """Compare what was recorded below two directories: of ranks, or merged sets, in any format.
 
     CSV has rounded numbers. Where only one side has a row from CSV, the numbers of the other are rounded alike. What only one
     side has, and what is known to be missing on a side, is named.
+
+    Args:
+        watcher: Is shown the rows as they are compared.
 
     Raises:
         ComparisonError: There is nothing, or no kind and rank that both have, or a rule cannot be applied.
@@ -73,11 +76,11 @@ def compare(left: Path, right: Path, how: How = How()) -> Compared:
         whole[1].begin(whole[0])
         facts = with_same_dimensions(whole[0].facts(), whole[1].facts())
         rounding = Rounding(facts, Circumstances(steps[0], is_late, rate, other_layout=True), how.limits)
-        comparison = RowComparison(sides, None if how.exact else rounding)
+        comparison = RowComparison(sides, None if how.exact else rounding, watcher)
         LayoutComparison((whole[0], whole[1]), comparison).compare()
     else:
         rounding = Rounding(list(map(facts_of, tables)), Circumstances(steps[0], is_late, rate), how.limits)
-        comparison = RowComparison(sides, None if how.exact else rounding)
+        comparison = RowComparison(sides, None if how.exact else rounding, watcher)
         _compare_ranks(comparison, places, rules, choice)
         if any(one.step == steps[0] and one.kind in COMBINED and _is_of_parts(one, sides) for one in comparison.findings):
             sides[0].note("If ranks or micro-steps were given other parts of the same batch, --whole compares them together")

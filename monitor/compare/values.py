@@ -169,6 +169,12 @@ class Compared:
         return sum(one.what not in ALONE for one in self.findings)
 
     @property
+    def first(self) -> Finding | None:
+        """Where they part: the first finding of something that both sides have, if there is one in the first step."""
+        begin = [one for one in self.findings if one.step == self.findings[0].step]
+        return next((one for one in begin if one.what not in ALONE), next(iter(begin), None))
+
+    @property
     def is_empty(self) -> bool:
         """Whether there was nothing to compare."""
         return not (self.tensors or self.arguments or self.findings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from monitor.cli import Job, Version, Workers, command_app
+from monitor.compare.values import ComparisonError
 from monitor.coordinator.output import write_whole
 from monitor.merge.execution import MergeError, NothingRecordedError, is_url
 from monitor.report import facts
+from monitor.report.against import OtherRun
 from monitor.report.checks import CheckResult, Verdict, checks_of, verdict_of
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
 from monitor.report.model import model_of, verdict_for_programs
@@ -51,6 +53,17 @@ def monitor_report(
             metavar="DIR", help="The directory that contains the ranks' directories, if RUN is a merged set elsewhere."
         ),
     ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="OTHER", help="A run that RUN is compared with, such as the last good one.")
+    ] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="FROM=TO", help="Names of OTHER that RUN has otherwise, such as 'model.*=*'."),
+    ] = None,
+    limits: Annotated[
+        Path | None,
+        typer.Option("--tolerances", metavar="FILE", help="What may differ, as trainermon compare --calibrate writes it."),
+    ] = None,
     job: Job = None,
     workers: Workers = 1,
     _version: Version = False,
@@ -62,22 +75,30 @@ def monitor_report(
     \b
       trainermon report monitor_output
       trainermon report monitor_output --json
+      trainermon report monitor_output --against last_good_run
 
     Exit status: 0 the run is healthy, 1 something is wrong, or a needed check did not look, 2 nothing was reported.
     """
     errors = Console(stderr=True)
     try:
         path = _path(run, output, as_json)
+        other = _other(run, against, names or (), limits)
         with _shown(errors, as_json) as progress, facts.facts_of(run, job, events, workers, progress) as found:
-            checks = checks_of(found)
+            compared = None if other is None else other.compared_with(found)
+            checks = [*checks_of(found), *([] if compared is None else [compared.check])]
             verdict = verdict_of(found, checks)
             printed = verdict_for_programs(found, checks, verdict) if as_json else None
+            if printed is not None and compared is not None:
+                printed["against"] = compared.for_programs()
             if path is not None:
-                _write(path, page_of(model_of(found, checks, verdict)).encode())
+                model = model_of(found, checks, verdict)
+                if compared is not None:
+                    compared.show_in(model)
+                _write(path, page_of(model).encode())
     except NothingRecordedError as error:
         say(errors, f"There is nothing to report: {error}", style="yellow")
         raise typer.Exit(FLAWED) from error
-    except (ValueError, MergeError, OSError) as error:
+    except (ValueError, MergeError, ComparisonError, OSError) as error:
         say(errors, f"Nothing was reported: {error}", style="red")
         raise typer.Exit(NOTHING) from error
     _print(printed, checks, verdict, path)
@@ -95,6 +116,19 @@ def _path(run: str, output: Path | None, as_json: bool) -> Path | None:
     if output is not None or as_json:
         return output
     return Path(REPORT_FILE) if is_url(run) else Path(run) / REPORT_FILE
+
+
+def _other(run: str, against: Path | None, names: Sequence[str], limits: Path | None) -> OtherRun | None:
+    """The run to compare with, if one is named.
+
+    Raises:
+        ComparisonError: It cannot be compared, or there are options of a comparison without it.
+    """
+    if against is not None:
+        return OtherRun.of(run, against, names, limits)
+    if names or limits is not None:
+        raise ComparisonError("--map and --tolerances are for a comparison. Name a run: --against OTHER.")
+    return None
 
 
 def _write(path: Path, page: bytes) -> None:

@@ -17,7 +17,7 @@ from monitor.report.model import Model
 
 FILES: Final = Path(__file__).resolve().parent / "page"
 STYLES: Final = ("uplot/uPlot.min.css", "report.css")
-SCRIPTS: Final = ("uplot/uPlot.iife.min.js", "heatmap.js", "curves.js", "page.js")
+SCRIPTS: Final = ("uplot/uPlot.iife.min.js", "heatmap.js", "curves.js", "page.js", "against.js")
 
 VENDORED: Final = {
     "uplot/uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",

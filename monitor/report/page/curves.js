@@ -40,7 +40,7 @@ function fillTable(parent, heads, count, row, first = 0) {
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim()
 
 class Curve {
-  // lines: { label, values }, of a value for each column.
+  // lines: { label, values }, of a value for each column; options.logarithmic: zeros are left out.
   constructor(parent, title, steps, lines, options) {
     this.parent = parent
     Object.assign(this, { title, steps, lines, options })
@@ -66,21 +66,21 @@ class Curve {
 
   draw() {
     if (this.plot) this.plot.destroy()
-    const values = this.lines.flatMap(one => Array.from(one.values).filter(Number.isFinite))
+    const { band, logarithmic } = this.options, isShown = value => Number.isFinite(value) && (!logarithmic || value > 0)
+    const values = this.lines.flatMap(one => Array.from(one.values).filter(isShown))
     const positive = values.length > 0 && values.every(value => value > 0)
     const axis = { stroke: colour('--fg'), grid: { stroke: colour('--line'), width: 1 }, ticks: { stroke: colour('--line') } }
-    const band = this.options.band
     this.plot = new uPlot({
       width: Math.max(280, this.box.clientWidth), height: this.options.height,
-      scales: { x: { time: false }, y: { distr: positive && Math.max(...values) > 20 * Math.min(...values) ? 3 : 1 } },
+      scales: { x: { time: false }, y: { distr: logarithmic || (positive && Math.max(...values) > 20 * Math.min(...values)) ? 3 : 1 } },
       series: [{ label: 'step' }, ...this.lines.map((one, place) => ({
         label: one.label, stroke: colour('--line' + place % 8), width: 1.6, dash: DASHES[place % DASHES.length],
         value: (_, value) => value === null ? '' : number(value), spanGaps: false,
       }))],
       bands: band ? [{ series: [3, 2], fill: colour('--line0') + '30' }] : [],
-      axes: [axis, { ...axis, size: 70, values: (_, splits) => splits.map(one => one === null ? '' : number(one)) }],
+      axes: [axis, { ...axis, size: 80, values: (_, splits) => splits.map(one => one === null ? '' : number(one)) }],
       hooks: { draw: [plot => this.mark(plot)] },
-    }, [this.steps, ...this.lines.map(one => Array.from(one.values, value => Number.isFinite(value) ? value : null))], this.holder)
+    }, [this.steps, ...this.lines.map(one => Array.from(one.values, value => isShown(value) ? value : null))], this.holder)
   }
 
   mark(plot) {

@@ -25,9 +25,23 @@ function coloursOf(codes) {
   return { plain, striped }
 }
 
-function between(share) {
-  const place = Math.max(1, PALETTE.findIndex(([end]) => share <= end))
-  const [from, a] = PALETTE[place - 1], [to, b] = PALETTE[place]
+// Colours of ratios: odd codes are larger, even ones smaller, and the greater the code, the further from the same.
+function ratioColours({ least, alone, infinite }) {
+  const plain = new Uint32Array(256).fill(packed(NOT_RECORDED)), striped = plain.slice(), furthest = alone - least >> 1
+  const ramps = ['--more', '--less'].map(end => [[0, channels('--same')], [1, channels(end)]])
+  for (let code = least; code < alone; code++) {
+    plain[code] = striped[code] = packed(between((code - least >> 1) / (furthest - 1), ramps[code - least & 1]))
+  }
+  striped[alone] = packed(STRIPE)
+  plain[infinite] = striped[infinite] = packed(NAN)
+  return { plain, striped }
+}
+
+const channels = name => [1, 3, 5].map(place => parseInt(colour(name).slice(place, place + 2), 16))
+
+function between(share, palette = PALETTE) {
+  const place = Math.max(1, palette.findIndex(([end]) => share <= end))
+  const [from, a] = palette[place - 1], [to, b] = palette[place]
   return a.map((one, i) => Math.round(one + (b[i] - one) * (share - from) / (to - from)))
 }
 
@@ -69,6 +83,13 @@ function element(tag, parent, text, name) {
   if (name) made.className = name
   if (parent) parent.append(made)
   return made
+}
+
+// An entry of a legend: cells, and what they mean.
+function sample(list, colours, codes, width, text) {
+  const item = element('li', list)
+  paint(element('canvas', item), new Uint8Array(codes), 1, codes.length, colours, width, 14)
+  item.append(text)
 }
 
 // The beginning and the end of a name.
@@ -140,8 +161,8 @@ class HeatMap {
     context.textAlign = 'right'
     context.textBaseline = 'middle'
     const every = Math.ceil(TEXT_HEIGHT * this.rows / height)
-    for (let row = 0; row < this.rows; row += every) {
-      context.fillText(shortened(this.rowName(row), 32), width - 2, (row + 0.5) * height / this.rows, width - 4)
+    for (let row = every >> 1; row < this.rows; row += every) {
+      context.fillText(shortened(this.rowName(row), Math.floor(width / 6)), width - 2, (row + 0.5) * height / this.rows, width - 4)
     }
   }
 

@@ -13,11 +13,11 @@ async function unpacked(text) {
 }
 
 class Report {
-  constructor(data, buffer) {
+  constructor(data, buffer, colours = coloursOf) {
     this.data = data
     this.bytes = new Uint8Array(buffer)
     this.buffer = buffer
-    this.colours = coloursOf(data.codes)
+    this.colours = colours(data.codes)
     this.columns = data.first.length
   }
 
@@ -76,15 +76,24 @@ class Report {
     for (const one of this.data.run) this.curve(plots, one, one.name, 150, true)
   }
 
+  // one.at is the column that is marked, by default that of the verdict; one.together: all lines have the same codes.
   curve(parent, one, title, height, heading) {
     const lines = one.labels.map((label, place) => (
       { label, values: new Float32Array(this.buffer, one.lines + place * this.columns * 4, this.columns) }))
-    const codes = one.codes === null ? null : this.cells(one.codes, one.labels.length * this.columns)
+    const codes = one.codes === null ? null : this.cells(one.codes, one.together ? this.columns : one.labels.length * this.columns)
+    const { first, at, atStep } = this.data, marked = one.at === undefined ? (atStep === null ? undefined : at) : one.at
     const options = {
-      height, heading: heading ? title : undefined, band: one.band, at: this.data.atStep === null ? undefined : this.data.first[this.data.at], stepName: place => this.stepName(place),
-      isOdd: (line, place) => !Number.isFinite(lines[line].values[place]) && codes !== null && codes[line * this.columns + place] >= this.data.codes.infinite,
+      height, heading: heading ? title : undefined, band: one.band, at: first[marked], stepName: place => this.stepName(place),
+      isOdd: (line, place) => !Number.isFinite(lines[line].values[place]) && codes !== null && codes[one.together ? place : line * this.columns + place] >= this.data.codes.infinite,
     }
     drawn.push(new Curve(parent, title, this.data.first, lines, options))
+  }
+
+  // Make room for another curve.
+  clear(parent) {
+    const before = drawn.findIndex(one => one.parent === parent)
+    if (before >= 0) drawn.splice(before, 1)
+    parent.replaceChildren()
   }
 
   // --- Tensors and steps.
@@ -138,13 +147,8 @@ class Report {
   legend() {
     const { warmUp, least, partly, most, differs, infinite, nan } = this.data.codes
     const levels = Array.from({ length: differs - least }, (_, level) => least + level).filter(code => code !== partly)
-    const sample = (codes, width, text) => {
-      const item = element('li', $('legend'))
-      paint(element('canvas', item), new Uint8Array(codes), 1, codes.length, this.colours, width, 14)
-      item.append(text)
-    }
-    sample(levels, 130, `0 to ${most} standard deviations or more`)
-    for (const code of [differs, infinite, nan, 0, partly, warmUp]) sample([code], 14, this.meaning(code))
+    sample($('legend'), this.colours, levels, 130, `0 to ${most} standard deviations or more`)
+    for (const code of [differs, infinite, nan, 0, partly, warmUp]) sample($('legend'), this.colours, [code], 14, this.meaning(code))
     for (const [what, { sign, says }] of Object.entries(MARKS)) {
       if (this.data.marks.some(one => one.what === what)) element('li', $('legend'), `${sign} ${says}`)
     }
@@ -221,9 +225,7 @@ class Report {
   showCurve(series) {
     const one = this.kind.curves.find(one => one.series === series), name = this.kind.series[series]
     $('curve-title').textContent = `${this.kind.name} ${name}: ${this.kind.op} by step`
-    const before = drawn.findIndex(one => one.parent === $('curve'))
-    if (before >= 0) drawn.splice(before, 1)
-    $('curve').replaceChildren()
+    this.clear($('curve'))
     if (one) this.curve($('curve'), one, `${this.kind.name} ${name}`, 230, false)
     else element('p', $('curve'), `The page has no room for this curve. trainermon query RUN "select step, rank, ${this.kind.op} from ${this.kind.name} where name = …" prints it.`)
   }
@@ -311,6 +313,7 @@ class Report {
 async function start() {
   const report = new Report(JSON.parse($('data').textContent), await unpacked($('arrays').textContent))
   report.head()
+  if (report.data.against) new Against(report.data.against, report.buffer).show()
   report.run()
   report.maps()
   report.lists()
@@ -323,7 +326,8 @@ async function start() {
   document.body.dataset.ready = String(Math.round(performance.now() - began))
 }
 
-start().catch(error => {
+// Once all scripts are there.
+addEventListener('DOMContentLoaded', () => start().catch(error => {
   $('says').textContent = `The page could not be shown: ${error}`
   throw error
-})
+}))
