@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from monitor.compare.limits import Limits
 from monitor.compare.runs import How, compare
 from monitor.compare.sides import ALL_RANKS, rank_name
 from monitor.compare.values import ALONE, Compared, ComparisonError, Finding
@@ -52,18 +51,17 @@ class OtherRun:
     how: How
 
     @classmethod
-    def of(cls, run: str, path: Path, names: Sequence[str], limits: Path | None) -> OtherRun:
+    def of(cls, run: str, path: Path, how: How) -> OtherRun:
         """Check what can be checked before anything is read.
 
         Raises:
-            ComparisonError: One of the runs is no directory, or ``limits`` is no file of limits.
-            OSError: ``limits`` cannot be read.
+            ComparisonError: One of the runs is no directory.
         """
         if is_url(run):
             raise ComparisonError(f"{run} is a URL. --against compares directories: copy the merged set first.")
         if not path.is_dir():
             raise ComparisonError(f"{path} is no directory. Name the output of a run, or a merged set: --against DIR.")
-        return cls(str(path), How(names=names, limits=None if limits is None else Limits.read(limits)))
+        return cls(str(path), how)
 
     def compared_with(self, facts: Facts) -> Against:
         """Compare both runs.

@@ -131,9 +131,10 @@ class AlignedNumbers:
 
     def equal(self, kind: str, rows: pa.Table) -> None:
         """Keep one of the numbers of each column that has no pair yet."""
-        column = np.array([self._columns.get(step, -1) for step in rows["step"].to_pylist()], np.int64)
-        if not len(column):
+        if not len(rows):
             return
+        steps, which = np.unique(rows["step"].to_numpy(), return_inverse=True)
+        column = np.array([self._columns.get(step, -1) for step in steps.tolist()], np.int64)[which]
         found = self.kinds.setdefault(kind, AlignedKind())
         series = _numbered(found, kind, rows)
         for op in self._numbers(kind, tuple(rows.column_names)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from monitor.cli import Job, Version, Workers, command_app
+from monitor.compare.runs import How
+from monitor.compare.tolerances import Limits
 from monitor.compare.values import ComparisonError
 from monitor.coordinator.output import write_whole
 from monitor.merge.execution import MergeError, NothingRecordedError, is_url
@@ -64,6 +66,14 @@ def monitor_report(
         Path | None,
         typer.Option("--tolerances", metavar="FILE", help="What may differ, as trainermon compare --calibrate writes it."),
     ] = None,
+    whole: Annotated[
+        bool | None,
+        typer.Option(
+            "--whole/--ranks",
+            help="Compare whole tensors with OTHER, or rank by rank [default: whole tensors if the layouts differ].",
+            show_default=False,
+        ),
+    ] = None,
     job: Job = None,
     workers: Workers = 1,
     _version: Version = False,
@@ -82,7 +92,8 @@ def monitor_report(
     errors = Console(stderr=True)
     try:
         path = _path(run, output, as_json)
-        other = _other(run, against, names or (), limits)
+        how = How(whole=whole, names=names or (), limits=None if limits is None else Limits.read(limits))
+        other = _other(run, against, how)
         with _shown(errors, as_json) as progress, facts.facts_of(run, job, events, workers, progress) as found:
             compared = None if other is None else other.compared_with(found)
             checks = [*checks_of(found), *([] if compared is None else [compared.check])]
@@ -118,17 +129,15 @@ def _path(run: str, output: Path | None, as_json: bool) -> Path | None:
     return Path(REPORT_FILE) if is_url(run) else Path(run) / REPORT_FILE
 
 
-def _other(run: str, against: Path | None, names: Sequence[str], limits: Path | None) -> OtherRun | None:
+def _other(run: str, against: Path | None, how: How) -> OtherRun | None:
     """The run to compare with, if one is named.
 
     Raises:
         ComparisonError: It cannot be compared, or there are options of a comparison without it.
     """
-    if against is not None:
-        return OtherRun.of(run, against, names, limits)
-    if names or limits is not None:
-        raise ComparisonError("--map and --tolerances are for a comparison. Name a run: --against OTHER.")
-    return None
+    if against is None and how != How():
+        raise ComparisonError("--map, --tolerances, --whole and --ranks are for a comparison. Name a run: --against OTHER.")
+    return None if against is None else OtherRun.of(run, against, how)
 
 
 def _write(path: Path, page: bytes) -> None:
