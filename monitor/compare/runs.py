@@ -110,6 +110,7 @@ def _found(comparison: RowComparison, steps: tuple[int, int]) -> Compared:
         counted=tuple(comparison.kinds),
         steps=steps,
         seen={} if rounding is None else rounding.seen,
+        precision=0.0 if rounding is None else rounding.precision,
     )
     return found if rounding is None else judged(found, rounding)
 

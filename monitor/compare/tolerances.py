@@ -228,6 +228,7 @@ class Rounding:
         explained: How many rows differ by what rounding explains in one step.
         by_step: The largest of these differences, as a multiple of that.
         unlike: The shape or dtype of each side, by series, where both are known and not the same.
+        precision: The distance from 1 to the next number in the coarsest dtype.
     """
 
     def __init__(self, sides: Sequence[Facts], circumstances: Circumstances, limits: Limits | None = None) -> None:
@@ -241,7 +242,7 @@ class Rounding:
         self.unlike = _unlike(*self._sides)
         known = [one.epsilon for side in self._sides for (kind, *_), one in side.items() if kind != RUN_KIND]
         floats = [epsilon for epsilon in known if epsilon is not None and epsilon <= EPSILONS["bfloat16"]]
-        self._coarsest = max(floats, default=SINGLE)
+        self.precision = max(floats, default=SINGLE)
 
     def facts(self, kind: str, row: Mapping[str, Any]) -> list[SeriesFacts]:
         """Of the series of a row, on both sides."""
@@ -289,12 +290,12 @@ class Rounding:
         facts = self.facts(kind, left)[0]
         vector = len(facts.shape or ()) == 1
         scales = _Scales(rows, left.get(ELEMENTS) or facts.elements, (1.0 if vector else OF_OTHERS) * others, ndigits)
-        epsilon = self._coarsest if facts.epsilon is None else max(self._coarsest, facts.epsilon)
+        epsilon = self.precision if facts.epsilon is None else max(self.precision, facts.epsilon)
         if facts.dtype and facts.epsilon is None:  # whole numbers, whose sums alone are rounded
             epsilon = SINGLE
         if kind in WEIGHTS:
             updates = left["step"] - self._begun + (kind != WEIGHTS[0] or left["step"] > self._begun)
-            epsilon = (facts.epsilon or self._coarsest) + (OF_UPDATES * self._coarsest if updates else 0.0)
+            epsilon = (facts.epsilon or self.precision) + (OF_UPDATES * self.precision if updates else 0.0)
             scales.slack = UPDATES * self.circumstances.rate * updates if vector else 0.0
         if kind == RUN_KIND:
             scales.least = LEAST_LOGGED

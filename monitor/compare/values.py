@@ -149,6 +149,7 @@ class Compared:
         counted: The kinds of rows that were on both sides.
         steps: Of runs, the first and the last step that both have.
         seen: Of runs, how large differences were, by kind and name (``tolerances.Rounding``).
+        precision: Of runs, the distance from 1 to the next number in their coarsest dtype.
     """
 
     tensors: int
@@ -162,6 +163,7 @@ class Compared:
     counted: tuple[str, ...] = ()
     steps: tuple[int, int] = (0, 0)
     seen: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    precision: float = 0.0
 
     @property
     def different(self) -> int:

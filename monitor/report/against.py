@@ -19,7 +19,6 @@ from monitor.compare.sides import ALL_RANKS, rank_name
 from monitor.compare.values import ALONE, Compared, ComparisonError, Finding
 from monitor.merge.execution import is_url
 from monitor.report import aligned
-from monitor.report.aligned import AlignedKind, AlignedNumbers, PairGrid, SeriesKey, codes_of, shown_op
 from monitor.report.checks import CheckResult
 from monitor.report.facts import FEWEST_BINS, MOST_BINS, NOT_PICTURED, Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
@@ -55,12 +54,14 @@ class OtherRun:
         """Check what can be checked before anything is read.
 
         Raises:
-            ComparisonError: One of the runs is no directory.
+            ComparisonError: One of the runs is no directory, or they are the same one.
         """
         if is_url(run):
             raise ComparisonError(f"{run} is a URL. --against compares directories: copy the merged set first.")
         if not path.is_dir():
             raise ComparisonError(f"{path} is no directory. Name the output of a run, or a merged set: --against DIR.")
+        if path.resolve() == Path(run).resolve() and len(how.jobs) < 2:
+            raise ComparisonError(f"{path} is the run itself. Name another one, or one of its jobs: --against-job ID.")
         return cls(str(path), how)
 
     def compared_with(self, facts: Facts) -> Against:
@@ -72,7 +73,7 @@ class OtherRun:
         series = sum(len(rows.series) for rows in facts.kinds.values())
         most = max(FEWEST_BINS, min(MOST_BINS, MOST_PAIRS // max(series, 1)))
         axis = Axis(facts.axis.steps, max(min(len(facts.axis.steps), most), 1))
-        numbers = AlignedNumbers(axis, only_shown=series > MOST_ROWS)
+        numbers = aligned.AlignedNumbers(axis, only_shown=series > MOST_ROWS)
         return Against(self.path, facts.path, compare(Path(self.path), Path(facts.path), self.how, numbers), numbers)
 
 
@@ -88,7 +89,12 @@ class Against:
     other: str
     run: str
     compared: Compared
-    numbers: AlignedNumbers
+    numbers: aligned.AlignedNumbers
+
+    @property
+    def same(self) -> float:
+        """See ``aligned.same_of``."""
+        return aligned.same_of(self.compared.precision)
 
     @property
     def check(self) -> CheckResult:
@@ -107,7 +113,7 @@ class Against:
         compared, first = self.compared, self.compared.first
         if compared.is_empty:
             return "There is no tensor that both runs have in the same step."
-        rounded = f"differ by rounding, by at most {compared.most_rounded:.2g} times that of one step"
+        rounded = f"differ by rounding, by at most {_rounded(compared.most_rounded, 2):,g} times that of one step"
         if first is not None:
             tensors = len(_firsts(compared.findings))
             more = f" {tensors:,} tensors differ." if tensors > 1 else ""
@@ -146,7 +152,7 @@ class Against:
             "notes": list(compared.notes),
         }
 
-    def _listed(self, key: SeriesKey, one: Finding) -> dict[str, Any]:
+    def _listed(self, key: aligned.SeriesKey, one: Finding) -> dict[str, Any]:
         place = _place(one)
         size = one.rounding if math.isfinite(one.rounding) and one.difference is not None else None
         is_value = one.difference is not None and math.isfinite(one.difference.relative)
@@ -188,7 +194,7 @@ class Against:
             "last": axis.last.tolist(),
             "atStep": None if first is None else first.step,
             "at": 0 if first is None else self._column(first.step),
-            "codes": {"least": aligned.LEAST, "alone": aligned.ALONE, "infinite": aligned.NOT_FINITE},
+            "codes": {"least": aligned.LEAST, "alone": aligned.ALONE, "infinite": aligned.NOT_FINITE, "same": self.same},
             "kinds": kinds,
             "tensors": [[kinds.index(one.key.kind), one.key.name, one.op] for one in drawn],
             "cells": model.put(cells),
@@ -206,26 +212,26 @@ class Against:
         for kind, rows in self.numbers.kinds.items():
             if kind in NOT_PICTURED:
                 continue
-            op = shown_op(kind, list(rows.grids))
+            op = aligned.shown_op(kind, list(rows.grids))
             size = len(rows.orders), self.numbers.axis.bins
-            grid = rows.grid(op, size[1]) if op else PairGrid.empty(*size)
+            grid = rows.grid(op, size[1]) if op else aligned.PairGrid.empty(*size)
             alone = np.zeros((len(grid.apart), size[1]), np.bool_)
             for number, columns in rows.alone.items():
                 alone[number, sorted(columns)] = True
-            codes = codes_of(grid, alone)
+            codes = aligned.codes_of(grid, alone, self.same)
             for key, number in rows.numbers.items():
                 one = slice(number, number + 1)
                 yield DrawnSeries(_shown(key, rows), op, rows.orders[number], grid.numbers[one], codes[one])
 
-    def _places(self, model: Model, rows: dict[SeriesKey, int]) -> Iterator[dict[str, Any]]:
+    def _places(self, model: Model, rows: dict[aligned.SeriesKey, int]) -> Iterator[dict[str, Any]]:
         """The tensors that differ, by their first step. If the heat map lacks the tensor or the op, it has its own numbers."""
         room = MOST_PAIRS
         for key, one in list(_firsts(self.compared.findings).items())[:MOST_PLACES]:
-            kind = self.numbers.kinds.get(key.kind, AlignedKind())
+            kind = self.numbers.kinds.get(key.kind, aligned.AlignedKind())
             shown = _shown(key, kind)
             listed = {**self._listed(shown, one), "at": self._column(one.step), "row": rows.get(shown), "lines": None}
-            number, op = kind.numbers.get(key), one.op or shown_op(key.kind, list(kind.grids))
-            is_drawn = listed["row"] is not None and op == shown_op(key.kind, list(kind.grids))
+            number, op = kind.numbers.get(key), one.op or aligned.shown_op(key.kind, list(kind.grids))
+            is_drawn = listed["row"] is not None and op == aligned.shown_op(key.kind, list(kind.grids))
             if number is not None and op in kind.grids and not is_drawn and room > 0:
                 grid = kind.grid(op, self.numbers.axis.bins)
                 listed["lines"], listed["op"] = model.put(_narrow(grid.numbers[number])), op
@@ -240,23 +246,23 @@ class Against:
 class DrawnSeries:
     """A row of the heat map. Numbers have the shape ``(1, 2, columns)``, and cells ``(1, columns)``."""
 
-    key: SeriesKey
+    key: aligned.SeriesKey
     op: str
     order: int
     numbers: aligned.Floats
     cells: Codes
 
 
-def series_of(finding: Finding) -> SeriesKey:
+def series_of(finding: Finding) -> aligned.SeriesKey:
     """The tensor that a finding is of."""
     match = _NAMED.fullmatch(finding.name)
     assert match is not None
     if finding.rank == rank_name(ALL_RANKS) and match[2]:  # a whole tensor has no stage, so that its name begins with a number
-        return SeriesKey(match[1], 0, f"{match[2]}:{match[3]}")
-    return SeriesKey(match[1], int(match[2] or 0), match[3])
+        return aligned.SeriesKey(match[1], 0, f"{match[2]}:{match[3]}")
+    return aligned.SeriesKey(match[1], int(match[2] or 0), match[3])
 
 
-def _shown(key: SeriesKey, rows: AlignedKind) -> SeriesKey:
+def _shown(key: aligned.SeriesKey, rows: aligned.AlignedKind) -> aligned.SeriesKey:
     """With its stage in the name, if the kind has several."""
     several = any(one.stage for one in rows.numbers)
     return key._replace(name=f"{key.stage}:{key.name}") if several else key
@@ -267,9 +273,9 @@ def _place(one: Finding) -> Place:
     return Place(one.step, None if rank is None else int(rank[0]), key.kind, key.name)
 
 
-def _firsts(findings: Sequence[Finding]) -> dict[SeriesKey, Finding]:
+def _firsts(findings: Sequence[Finding]) -> dict[aligned.SeriesKey, Finding]:
     """Of each tensor the first finding."""
-    found: dict[SeriesKey, Finding] = {}
+    found: dict[aligned.SeriesKey, Finding] = {}
     for one in findings:
         found.setdefault(series_of(one), one)
     return found

@@ -35,8 +35,10 @@ ALONE: Final = LEAST + 2 * (LEVELS + 1)
 """One of the runs has no such row."""
 NOT_FINITE: Final = ALONE + 1
 
-DECADES: Final = 5
-"""A ratio of 1 + 0.00001 and less is shown as the same. From there to a factor of 2 the scale is logarithmic."""
+SAME: Final = 1e-5
+"""Logarithms of a ratio up to this are shown as the same. From there to 1, a factor of 2, the scale is logarithmic."""
+OF_PRECISION: Final = 0.25
+"""The share of the precision that rounding may change in one step, which is shown as the same, too."""
 
 
 class SeriesKey(NamedTuple):
@@ -186,18 +188,24 @@ def _apart(left: float, right: float) -> float:
     return abs(math.log2(abs(right)) - math.log2(abs(left)))
 
 
-def codes_of(grid: PairGrid, alone: Flags) -> Codes:
+def same_of(precision: float) -> float:
+    """The logarithm of a ratio, base 2, up to which it is shown as the same."""
+    return max(SAME, OF_PRECISION * precision)
+
+
+def codes_of(grid: PairGrid, alone: Flags, same: float) -> Codes:
     """The cells of the heat map.
 
     Args:
         alone: Where one side has no row, shape ``(series, columns)``.
+        same: See ``same_of``.
     """
     left, right = grid.numbers[:, 0], grid.numbers[:, 1]
     with np.errstate(all="ignore"):
         ratio = np.log2(np.abs(right)) - np.log2(np.abs(left))
         ratio = np.where(np.sign(left) * np.sign(right) < 0, np.inf, np.abs(ratio))
         ratio = np.where(left == right, 0, ratio)
-        level = np.clip(np.rint(LEVELS * (np.log10(ratio) / DECADES + 1)), 0, LEVELS)
+        level = np.clip(np.rint(LEVELS * (1 - np.log(ratio) / np.log(same))), 0, LEVELS)
         codes = LEAST + 2 * np.nan_to_num(level) + (right < left)
     codes = np.where(np.isfinite(left) & np.isfinite(right), codes, NOT_FINITE)
     codes = np.where(grid.apart < 0, NOT_COMPARED, codes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -58,6 +59,9 @@ def monitor_report(
     against: Annotated[
         Path | None, typer.Option(metavar="OTHER", help="A run that RUN is compared with, such as the last good one.")
     ] = None,
+    other_job: Annotated[
+        str | None, typer.Option("--against-job", metavar="ID", help="The same as --job, of OTHER.", show_default=False)
+    ] = None,
     names: Annotated[
         list[str] | None,
         typer.Option("--map", metavar="FROM=TO", help="Names of OTHER that RUN has otherwise, such as 'model.*=*'."),
@@ -93,7 +97,7 @@ def monitor_report(
     try:
         path = _path(run, output, as_json)
         how = How(whole=whole, names=names or (), limits=None if limits is None else Limits.read(limits))
-        other = _other(run, against, how)
+        other = _other(run, against, how, [one for one in (other_job, job) if one is not None])
         with _shown(errors, as_json) as progress, facts.facts_of(run, job, events, workers, progress) as found:
             compared = None if other is None else other.compared_with(found)
             checks = [*checks_of(found), *([] if compared is None else [compared.check])]
@@ -129,7 +133,7 @@ def _path(run: str, output: Path | None, as_json: bool) -> Path | None:
     return Path(REPORT_FILE) if is_url(run) else Path(run) / REPORT_FILE
 
 
-def _other(run: str, against: Path | None, how: How) -> OtherRun | None:
+def _other(run: str, against: Path | None, how: How, jobs: Sequence[str]) -> OtherRun | None:
     """The run to compare with, if one is named.
 
     Raises:
@@ -137,7 +141,7 @@ def _other(run: str, against: Path | None, how: How) -> OtherRun | None:
     """
     if against is None and how != How():
         raise ComparisonError("--map, --tolerances, --whole and --ranks are for a comparison. Name a run: --against OTHER.")
-    return None if against is None else OtherRun.of(run, against, how)
+    return None if against is None else OtherRun.of(run, against, replace(how, jobs=jobs))
 
 
 def _write(path: Path, page: bytes) -> None:

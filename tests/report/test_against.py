@@ -188,7 +188,7 @@ def test_a_ratio_is_a_colour_by_its_logarithm_and_its_side(tmp_path: Path) -> No
     other, run = pair(tmp_path, doubled(factor=0.99))
     section, _, model = against(other, run)
     found = cells(section, model)[row_of(section, "actv", NAME)]
-    level = round(aligned.LEVELS * (np.log10(-np.log2(0.99)) / aligned.DECADES + 1))
+    level = round(aligned.LEVELS * (1 - np.log(-np.log2(0.99)) / np.log(aligned.SAME)))
     assert found[:WHEN].tolist() == [aligned.LEAST] * WHEN
     assert found[WHEN:].tolist() == [aligned.LEAST + 2 * level + 1] * (STEPS - WHEN)
 
@@ -201,7 +201,7 @@ def test_a_column_keeps_the_pair_of_its_steps_that_is_furthest_apart() -> None:
     grid = watcher.kinds["actv"].grids["norm"]
     assert grid.numbers[0, :, :3].T.tolist() == [[1.0, 0.5], [2.0, 2.5], [3.0, 0.0]]
     assert np.isnan(grid.numbers[0, :, 3:]).all()
-    codes = aligned.codes_of(grid, np.zeros((len(grid.apart), 5), bool))[0].tolist()
+    codes = aligned.codes_of(grid, np.zeros((len(grid.apart), 5), bool), aligned.SAME)[0].tolist()
     most = aligned.LEAST + 2 * aligned.LEVELS
     assert (codes[0], codes[2], codes[3:]) == (most + 1, most + 1, [aligned.NOT_COMPARED] * 2)
     assert aligned.LEAST < codes[1] < most
@@ -285,6 +285,26 @@ def test_exit_status_and_json_have_the_comparison(tmp_path: Path) -> None:
     assert not (run / "report.html").exists()
 
 
+def test_two_jobs_of_one_directory_are_compared(tmp_path: Path) -> None:
+    for job, value in (("1" * 32, 1.0), ("2" * 32, 2.0)):
+        one = RecordedRank(tmp_path, 0, 1, "parquet", job=job, suffix=job[:8])
+        for step in range(20):
+            one.write(step, {"grad_reduced": [Measured("w", [value])]})
+        one.close()
+    both = tmp_path, "--job", "22", "--against", tmp_path
+    assert reported(*both)[0] == 2
+    outcome = CliRunner().invoke(app, [*map(str, both), "--against-job", "11", "--json"])
+    (differing,) = json.loads(outcome.output)["against"]["differing"]
+    assert (outcome.exit_code, differing["step"], differing["relative"]) == (1, 0, 0.5)
+
+
+def test_rounding_of_the_precision_has_the_colour_of_the_same() -> None:
+    grid = aligned.PairGrid(np.array([[[1.0, 1.0], [1.001, 1.01]]]), np.zeros((1, 2), np.float32))
+    alone = np.zeros((1, 2), bool)
+    assert [aligned.codes_of(grid, alone, aligned.same_of(2.0**-7))[0, at] > aligned.LEAST for at in (0, 1)] == [False, True]
+    assert (aligned.codes_of(grid, alone, aligned.same_of(2.0**-23)) > aligned.LEAST).all()
+
+
 def test_a_run_that_is_the_same_as_a_healthy_one_is_healthy(tmp_path: Path) -> None:
     other, run = pair(tmp_path)
     status, said = reported(run, "--against", other)
@@ -297,9 +317,10 @@ def test_a_run_that_is_the_same_as_a_healthy_one_is_healthy(tmp_path: Path) -> N
     ("arguments", "says"),
     [
         (["--against", "nowhere"], "nowhere is no directory. Name the output of a run, or a merged set: --against DIR."),
+        (["--against", "run"], "run is the run itself. Name another one"),
         (["--against", "empty"], "empty holds neither a precision dump nor a monitored run"),
-        (["--against", "run", "--map", "nothing"], "--map is 'nothing'"),
-        (["--against", "run", "--tolerances", "bad.json"], "bad.json has no limits that can be used"),
+        (["--against", "other", "--map", "nothing"], "--map is 'nothing'"),
+        (["--against", "other", "--tolerances", "bad.json"], "bad.json has no limits that can be used"),
         (["--map", "a=b"], "Name a run: --against OTHER."),
         (["--whole"], "Name a run: --against OTHER."),
     ],
@@ -311,6 +332,7 @@ def test_what_cannot_be_compared_ends_with_2_and_writes_no_page(
     Path("empty").mkdir()
     Path("bad.json").write_text("{}")
     record(Path("run"), steps=3)
+    record(Path("other"), steps=3)
     status, said = reported("run", *arguments)
     assert (status, says in said) == (2, True), said
     assert not Path("run/report.html").exists()

@@ -112,10 +112,10 @@ class Against extends Report {
   }
 
   legend() {
-    const { least, alone, infinite } = this.data.codes, levels = Array.from({ length: alone - least >> 1 }, (_, level) => least + 2 * level)
+    const { least, alone, infinite, same } = this.data.codes, levels = Array.from({ length: alone - least >> 1 }, (_, level) => least + 2 * level)
     $('against-legend').replaceChildren()
     const add = (codes, width, text) => sample($('against-legend'), this.colours, codes, width, text)
-    add([...levels.map(code => code + 1).reverse(), ...levels], 200, 'half or less … the same (to 0.001 %) … double or more, by a logarithmic scale')
+    add([...levels.map(code => code + 1).reverse(), ...levels], 200, `half or less … the same, to ${number(Number((100 * (2 ** same - 1)).toPrecision(2)))} % … double or more, by a logarithmic scale`)
     add([infinite], 14, 'NaN or infinite')
     add([alone], 14, 'one run alone has it')
     add([0], 14, 'not compared')
