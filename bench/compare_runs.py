@@ -5,8 +5,10 @@
 A small Llama trains for real, recorded whole: in one process, compiled, and on two ranks under DistributedDataParallel, FSDP2,
 tensor parallelism and a pipeline. Each run with a planted change is compared with the healthy run in one process, whose
 micro-batches have their samples in another order. ``right``: the comparison names first what the catalogue expects;
-``near``: another tensor of the same layer or kind in the same step; ``missed``: anything else. Healthy pairs should be the
-same. Runs of several ranks are merged, and their merged sets are compared.
+``near``: another tensor of the same layer or kind in the same step, or a place that the catalogue explains; ``missed``:
+anything else. Healthy pairs should be the same. Runs of several ranks are merged, and their merged sets are compared.
+
+Faults from public threads (``--public``) are changes as well. Some need another healthy training, such as one with experts.
 
 The exit status is 0 if no healthy pair differs, no change is missed, and nine in ten are right.
 """
@@ -20,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import combinations
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,6 +37,7 @@ import torch._functorch.aot_autograd  # with this import, a compiled run need no
 from forks import record, run_all, said_in
 from layouts import LAYOUTS
 from planted import CHANGES, Change
+from public_faults import FAULTS, GITHUB
 from tables import Progress, aligned, save
 from trained import Setting
 from typer.testing import CliRunner
@@ -49,6 +53,8 @@ RIGHT = 0.9
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
+
+ALL_CHANGES = [*CHANGES, *FAULTS]
 
 FIRST = re.compile(r"^first: step (\d+), ([^:]*): (\w+/)(?:\d+:)?([\w.:]+?)(?:[:,]? |:?$)", re.MULTILINE)
 EXPECTED_OF_A_MERGE = ("job", "ranks", "steps", "rows", "written", "notes")
@@ -74,6 +80,7 @@ class Outcome:
         what: The change, or the pair.
         found: The step and the name that are found first, or what went wrong.
         verdict: ``right``, ``near`` or ``missed``; ``same`` or ``false alarm``; ``failed`` if there was nothing to compare.
+        source: The address of the thread of a public fault.
     """
 
     what: str
@@ -81,6 +88,7 @@ class Outcome:
     expected: str
     found: str
     verdict: str
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +103,13 @@ class Bench:
     dtype: str = "float32"
 
     def reference(self, change: Change) -> Setting:
-        return Setting(dtype=self.dtype, tied=change.tied)
+        return Setting(dtype=self.dtype, tied=change.tied, variant=change.variant)
 
     def healthy(self, setting: Setting) -> Path:
         return self.base / "healthy" / setting.name
 
     def changed(self, change: Change) -> Path:
-        return self.base / "planted" / re.sub(r"\W+", "-", f"{change.layout} {change.name}")
+        return self.base / ("public" if change.source else "planted") / re.sub(r"\W+", "-", f"{change.layout} {change.name}")
 
     def record_healthy(self, setting: Setting) -> str:
         """Record and merge a run. Returns what went wrong, or nothing."""
@@ -117,16 +125,16 @@ class Bench:
 
     def judge_change(self, number: int) -> Outcome:
         """Record a run with a change, and compare it with the healthy run in one process."""
-        change = CHANGES[number]
+        change = ALL_CHANGES[number]
         directory, setting = self.changed(change), replace(self.reference(change), layout=change.layout, permuted=True)
-        expected = change.expected[0]
+        outcome = partial(Outcome, change.name, change.layout, change.expected[0], source=change.source)
         failed = record(setting, change.plant, directory)
         if failed:
-            return Outcome(change.name, change.layout, expected, failed, "failed")
+            return outcome(found=failed, verdict="failed")
         _in_a_process(lambda: _merge(directory), directory / "merge.log")
         said = self._compared(self.healthy(self.reference(change)), directory, setting.ranks > 1)
         found = first(said)
-        return Outcome(change.name, change.layout, expected, found or _shortened(said), _verdict(change, found))
+        return outcome(found=found or _shortened(said), verdict=_verdict(change, found))
 
     def judge_pair(self, pair: Pair) -> Outcome:
         left, right = self.healthy(pair.left), self.healthy(pair.right)
@@ -195,7 +203,7 @@ def _shortened(said: str) -> str:
 def _verdict(change: Change, found: str) -> str:
     if found in change.expected:
         return "right"
-    return "near" if any(_is_near(found, one) for one in change.expected) else "missed"
+    return "near" if found in change.near or any(_is_near(found, one) for one in change.expected) else "missed"
 
 
 def _is_near(found: str, expected: str) -> bool:
@@ -222,7 +230,7 @@ def oddities(directory: Path) -> Iterator[str]:
 
 
 def healthy_pairs() -> list[Pair]:
-    """Layouts, dtypes, seeds, orders of samples and numbers of micro-batches."""
+    """Layouts, dtypes, seeds, orders of samples, numbers of micro-batches and variants of the training."""
     pairs = [
         Pair(Setting(left, dtype), Setting(right, dtype))
         for dtype in ("float32", "mixed")
@@ -238,6 +246,8 @@ def healthy_pairs() -> list[Pair]:
         for parts in (1, 4)
         if (layout, parts) != ("pp", 1)
     ]
+    varied = dict.fromkeys((fault.variant, fault.layout) for fault in FAULTS if fault.variant)
+    pairs += [Pair(Setting(variant=one), Setting(layout, permuted=True, variant=one)) for one, layout in varied]
     return pairs
 
 
@@ -254,26 +264,36 @@ def main() -> int:
 
 
 def run(bench: Bench, options: argparse.Namespace) -> int:
-    pairs = [pair for pair in healthy_pairs() if not options.planted and re.search(options.only, pair.name)]
-    numbers = [
-        at for at, one in enumerate(CHANGES) if not options.healthy and re.search(options.only, f"{one.layout} {one.name}")
-    ]
+    pairs, numbers = chosen(options)
     settings = [each for pair in pairs for each in (pair.left, pair.right)]
-    settings += [bench.reference(CHANGES[at]) for at in numbers]
+    settings += [bench.reference(ALL_CHANGES[at]) for at in numbers]
     settings += [replace(each, layout="single", permuted=False) for each in settings]
     settings = list(dict.fromkeys(settings))
     progress = Progress()
     failed = all_of("healthy runs", bench.record_healthy, settings, options.workers, progress)
     differ = all_of("weights", bench.judge_weights, settings, options.workers, progress)
-    planted = all_of("planted changes", bench.judge_change, numbers, options.workers, progress)
+    changed = all_of("planted changes", bench.judge_change, numbers, options.workers, progress)
     healthy = all_of("healthy pairs", bench.judge_pair, pairs, options.workers, progress)
     progress.end()
     for setting, *wrong in zip(settings, failed, differ, strict=True):
         for one in (*filter(None, wrong), *oddities(bench.healthy(setting))):
             print(f"{setting.name}: {one}")
-    print_tables(planted, healthy)
-    save(options.json, {"planted": [asdict(one) for one in planted], "healthy": [asdict(one) for one in healthy]})
-    return int(any(failed) or any(differ) or not holds(planted, healthy))
+    planted, public = ([one for one in changed if bool(one.source) is is_public] for is_public in (False, True))
+    print_tables(planted, public, healthy)
+    parts = {"planted": planted, "public": public, "healthy": healthy}
+    save(options.json, {part: [asdict(one) for one in found] for part, found in parts.items()})
+    return int(any(failed) or any(differ) or not holds(changed, healthy))
+
+
+def chosen(options: argparse.Namespace) -> tuple[list[Pair], list[int]]:
+    """The healthy pairs and the numbers of the changes that the options choose. Without options these are all."""
+    everything = not (options.healthy or options.planted or options.public)
+    pairs = healthy_pairs() if options.healthy or everything else []
+    numbers = list(range(len(CHANGES))) if options.planted or everything else []
+    numbers += range(len(CHANGES), len(ALL_CHANGES)) if options.public or everything else []
+    names = {number: f"{ALL_CHANGES[number].layout} {ALL_CHANGES[number].name}" for number in numbers}
+    only = re.compile(options.only)
+    return [pair for pair in pairs if only.search(pair.name)], [number for number in numbers if only.search(names[number])]
 
 
 def all_of(stage: str, work: Callable[[Item], Found], items: Sequence[Item], workers: int, progress: Progress) -> list[Found]:
@@ -285,15 +305,24 @@ def all_of(stage: str, work: Callable[[Item], Found], items: Sequence[Item], wor
         return [future.result() for future in futures]
 
 
-def print_tables(planted: Sequence[Outcome], healthy: Sequence[Outcome]) -> None:
+def print_tables(planted: Sequence[Outcome], public: Sequence[Outcome], healthy: Sequence[Outcome]) -> None:
     if planted:
         rows = [[one.what, one.layout, one.expected, one.found, one.verdict] for one in planted]
         print(f"\n{aligned(('change', 'layout', 'expected', 'found first', ''), rows, 5)}\n")
         print(", ".join(f"{number} {verdict}" for verdict, number in counted(planted).items()))
+    if public:
+        rows = [[one.what, thread(one.source), one.layout, one.expected, one.found, one.verdict] for one in public]
+        print(f"\n{aligned(('fault', 'thread', 'layout', 'expected', 'found first', ''), rows, 6)}\n")
+        print(", ".join(f"{number} {verdict}" for verdict, number in counted(public).items()))
     if healthy:
         rows = [[one.what, one.layout, one.verdict, one.found] for one in healthy]
         print(f"\n{aligned(('one', 'other', '', 'found first'), rows, 4)}\n")
         print(", ".join(f"{number} {verdict}" for verdict, number in counted(healthy).items()))
+
+
+def thread(address: str) -> str:
+    """Its name, such as ``owner/repo#7``."""
+    return re.sub(r"/(pull|issues)/", "#", address.removeprefix(GITHUB))
 
 
 def counted(outcomes: Sequence[Outcome]) -> dict[str, int]:
@@ -301,10 +330,10 @@ def counted(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return {verdict: verdicts.count(verdict) for verdict in sorted(set(verdicts))}
 
 
-def holds(planted: Sequence[Outcome], healthy: Sequence[Outcome]) -> bool:
-    right, alarms = counted(planted).get("right", 0), counted(healthy).get("false alarm", 0)
-    found = all(one.verdict in ("right", "near") for one in planted)
-    return found and right >= RIGHT * len(planted) and not alarms
+def holds(changed: Sequence[Outcome], healthy: Sequence[Outcome]) -> bool:
+    right, alarms = counted(changed).get("right", 0), counted(healthy).get("false alarm", 0)
+    found = all(one.verdict in ("right", "near") for one in changed)
+    return found and right >= RIGHT * len(changed) and not alarms
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -312,6 +341,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="PATTERN", help="only changes and pairs whose names match")
     parser.add_argument("--healthy", action="store_true", help="only healthy pairs")
     parser.add_argument("--planted", action="store_true", help="only planted changes")
+    parser.add_argument("--public", action="store_true", help="only faults from public threads")
     parser.add_argument(
         "--dtype", default="float32", choices=WEIGHTS, help="of runs with a change, whose catalogue is that of float32"
     )

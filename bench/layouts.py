@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from trained import RANKS, STEPS, Plant, Setting, Training
+from variants import VARIANTS
 
 import monitor
 from monitor.attaching import configured
@@ -139,6 +140,8 @@ def pipelined(training: Training) -> Callable[[int], Tensor | None]:
 def train(setting: Setting, plant: Plant | None, rank: int, directory: Path) -> None:
     """Train as one rank, recorded, and save the final weights."""
     training = Training(setting, rank)
+    if setting.variant:
+        VARIANTS[setting.variant](training)
     if plant is not None:
         plant(training)
     LAYOUTS[setting.layout](training)

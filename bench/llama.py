@@ -17,11 +17,18 @@ class Rotary(nn.Module):
         self.base, self.stretch, self.dtype = 10_000.0, 1.0, torch.float64
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        half = q.shape[-1] // 2
-        rates = self.base ** -(torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.outer(self.stretch * torch.arange(q.shape[-2], dtype=torch.float64), rates)
+        angles = self.angles(q)
         cos, sin = (part.to(self.dtype).to(q.dtype) for part in (angles.cos(), angles.sin()))
         return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+    def angles(self, q: Tensor) -> Tensor:
+        """For each position and each pair of columns: ``[positions, columns / 2]``, in float64."""
+        return torch.outer(self.stretch * torch.arange(q.shape[-2], dtype=torch.float64), self.rates(q))
+
+    def rates(self, q: Tensor) -> Tensor:
+        """Of each pair of columns, the angle from one position to the next: ``[columns / 2]``, in float64."""
+        half = q.shape[-1] // 2
+        return self.base ** -(torch.arange(half, dtype=torch.float64) / half)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -30,17 +37,22 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention. Under tensor parallelism a rank has some of the heads."""
+    """Causal attention. Under tensor parallelism a rank has some of the heads.
+
+    ``mask`` says which keys a query sees (``[queries, keys]``, True where it does), instead of all before it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         self.rotary, self.causal, self.scale = Rotary(), True, (WIDTH // HEADS) ** -0.5
+        self.mask: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = self.rotary(q, k)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scale)
+        causal = self.causal and self.mask is None
+        found = F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=causal, scale=self.scale)
         mixed: Tensor = self.o(found.transpose(1, 2).flatten(2))
         return mixed
 

@@ -26,6 +26,9 @@ class Change:
 
     Attributes:
         expected: Steps, kinds and names, such as ``3 grad_reduced/embed.weight``, of which one is found first.
+        variant: The training that is changed: a key of ``VARIANTS``, or empty.
+        source: The address of the public thread in which the change was a fault.
+        near: Other places that are found first, for a reason that the catalogue gives.
     """
 
     name: str
@@ -33,6 +36,9 @@ class Change:
     plant: Plant
     expected: tuple[str, ...]
     tied: bool = False
+    variant: str = ""
+    source: str = ""
+    near: tuple[str, ...] = ()
 
 
 # --- Changes of modules.
@@ -202,9 +208,9 @@ def stale(t: Training) -> None:
     t.at["begins", 3].append(restore)
 
 
-def own_half(t: Training) -> None:
+def own_half(name: str, t: Training) -> None:
     """Each rank's gradient of a norm is that of half of the positions, as under sequence parallelism without a reduction."""
-    norm, place = t.modules["layers.2.mlp_norm"], t.rank
+    norm, place = t.modules[name], t.rank
 
     def forward(x: Tensor) -> Tensor:
         weights = [norm.weight if half == place else norm.weight.detach() for half in range(2)]
@@ -367,7 +373,7 @@ TP: dict[str, tuple[Plant, tuple[str, ...]]] = {
     "output of an MLP not reduced": (partial(partial_output, "layers.1.mlp.down"), at(0, "actv/layers.1.mlp.down.output")),
     "attention not reduced": (partial(partial_output, "layers.2.attention.o"), at(0, "actv/layers.2.attention.o.output")),
     "gradient of a norm not reduced": (
-        own_half,
+        partial(own_half, "layers.2.mlp_norm"),
         at(0, "grad_unreduced/layers.2.mlp_norm.weight", "grad_reduced/layers.2.mlp_norm.weight"),
     ),
     "clipped by the local norm": (clipped, at(2, "grad_reduced/embed.weight", "grad_reduced/layers.0.attention.q.weight")),
@@ -408,7 +414,4 @@ PP: dict[str, tuple[Plant, tuple[str, ...]]] = {
 BY_LAYOUT = {"single": SINGLE, "ddp": DDP, "fsdp2": FSDP2, "tp": TP, "pp": PP}
 assert BY_LAYOUT.keys() <= LAYOUTS.keys()
 
-CHANGES = [
-    *(Change(name, layout, plant, where) for layout, each in BY_LAYOUT.items() for name, (plant, where) in each.items()),
-    Change("head not tied", "single", untied, at(0, "grad_unreduced/embed.weight", "grad_reduced/embed.weight"), tied=True),
-]
+CHANGES = [Change(name, layout, plant, where) for layout, each in BY_LAYOUT.items() for name, (plant, where) in each.items()]

@@ -32,6 +32,7 @@ class Setting:
         dtype: ``float32``, ``float64``, or ``mixed`` for autocast to bfloat16.
         permuted: Whether the samples of a micro-batch come in another order, so that sums round in another way.
         parts: Micro-batches of a step.
+        variant: Another training: a key of ``VARIANTS``, or empty.
     """
 
     layout: str = "single"
@@ -40,11 +41,12 @@ class Setting:
     permuted: bool = False
     parts: int = 2
     tied: bool = False
+    variant: str = ""
 
     @property
     def name(self) -> str:
         marks = [self.layout, self.dtype, f"seed{self.seed}", f"parts{self.parts}"]
-        return "-".join([*marks, *["permuted"] * self.permuted, *["tied"] * self.tied])
+        return "-".join([*marks, *["permuted"] * self.permuted, *["tied"] * self.tied, *filter(None, [self.variant])])
 
     @property
     def ranks(self) -> int:
@@ -64,12 +66,16 @@ class Training:
         modules: The modules of the whole model, by name. A layout keeps these objects.
         rates: Arguments of AdamW.
         groups: Parameters with arguments of their own, by name.
+        batches: The samples of all steps: ``[STEPS, SAMPLES, LENGTH]``.
         shift: How many positions ahead the targets are.
+        targets: The words that samples should predict, -100 where there is none.
+        mean: The loss of a micro-batch, from logits and targets.
         plan: How tensor parallelism splits modules.
         layers_of: The numbers of a stage's layers.
         built: Called with the model when it is laid out.
         tokens: The samples of this rank, from a step and a micro-batch.
         place: Which part of a micro-batch this rank has.
+        order: The order of the samples of each step.
         reduces: Whether a micro-batch of a step reduces gradients.
         weigh: The loss that is differentiated, from a loss, a step and a micro-batch.
         at: What happens in a step: when it ``begins``, when gradients are ``reduced``, when weights are ``updated``.
@@ -89,14 +95,24 @@ class Training:
             stage * LAYERS // RANKS, (stage + 1) * LAYERS // RANKS
         )
         self.built: list[Callable[[Any], object]] = []
-        self.tokens: Callable[[int, int], Tensor] = self._tokens
+        self.tokens: Callable[[int, int], Tensor] = lambda step, part: self.share(self.batches[step], part)
+        self.targets: Callable[[Tensor], Tensor] = lambda tokens: tokens.roll(-self.shift, 1)
+        self.mean: Callable[[Tensor, Tensor], Tensor] = lambda logits, targets: F.cross_entropy(logits, targets) / setting.parts
         self.weigh: Callable[[Tensor, int, int], Tensor] = lambda loss, _step, _part: loss
         self.shift, self.place = 1, rank if setting.data_ranks > 1 else 0
         self.reduces: Callable[[int, int], bool] = lambda _step, part: part == setting.parts - 1
         self.at: dict[tuple[str, int], list[Event]] = defaultdict(list)
         self.optimizer: Any = None
         self._whole = [name for name, _ in self.model.named_parameters()]
-        self._batches = _batches(setting)
+        self.order = _order(setting)
+        self.batches = _batches(setting)[:, self.order]
+
+    def install(self, name: str, module: Any) -> None:
+        """Put another module into the place of one."""
+        parent, _, own = name.rpartition(".")
+        setattr(self.modules[parent], own, module)
+        self.modules = dict(self.model.named_modules())
+        self._whole = [name for name, _ in self.model.named_parameters()]
 
     def parameter(self, name: str) -> Any:
         """The parameter of a name, as the layout has made it."""
@@ -113,8 +129,8 @@ class Training:
             event()
 
     def loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """The mean over tokens, divided by the number of micro-batches."""
-        return F.cross_entropy(logits.flatten(0, 1), tokens.roll(-self.shift, 1).flatten()) / self.setting.parts
+        """The mean over tokens, divided by the number of micro-batches, unless ``mean`` is another."""
+        return self.mean(logits.flatten(0, 1), self.targets(tokens).flatten())
 
     def optimize(self) -> None:
         """Make the optimizer."""
@@ -130,8 +146,9 @@ class Training:
         """Final weights of this rank; every rank calls it, as DTensors are gathered."""
         return {name: whole(one.detach()).double() for name, one in self.parameters().items()}
 
-    def _tokens(self, step: int, part: int) -> Tensor:
-        return self._batches[step].chunk(self.setting.parts)[part].chunk(self.setting.data_ranks)[self.place]
+    def share(self, batch: Tensor, part: int) -> Tensor:
+        """The samples of a batch that this rank has in a micro-batch."""
+        return batch.chunk(self.setting.parts)[part].chunk(self.setting.data_ranks)[self.place]
 
 
 def whole(one: Tensor) -> Tensor:
@@ -143,13 +160,16 @@ def local(one: Tensor) -> Tensor:
 
 
 def _batches(setting: Setting) -> Tensor:
-    """The samples of all steps. Another order moves samples within their micro-batch alone."""
-    tokens = torch.randint(WORDS, (STEPS, SAMPLES, LENGTH), generator=torch.Generator().manual_seed(100 + setting.seed))
+    """The samples of all steps."""
+    return torch.randint(WORDS, (STEPS, SAMPLES, LENGTH), generator=torch.Generator().manual_seed(100 + setting.seed))
+
+
+def _order(setting: Setting) -> Tensor:
+    """The order of the samples of a step. Another one moves samples within their micro-batch alone."""
     if not setting.permuted:
-        return tokens
+        return torch.arange(SAMPLES)
     order, size = torch.Generator().manual_seed(1), SAMPLES // setting.parts
-    moved = [part * size + torch.randperm(size, generator=order) for part in range(setting.parts)]
-    return tokens[:, torch.cat(moved)]
+    return torch.cat([part * size + torch.randperm(size, generator=order) for part in range(setting.parts)])
 
 
 def _plan() -> dict[str, Any]:

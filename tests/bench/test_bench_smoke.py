@@ -308,16 +308,19 @@ def test_host_cost_prints_the_cost_of_a_row_and_writes_all_figures_to_a_file(tmp
     assert {one["rows"] for one in found} == {found[-1]["rows"]}
 
 
-def test_compare_runs_finds_a_planted_change_and_a_healthy_pair(tmp_path: Path) -> None:
+def test_compare_runs_finds_a_planted_change_a_public_fault_and_a_healthy_pair(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     # An interpreter of its own: threads of Arrow do not survive the forks that ranks are.
-    options = ["--only", "^single epsilon of a norm|^pp-names-float32.*permuted", "--keep", str(tmp_path / "runs")]
+    only = "^single epsilon of a norm|^single gradients not set to zero|^pp-names-float32.*permuted"
+    options = ["--only", only, "--keep", str(tmp_path / "runs")]
     program = [sys.executable, str(BENCH / "compare_runs.py"), *options, "--json", str(figures)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    planted, healthy = cells_of(done.stdout)[0], cells_of(done.stdout)[-1]
+    planted, _, public, *_, healthy = cells_of(done.stdout)
     found = json.loads(figures.read_text())
     expected = "0 actv/layers.1.mlp_norm.output"
     assert planted == ["epsilon of a norm", "single", expected, expected, "right"]
+    expected = "1 grad_unreduced/head.weight"
+    assert public == ["gradients not set to zero", "deepspeedai/DeepSpeed#7839", "single", expected, expected, "right"]
     assert healthy[2] == found["healthy"][0]["verdict"] == "same"
     assert (tmp_path / "runs" / "planted" / "single-epsilon-of-a-norm" / "merged" / "report.json").exists()
