@@ -74,6 +74,8 @@ class RowComparison:
         """
         if kind == GRADIENT_KINDS[0] and self.sides[0].is_of_another_framework(self.sides[1]):
             tables = [_of_first_micro_step(table) for table in tables]
+        for side, table in zip(self.sides, tables, strict=True):
+            side.begins(kind, table)
         recorded = [[op for op in ops_in(table) if table[op].null_count < len(table)] for table in tables]
         shared = [op for op in recorded[0] if op in recorded[1]]
         if all(map(len, tables)):

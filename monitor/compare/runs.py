@@ -11,8 +11,8 @@ from typing import Final
 import pyarrow.compute as pc
 
 from monitor.compare.names import NameRules
-from monitor.compare.rows import RowComparison, RowWatcher
-from monitor.compare.sides import Choice, Side
+from monitor.compare.rows import RowComparison, RowWatcher, phase_of
+from monitor.compare.sides import Choice, Side, rank_name
 from monitor.compare.tolerances import VALUE, Circumstances, Limits, Rounding, facts_of, judged
 from monitor.compare.values import ALONE, ROWS, Compared, ComparisonError, Finding
 from monitor.compare.wholes import COMBINED, LayoutComparison, WholeTensors, layouts_differ, with_same_dimensions
@@ -99,6 +99,10 @@ def _is_of_parts(finding: Finding, sides: Sequence[Side]) -> bool:
 
 
 def _found(comparison: RowComparison, steps: tuple[int, int]) -> Compared:
+    left, right = comparison.sides
+    for side, other, what, there in ((left, right, "missing", ("there", "")), (right, left, "added", ("", "there"))):
+        for step, rank, kind in side.lost_by(other, StepSpan(*steps)):
+            comparison.findings.append(Finding(step, rank_name(rank), phase_of(kind, ""), f"{kind}/*", what, *there))
     findings = sorted(comparison.findings, key=lambda finding: (finding.step, finding.order, finding.rank_order))
     rounding = comparison.rounding
     found = Compared(

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 
 from monitor.compare.names import wrapper_of
@@ -87,6 +88,7 @@ class Side:
         self._missing: list[str] = []
         self._kinds: dict[str, list[int]] = defaultdict(list)
         self._steps: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self._begun: dict[tuple[str, int], int] = {}
         self._ops: dict[str, dict[str, None]] = defaultdict(dict)
         self._texts: dict[str, dict[str, None]] = defaultdict(dict)
 
@@ -152,6 +154,20 @@ class Side:
         """It alone has rows of a kind of these ranks and steps."""
         for rank, step in places:
             self._steps[kind, rank].append(step)
+
+    def begins(self, kind: str, rows: pa.Table) -> None:
+        """It has these rows of a kind. Rows are added in order of steps."""
+        ranks, steps = rows["rank"].to_numpy(), rows["step"].to_numpy()
+        for rank in np.unique(ranks).tolist():
+            self._begun.setdefault((kind, rank), int(steps[ranks == rank].min()))
+
+    def lost_by(self, other: Side, common: StepSpan) -> Iterator[tuple[int, int, str]]:
+        """Steps, ranks and kinds: where the other side stops to have rows of a kind, among the steps that both have."""
+        for (kind, rank), steps in self._steps.items():
+            had = other._begun.get((kind, rank), common.last)
+            inside = [step for step in steps if max(had, common.first) < step <= common.last]
+            if inside:
+                yield min(inside), rank, kind
 
     def has_ops(self, kind: str, ops: Iterable[str]) -> None:
         """It alone has these ops of a kind."""

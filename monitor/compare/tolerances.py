@@ -59,7 +59,7 @@ OF_OTHERS: Final = 1 / 64
 dimension, such as of biases before a normalization, are held to the largest itself."""
 UPDATES: Final = 2.0
 """Updates of Adam by which a weight of one dimension may differ in each step. The bias of keys in attention, for one, has no
-gradient but rounding, and Adam makes whole updates of it."""
+gradient but rounding, and Adam makes whole updates of it; it may be a part of a vector that has real gradients elsewhere."""
 LEAST_LOGGED: Final = 1 / 64
 """Logged numbers may be differences of larger ones, as some losses are: smaller ones are held to this."""
 ALONE_SHARE: Final = 1 / 8
@@ -226,7 +226,7 @@ class Rounding:
         seen: By kind and name, the largest difference in the first step and in later ones, as a multiple of what rounding
             explains in one step.
         explained: How many rows differ by what rounding explains in one step.
-        by_step: The largest of these differences, as a multiple of that.
+        by_step: The largest of these differences, as a multiple of that, by kind and step.
         unlike: The shape or dtype of each side, by series, where both are known and not the same.
         precision: The distance from 1 to the next number in the coarsest dtype.
     """
@@ -234,7 +234,7 @@ class Rounding:
     def __init__(self, sides: Sequence[Facts], circumstances: Circumstances, limits: Limits | None = None) -> None:
         self.seen: dict[tuple[str, str], tuple[float, float]] = {}
         self.explained = 0
-        self.by_step: dict[int, float] = {}
+        self.by_step: dict[tuple[str, int], float] = {}
         self.circumstances, self._limits = circumstances, limits
         self._times = SUMS_OVER_RANKS if circumstances.other_layout else 1.0
         self._begun = 0 if circumstances.is_late else circumstances.first
@@ -273,7 +273,7 @@ class Rounding:
             return False
         self.explained += 1
         if kind != RUN_KIND or allowed is None:  # any number may stand in a loop's log
-            self.by_step[step] = max(self.by_step.get(step, 0.0), share)
+            self.by_step[kind, step] = max(self.by_step.get((kind, step), 0.0), share)
         return True
 
     def share(
@@ -396,13 +396,21 @@ def judged(compared: Compared, rounding: Rounding) -> Compared:
         compared: With findings in order of steps, all beyond what rounding explains in one step.
     """
     kept: list[Finding] = []
-    by_step, number = rounding.by_step, rounding.explained
-    found = {step: list(some) for step, some in itertools.groupby(compared.findings, key=lambda one: one.step)}
-    most, allowed = 0.0, GROWTH if rounding.circumstances.is_late else 1.0
-    for step in sorted({*by_step, *found}):
-        explained = [one for one in found.get(step, ()) if one.rounding <= allowed and not one.is_limited]
-        kept += [one for one in found.get(step, ()) if one not in explained]
-        within = [one.rounding for one in explained]
-        most, number = max([most, by_step.get(step, 0.0), *within]), number + len(within)
-        allowed = GROWTH * max(1.0, most)
-    return replace(compared, findings=kept, rounded=number, most_rounded=most)
+    number, largest = rounding.explained, 0.0
+    by_kind: dict[str, list[Finding]] = {kind: [] for kind, _ in rounding.by_step}
+    for finding in compared.findings:
+        by_kind.setdefault(finding.kind, []).append(finding)
+    for kind, findings in by_kind.items():
+        found = {step: list(some) for step, some in itertools.groupby(findings, key=lambda one: one.step)}
+        most, allowed = 0.0, 1.0
+        for step in sorted({*(step for one, step in rounding.by_step if one == kind), *found}):
+            if step > rounding.circumstances.first or rounding.circumstances.is_late:
+                allowed = GROWTH * max(1.0, most)
+            explained: list[Finding] = []
+            for one in found.get(step, ()):
+                (explained if one.rounding <= allowed and not one.is_limited else kept).append(one)
+            number += len(explained)
+            most = max([most, rounding.by_step.get((kind, step), 0.0), *(one.rounding for one in explained)])
+        largest = max(largest, most)
+    kept.sort(key=lambda finding: (finding.step, finding.order, finding.rank_order))
+    return replace(compared, findings=kept, rounded=number, most_rounded=largest)

@@ -172,9 +172,8 @@ class Compared:
 
     @property
     def first(self) -> Finding | None:
-        """Where they part: the first finding of something that both sides have, if there is one in the first step."""
-        begin = [one for one in self.findings if one.step == self.findings[0].step]
-        return next((one for one in begin if one.what not in ALONE), next(iter(begin), None))
+        """Where they part."""
+        return next(iter(self.findings), None)
 
     @property
     def is_empty(self) -> bool:

@@ -202,3 +202,16 @@ def test_jobs_of_one_directory_are_chosen_by_the_beginnings_of_their_ids(tmp_pat
     assert (status, "--job" in said) == (2, True), said
     assert compared(tmp_path, tmp_path, "--job", "aa", "--job", "bb")[0] == 1
     assert compared(tmp_path, tmp_path, "--job", "bb") == (0, "the same: 1 rows\n")
+
+
+@pytest.mark.parametrize(("lacks", "said"), [("b", "on the left side alone"), ("a", "on the right side alone")])
+def test_a_kind_that_is_lost_in_the_middle_is_a_difference_where_it_is_lost(tmp_path: Path, lacks: str, said: str) -> None:
+    for side in "ab":
+        one = RecordedRank(tmp_path / side, format="parquet", ops=("norm",))
+        for step in range(4):
+            moments = {"exp_avg": [Measured("w")]} if (side, step) != (lacks, 2) else {}
+            one.write(step, {"grad_reduced": [Measured("w")], **moments})
+        one.close()
+    status, output = compared(tmp_path / "a", tmp_path / "b")
+    assert status == 1
+    assert f"first: step 2, rank0: exp_avg/*: {said}" in output

@@ -108,8 +108,12 @@ def test_limits_that_somebody_has_written_hold_for_patterns_of_names(tmp_path: P
     [
         (["a"], "1 directories are named"),
         (["a", "b", "a"], "3 directories are named"),
-        (["a", "b", "--tolerance", "0", "--tolerances", "noise.json"], "--tolerance and --tolerances are both given"),
+        (["a", "b", "--tolerance", "0", "--tolerances", "noise.json"], "exclude each other. Choose one"),
+        (["a", "b", "--calibrate", "c.json", "--tolerance", "0"], "exclude each other. Choose one"),
+        (["a", "b", "--calibrate", "c.json", "--junit", "report.xml"], "--calibrate judges nothing"),
+        (["a", "b", "--tolerance", "inf"], "--tolerance is inf. Give a finite number"),
         (["a", "b", "--junit", "no/report.xml"], "there is no directory for"),
+        (["a", "b", "--junit", "."], ". is a directory. Name a file"),
         (["a", "b", "--tolerances", "none.json"], "none.json"),
     ],
 )

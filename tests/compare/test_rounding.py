@@ -282,7 +282,7 @@ CHANGES = {
     another_scale: (0, "actv/blocks.1.attention.out.input"),
     swapped: (0, "param_origin/blocks.1.up.weight"),
     another_rate: (0, "run/learning_rate.0"),
-    another_rate_of_one: (0, "param_updated/head.weight"),
+    another_rate_of_one: (0, "run/learning_rate.1"),
     another_beta: (1, "exp_avg_sq/embed.weight"),
     unscaled: (3, "actv_grad/head.output"),
     dropped: (3, "actv_grad/head.output"),
