@@ -56,7 +56,7 @@ Found = TypeVar("Found")
 
 ALL_CHANGES = [*CHANGES, *FAULTS]
 
-FIRST = re.compile(r"^first: step (\d+), ([^:]*): (\w+/)(?:\d+:)?([\w.:]+?)(?:[:,]? |:?$)", re.MULTILINE)
+FIRST = re.compile(r"^first: step (\d+), ([^:]*): (\w+/)(?:\d+:)?([\w.:*]+?)(?:[:,]? |:?$)", re.MULTILINE)
 EXPECTED_OF_A_MERGE = ("job", "ranks", "steps", "rows", "written", "notes")
 
 

@@ -11,17 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from monitor.config import AUTO
-from monitor.coordinator import manifest_format as schema
+from monitor.coordinator import manifest_format as schema, output
 from monitor.coordinator.manifest import Earlier
-from monitor.coordinator.output import (
-    OUTPUT_VARIABLE,
-    DirectoryLock,
-    RankDirectory,
-    lock_directory,
-    prepare,
-    remove_drafts,
-    timestamp_fields,
-)
 from monitor.failures import LOGGER, Failures
 from monitor.formats import FORMATS
 from monitor.sinks import recovery_of
@@ -44,13 +35,13 @@ def span_between(first: str | None, last: str | None) -> Span | None:
         return None
     span = first or BEGINNING_OF_THE_YEAR, last or END_OF_THE_YEAR
     for timestamp in span:
-        timestamp_fields(timestamp)
+        output.timestamp_fields(timestamp)
     return span
 
 
 def in_order(timestamp: str, span: Span) -> tuple[bool, tuple[int, ...]] | None:
     """A sort key that puts timestamps within ``span`` in order of time; None for a timestamp outside."""
-    moment, first, last = (timestamp_fields(one) for one in (timestamp, *span))
+    moment, first, last = (output.timestamp_fields(one) for one in (timestamp, *span))
     if first <= last:
         return (False, moment) if first <= moment <= last else None
     return (moment <= last, moment) if moment >= first or moment <= last else None
@@ -62,7 +53,7 @@ def directories(base: Path, rank: int, span: Span) -> list[Path]:
     Raises:
         OSError: ``base`` cannot be listed.
     """
-    found = [(name, RankDirectory.parse(name)) for name in os.listdir(base)]
+    found = [(name, output.RankDirectory.parse(name)) for name in os.listdir(base)]
     keyed = [(in_order(known.timestamp, span), base / name) for name, known in found if known and known.rank == rank]
     within = [(key, path) for key, path in keyed if key is not None and path.is_dir()]
     seconds = [key for key, _ in within]
@@ -136,7 +127,7 @@ class ResolvedDirectory:
     """
 
     directory: Path
-    lock: DirectoryLock | None
+    lock: output.DirectoryLock | None
     earlier: Earlier = field(default_factory=Earlier)
 
 
@@ -196,13 +187,13 @@ def resolve_rank_directory(
     taken = _reuse_earlier(choose, rank, formats, failures) if span else None
     if taken is not None and this is not None:
         taken.earlier.timeline.begins = this.start_step
-    return taken or _new(base / str(RankDirectory.new(timestamp, rank)), failures)
+    return taken or _new(base / str(output.RankDirectory.new(timestamp, rank)), failures)
 
 
 def _new(directory: Path, failures: Failures) -> ResolvedDirectory:
-    prepare(directory)
+    output.prepare(directory)
     try:
-        return ResolvedDirectory(directory, lock_directory(directory))
+        return ResolvedDirectory(directory, output.lock_directory(directory))
     except OSError as error:
         failures.report("locking the directory", error, "Another job could append to it at the same time.")
         return ResolvedDirectory(directory, None)
@@ -232,7 +223,7 @@ def _in_span(base: Path, rank: int, span: Span, recording: int, watched: schema.
 
 def _newest_alike(base: Path, rank: int, this: RestartedRun) -> Path | None:
     """The directory that a restart continues; None, with the reason logged, if it begins a new one."""
-    every = [base / name for name in os.listdir(base) if (found := RankDirectory.parse(name)) and found.rank == rank]
+    every = [base / name for name in os.listdir(base) if (found := output.RankDirectory.parse(name)) and found.rank == rank]
     alike = [(path, record) for path in every if (record := _known(path)) is not None and this.resembles(record)]
     alike.sort(key=lambda one: (*order_of(one[1]), one[0].name))
     reason = _why_anew(alike, this) if alike else _NO_OTHER if every else ""
@@ -253,7 +244,7 @@ def _why_anew(alike: Sequence[tuple[Path, schema.ManifestRecord]], this: Restart
     together = [path.name for path, other in others if moment(other.saved) > moment(record.started)]
     if together:
         both = f"{newest.name} and {together[-1]} were written at the same time, so it is not known which of them to continue"
-        return f"{both}. Give each job an output directory of its own ({OUTPUT_VARIABLE})"
+        return f"{both}. Give each job an output directory of its own ({output.OUTPUT_VARIABLE})"
     if this.start_step:
         return ""
     last = schema.newest_step(record)
@@ -293,13 +284,13 @@ def order_of(record: schema.ManifestRecord) -> tuple[float, int, int]:
 
 
 def _locked(directory: Path, rank: int, formats: Sequence[str]) -> ResolvedDirectory | None:
-    held = lock_directory(directory)
+    held = output.lock_directory(directory)
     if held is None:
         said = "[rank %d] append_output: another process, or this one, is writing %s. This rank begins a new directory."
         LOGGER.warning(said, rank, directory.name)
         return None
     try:
-        earlier = _recover_files(prepare(directory), rank, formats, held.before_ns)
+        earlier = _recover_files(output.prepare(directory), rank, formats, held.before_ns)
         held.begin()
         return ResolvedDirectory(directory, held, earlier)
     except BaseException:
@@ -308,7 +299,7 @@ def _locked(directory: Path, rank: int, formats: Sequence[str]) -> ResolvedDirec
 
 
 def _recover_files(directory: Path, rank: int, formats: Sequence[str], begun_ns: int) -> Earlier:
-    remove_drafts(directory)
+    output.remove_drafts(directory)
     record = last_manifest(directory)
     saved = (directory / schema.MANIFEST_FILE).stat().st_mtime_ns if record is not None else 0
     written, first = (formats, 0) if record is None else (record.formats, record.first_step or 0)

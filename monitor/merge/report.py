@@ -11,17 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
-from monitor.coordinator.manifest_format import (
-    THINNED,
-    StepRange,
-    StepRanges,
-    StepsRecord,
-    collected_every,
-    newest_step,
-    steps_between,
-    was_killed,
-    without_pairs,
-)
+from monitor.coordinator import manifest_format as schema
 from monitor.merge import bits
 from monitor.merge.combine import NOT_RECORDED, Disagreement, Outcome
 from monitor.merge.discovery import NO_END, RankRun, SetAside
@@ -224,14 +214,17 @@ class Report:
     def _not_closed(self) -> Iterator[dict[str, Any]]:
         """Runs that were killed or still write, and their unknown steps: up to where a later directory continues."""
         for run in self.runs:
-            after = max(newest_step(run.manifest), self._newest.get(run.directory.name, -1))
-            if was_killed(run.manifest) and steps_between(after, run.end, collected_every(run.manifest)) is not None:
+            after = max(schema.newest_step(run.manifest), self._newest.get(run.directory.name, -1))
+            if (
+                schema.was_killed(run.manifest)
+                and schema.steps_between(after, run.end, schema.collected_every(run.manifest)) is not None
+            ):
                 yield {"rank": run.rank, "directory": run.directory.name, "after": after}
 
     def _joints(self) -> Iterator[dict[str, Any]]:
         """Where a restart continued an earlier run."""
         first = self.runs[0]
-        for one in joints(first.line, collected_every(first.manifest)) if first.line else ():
+        for one in joints(first.line, schema.collected_every(first.manifest)) if first.line else ():
             yield {**one._asdict(), "redone": _spelled_steps(one.redone)}
 
     def _replaced(self) -> Iterator[dict[str, Any]]:
@@ -294,7 +287,7 @@ _LINES: Final = {
     "joints": "job {job_id:.8} continued job {continued:.8} at step {step}; known to be recorded again: {at}",
     "gaps": "rank {rank} has no {kind} at {at}",
     "dropped": "rank {rank}, {at}: {reason}",
-    "thinned": f"rank {{rank}}, {{at}}: {THINNED}",
+    "thinned": f"rank {{rank}}, {{at}}: {schema.THINNED}",
     "not_closed": "rank {rank}, {directory}: not ended cleanly, or still writing; steps after {after} may be missing",
     "duplicate_steps": "rank {rank} has {kind} twice at {at}; taken once",
     "replaced_steps": "rank {rank}, {at} in {directory}: a later run did them again",
@@ -339,13 +332,13 @@ def _listed(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def listed_steps(steps: Iterable[int]) -> dict[str, Any]:
     """Ranges of steps as in a manifest, (first, last, interval) each."""
-    found = StepRanges()
+    found = schema.StepRanges()
     for step in sorted(set(steps)):
         found.add(step)
-    return _spelled_steps(StepsRecord.of(found))
+    return _spelled_steps(schema.StepsRecord.of(found))
 
 
-def _recorded(steps: StepsRecord) -> dict[str, Any]:
+def _recorded(steps: schema.StepsRecord) -> dict[str, Any]:
     return {"steps": _spelled_steps(steps)}
 
 
@@ -353,13 +346,13 @@ def _by_rank(rows: Counter[tuple[str, int]]) -> Iterator[dict[str, Any]]:
     return ({"kind": kind, "rank": rank, "rows": count} for (kind, rank), count in sorted(rows.items()))
 
 
-def _spelled_steps(steps: StepsRecord) -> dict[str, Any]:
+def _spelled_steps(steps: schema.StepsRecord) -> dict[str, Any]:
     return steps.model_dump(mode="json", exclude_none=True)
 
 
 def said_steps(steps: Mapping[str, Any]) -> str:
     """A report's steps in words: ``steps 0 to 9, 20 to 30 by 2``."""
-    ranges = without_pairs(StepRange(*one) for one in steps["ranges"])
+    ranges = schema.without_pairs(schema.StepRange(*one) for one in steps["ranges"])
     spelled = [
         f"{first}" if first == last else f"{first} to {last}{f' by {interval}' if interval > 1 else ''}"
         for first, last, interval in ranges[:5]

@@ -248,7 +248,7 @@ class OpenedRun:
         return found
 
     def _merged(self, kind: str) -> MergedSet:
-        return self._source.merged(kind, RowChoice(kind).span)
+        return self._source.merged((kind,), RowChoice(kind).span)
 
     def _check_kind(self, kind: str, *, whole: bool) -> None:
         known = self._source.kinds(whole=whole)

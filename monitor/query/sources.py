@@ -314,8 +314,8 @@ class MergedSet:
         """The values of a setting on these ranks, as far as they are known."""
         return []
 
-    def merged(self, kinds: str | tuple[str, ...], steps: StepSpan) -> MergedSet:  # noqa: ARG002 - it has all that there is
-        """A merged set that has the kind, or these kinds, in these steps."""
+    def merged(self, kinds: tuple[str, ...], steps: StepSpan) -> MergedSet:  # noqa: ARG002 - it has all that there is
+        """A merged set that has the kinds in these steps."""
         return self
 
     def files(self, kind: str, *, whole: bool) -> list[Path]:
@@ -555,28 +555,27 @@ class RankDirectories:
         known = columns_of(self._plan.columns(choice.kind), GLOBAL)
         columns = choice.read_columns(known.names)
         try:
-            return self.merged(choice.kind, choice.span).rows(choice)
+            return self.merged((choice.kind,), choice.span).rows(choice)
         except execution.MergeError:
             if choice.steps == ALL:
                 raise
         return known.empty_table().select(columns)  # there are no rows of these steps
 
-    def merged(self, kinds: str | tuple[str, ...], steps: StepSpan) -> MergedSet:
-        """The kind, or these kinds, in these steps, merged once into a directory that is removed with this object.
+    def merged(self, kinds: tuple[str, ...], steps: StepSpan) -> MergedSet:
+        """The kinds in these steps, merged once into a directory that is removed with this object.
 
         Raises:
             MergeError: There are no rows.
         """
         if (kinds, steps) not in self._merges:
             output = self._work / f"merged-{len(self._merges)}"
-            some = [kinds] if isinstance(kinds, str) else kinds
-            merge.merge(merge.Wanted(self._base, output, self._job, self._span, some, steps, "parquet"))
+            merge.merge(merge.Wanted(self._base, output, self._job, self._span, kinds, steps, "parquet"))
             self._merges[kinds, steps] = MergedSet(Folder(str(output)))
         return self._merges[kinds, steps]
 
     def files(self, kind: str, *, whole: bool) -> list[Path]:
         """The Parquet files that have all rows of whole tensors; there are none of rows of ranks."""
-        return self.merged(kind, RowChoice(kind).span).files(kind, whole=True) if whole else []
+        return self.merged((kind,), RowChoice(kind).span).files(kind, whole=True) if whole else []
 
     @cached_property
     def _work(self) -> Path:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from monitor.coordinator import resume
+from monitor.coordinator import output
 from monitor.coordinator.manifest import MOST_EARLIER_RUNS, Earlier, Manifest, RankFacts, Timeline
 from monitor.coordinator.manifest_format import KILLED, ManifestRecord, RecordedModel, newest_step, read_manifest
 from monitor.coordinator.output import JobIdentity, lock_directory, remove_drafts, write_whole
@@ -445,7 +445,7 @@ class TestHome:
         def refuse(_directory):
             raise OSError(errno.ENOLCK, "no locks available")
 
-        monkeypatch.setattr(resume, "lock_directory", refuse)
+        monkeypatch.setattr(output, "lock_directory", refuse)
         failures = Failures()
         begun = self.settle(tmp_path, failures=failures)
         assert begun.lock is None
