@@ -341,8 +341,8 @@ FAULTS = [
         "stale weight decay after a resume",
         "NVIDIA/Megatron-LM/pull/7468",
         "tp",
-        partial(decayed_at, 1, 0.1),
-        at(1, "param_updated/embed.weight"),
+        partial(decayed_at, 4, 0.1),
+        at(4, "param_updated/embed.weight"),
     ),
     fault(
         "moments lost in a resume",

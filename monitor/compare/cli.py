@@ -6,9 +6,10 @@ import csv
 import io
 import itertools
 import math
+import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
@@ -36,6 +37,8 @@ COLUMNS: Final = (
     "step", "rank", "order", "name", "what", "absolute_error", "relative_error", "cosine", "left", "right", "rounding",
 )  # fmt: skip
 
+OF_A_LOG: Final = 160
+"""The width of output that is not for a terminal."""
 EVERY: Final = 10
 """Rows of each of the tables for a terminal."""
 
@@ -55,20 +58,26 @@ def write_csv(path: Path, compared: Compared) -> None:
 
 
 def largest(compared: Compared) -> list[Finding]:
-    """Those whose values differ most: beyond rounding, then by relative error, the earlier first among equals."""
+    """Of each tensor where it differs most: beyond rounding, then by relative error, the earlier first among equals."""
     numbered = [(finding.rounding, finding.difference.size, finding) for finding in compared.findings if finding.difference]
-    return [finding for *_, finding in sorted(numbered, key=lambda one: (-one[0], -one[1]))]
+    found: dict[tuple[str, str], Finding] = {}
+    for *_, finding in sorted(numbered, key=lambda one: (-one[0], -one[1])):
+        found.setdefault((finding.rank, finding.name), finding)
+    return list(found.values())
 
 
 def table(title: str, findings: list[Finding]) -> Table:
     """Some of the findings. Names are long: they have what the others leave of a line."""
     shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for column in ("step", "rank", "absolute", "relative", "cosine", "what", "name"):
+    of_tensors = any(one.difference is not None and one.difference.cosine is not None for one in findings)
+    for column in ("step", "rank", "absolute", "relative", "cosine" if of_tensors else "rounding", "name"):
         shown.add_column(column, overflow="fold")
     for finding in findings:
-        place = [str(finding.step), finding.rank]
+        absolute, relative, cosine = _errors(finding, 3)
+        last = cosine if of_tensors else f"{finding.rounding:.3g}" if finding.rounding < math.inf else ""
         # A str would be markup to rich.
-        shown.add_row(*(Text(plain(one)) for one in (*place, *_errors(finding, 3), finding.what, finding.name)))
+        cells = (str(finding.step), finding.rank, absolute, relative, last, finding.name)
+        shown.add_row(*(Text(plain(one)) for one in cells))
     return shown
 
 
@@ -82,8 +91,10 @@ def described(finding: Finding) -> str:
     row = _row(finding)
     cosine = f", cosine {row[7]}" if row[7] else ""
     errors = f"absolute error {row[5]}, relative error {row[6]}{cosine}"
+    if finding.op:
+        errors = f"{finding.op}: {errors}"
     if finding.rounding < math.inf:
-        errors += f", in {finding.op} {finding.rounding:.3g} times the rounding of one step"
+        errors += f", {finding.rounding:.3g} times the rounding of one step"
     return f"{where}: {errors}\n  left  {finding.left}\n  right {finding.right}"
 
 
@@ -103,7 +114,7 @@ def _errors(finding: Finding, digits: int) -> list[str]:
 
 # --- What it has found, as a JUnit report.
 
-MOST_OF_A_CASE: Final = 100
+MOST_OF_A_CASE: Final = 10
 """Findings of a case."""
 
 _NOT_IN_XML: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -114,7 +125,7 @@ def junit_of(compared: Compared, name: str) -> bytes:
     found: Mapping[str, list[Finding]] = defaultdict(list)
     for finding in compared.findings:
         found[finding.kind].append(finding)
-    kinds = dict.fromkeys([*compared.counted, *found])
+    kinds = dict.fromkeys([*found, *compared.counted])  # what parts first comes first
     suite = ElementTree.Element("testsuite", name=_text(name))
     for kind in kinds:
         _case(suite, kind, [described(one) for one in found[kind]])
@@ -250,8 +261,12 @@ def _calibrate(runs: Sequence[Path], path: Path, how: How) -> None:
         raise ComparisonError("two of the runs have no tensor in the same step.")
     limits = Limits.learned(found, len(runs))
     limits.write(path)
-    console, steps = Console(), f"steps {limits.first} to {limits.last}"
-    say(console, f"{len(runs)} runs differ in {steps} by what {len(limits.allowed):,} entries of {path} allow.")
+    console = Console()
+    say(console, f"{path}: {len(limits.allowed):,} entries, from steps {limits.first} to {limits.last} of {len(runs)} runs")
+    seen = {name: max(sizes) for pair in found for name, sizes in pair.seen.items()}
+    if seen:
+        kind, name = max(seen, key=lambda one: seen[one])
+        say(console, f"largest: {kind}/{name}: {seen[kind, name]:.3g} times the rounding of one step")
     for line in dict.fromkeys(line for pair in found for line in pair.not_compared):
         say(console, f"Not compared: {line}")
     if never := [one for pair in found for one in pair.findings if not math.isfinite(one.rounding)]:
@@ -285,19 +300,11 @@ def within(compared: Compared, tolerance: float) -> Compared:
 
 
 def _show(found: Compared) -> None:
-    console, alone = Console(), len(found.findings) - found.different
-    if found.is_empty or not (found.tensors or found.arguments or found.different):
-        say(console, "Not looked at: there is no tensor that both sides have in the same step.")
-    elif found.different:
-        say(console, f"{found.different:,} differences among {found.tensors:,} {found.unit}")
-    else:
-        both = " that both sides have" if alone or found.not_compared else ""
-        say(console, f"the same: {found.tensors:,} {found.unit}{both}")
-    if found.rounded:
-        said = f"{found.rounded:,} {found.unit} differ by rounding: by {found.most_rounded:.2g} times that of one step, at most"
-        say(console, said)
-    if alone:
-        say(console, f"on one side alone: {alone:,}")
+    console = Console()
+    if not (console.is_terminal or "COLUMNS" in os.environ):
+        console.width = OF_A_LOG
+    for line in _summary(found):
+        say(console, line)
     if found.first is not None:
         say(console, f"first: {described(found.first)}", style="bold")
     if worst := largest(found)[:EVERY]:
@@ -306,3 +313,20 @@ def _show(found: Compared) -> None:
         say(console, f"Not compared: {line}")
     for line in found.notes:
         say(console, f"Note: {line}")
+
+
+def _summary(found: Compared) -> Iterator[str]:
+    if alone := len(found.findings) - found.different:
+        yield f"on one side alone: {alone:,}"
+    if found.is_empty or not (found.tensors or found.arguments or found.different):
+        yield "Not looked at: there is no tensor that both sides have in the same step."
+    elif found.different:
+        yield f"{found.different:,} differences among {found.tensors:,} {found.unit}"
+    else:
+        both = " that both sides have" if alone or found.not_compared else ""
+        yield f"the same: {found.tensors:,} {found.unit}{both}"
+    if found.rounded and found.different:
+        yield f"{found.rounded:,} more {found.unit} differ by no more than rounding may have become by then"
+    elif found.rounded:
+        most = f"by {found.most_rounded:.2g} times that of one step, at most"
+        yield f"{found.rounded:,} {found.unit} differ by rounding: {most}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Final
 
 import pyarrow as pa
@@ -41,7 +41,7 @@ class NameRules:
     def __init__(self, given: Sequence[str] = (), wrapper: str = "") -> None:
         self._wrapper = wrapper
         self._rules = [_rule(one) for one in given]
-        self._unused = dict.fromkeys(given)
+        self._made: dict[str, set[str]] = {one: set() for one in given}
         self._given = tuple(given)
 
     def of(self, name: str) -> str:
@@ -49,9 +49,10 @@ class NameRules:
         bare = name.removeprefix(self._wrapper)
         for given, (pattern, parts) in zip(self._given, self._rules, strict=True):
             if match := pattern.fullmatch(name) or pattern.fullmatch(bare):
-                self._unused.pop(given, None)
                 texts = [*match.groups()[: len(parts) - 1], ""]
-                return "".join(part + text for part, text in zip(parts, texts, strict=True))
+                made = "".join(part + text for part, text in zip(parts, texts, strict=True))
+                self._made[given].add(made)
+                return made
         return bare
 
     def renamed(self, rows: pa.Table) -> pa.Table:
@@ -72,10 +73,20 @@ class NameRules:
         column = pa.DictionaryArray.from_arrays(names.indices, pa.array(after, pa.string())).cast(pa.string())
         return rows.set_column(rows.column_names.index("name"), "name", column)
 
-    @property
-    def unused(self) -> list[str]:
-        """The rules that no name has matched."""
-        return list(self._unused)
+    def check(self, left: object, right: object, names: Container[str]) -> None:
+        """Refuse rules that no name has matched, or that make no name of the right side.
+
+        Args:
+            names: Those of the right side.
+
+        Raises:
+            ComparisonError: There is such a rule.
+        """
+        for given, made in self._made.items():
+            if not made:
+                raise ComparisonError(f"--map {given} matches no name in {left}.")
+            if not any(name in names for name in made):
+                raise ComparisonError(f"--map {given} makes no name that {right} has, but {min(made)}, for example.")
 
 
 def _rule(given: str) -> tuple[re.Pattern[str], list[str]]:

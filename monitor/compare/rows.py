@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
@@ -105,7 +106,7 @@ class RowComparison:
         ops: list[str],
         ndigits: Sequence[int],
     ) -> None:
-        largest = {} if self.rounding is None else self.rounding.largest(kind, left.values())
+        largest = {} if self.rounding is None else self.rounding.largest(kind, itertools.chain(left.values(), right.values()))
         last: dict[tuple[int, int], int] = {}
         for key, row in left.items():
             position = last.get(key[:2], place_of(kind) * MOST_ROWS) if row["call_id"] is None else row["call_id"]
@@ -142,7 +143,8 @@ class RowComparison:
                 yield one  # other bits explain other check sums and histograms
             elif one.what == "values" and not self.rounding.explains(share, kind, name, one.step):
                 limited = self.rounding.allowed(kind, name, one.step) is not None
-                yield replace(one, rounding=share, op=op, is_limited=limited)
+                own = of_numbers([(pair.left[op], pair.right[op])])
+                yield replace(one, difference=own, rounding=share, op=op, is_limited=limited)
         series = self.rounding.unlike.pop((kind, pair.left["vpp_stage"], name), ())
         yield from (_finding(pair.key, pair.order, *one) for one in series if one[0] not in pair.ops)
 

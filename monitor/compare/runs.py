@@ -88,8 +88,7 @@ def compare(left: Path, right: Path, how: How = How(), watcher: RowWatcher | Non
         sides[0].note(
             "In PyTorch a micro-step's unreduced gradients are the sum so far, in MindSpore its own: only the first is compared"
         )
-    if rules[0].unused:
-        raise ComparisonError(f"--map {rules[0].unused[0]} matches no name in {left}.")
+    rules[0].check(left, right, set(tables[1]["name"].to_pylist()))
     return _found(comparison, steps)
 
 

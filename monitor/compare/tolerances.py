@@ -238,21 +238,21 @@ class Rounding:
         self.circumstances, self._limits = circumstances, limits
         self._times = SUMS_OVER_RANKS if circumstances.other_layout else 1.0
         self._begun = 0 if circumstances.is_late else circumstances.first
-        self._sides = sides
-        self.unlike = _unlike(*self._sides)
-        known = [one.epsilon for side in self._sides for (kind, *_), one in side.items() if kind != RUN_KIND]
+        self._facts = _known(*sides)
+        self.unlike = _unlike(*sides)
+        known = [one.epsilon for side in sides for (kind, *_), one in side.items() if kind != RUN_KIND]
         floats = [epsilon for epsilon in known if epsilon is not None and epsilon <= EPSILONS["bfloat16"]]
         self.precision = max(floats, default=SINGLE)
 
-    def facts(self, kind: str, row: Mapping[str, Any]) -> list[SeriesFacts]:
-        """Of the series of a row, on both sides."""
-        return [side.get((kind, row["vpp_stage"], row["name"]), UNKNOWN) for side in self._sides]
+    def facts(self, kind: str, row: Mapping[str, Any]) -> SeriesFacts:
+        """Of the series of a row, as far as either side knows them."""
+        return self._facts.get((kind, row["vpp_stage"], row["name"]), UNKNOWN)
 
     def largest(self, kind: str, rows: Iterable[Mapping[str, Any]]) -> Mapping[int, float]:
         """By step, the largest root mean square, or magnitude, of a kind of gradients or moments. Empty for other kinds."""
         found: dict[int, float] = {}
         for row in rows if _cancels(kind) else ():
-            count = row.get(ELEMENTS) or self.facts(kind, row)[0].elements
+            count = row.get(ELEMENTS) or self.facts(kind, row).elements
             sizes = [] if row.get("norm") is None else [row["norm"] / math.sqrt(max(count, 1))]
             sizes = sizes or [abs(row[op]) for op in (*EXTREMES, "mean") if row.get(op) is not None]
             found[row["step"]] = max([found.get(row["step"], 0.0), *filter(math.isfinite, sizes)])
@@ -287,7 +287,7 @@ class Rounding:
             ndigits: Decimals of a row of CSV, if one of them is; None if both are exact.
         """
         left, right = rows
-        facts = self.facts(kind, left)[0]
+        facts = self.facts(kind, left)
         vector = len(facts.shape or ()) == 1
         scales = _Scales(rows, left.get(ELEMENTS) or facts.elements, (1.0 if vector else OF_OTHERS) * others, ndigits)
         epsilon = self.precision if facts.epsilon is None else max(self.precision, facts.epsilon)
@@ -315,6 +315,16 @@ def facts_of(table: pa.Table) -> Facts:
             (row["dtype"] or "").rpartition(".")[2].lower(), tuple(json.loads(row["shape"])) if row["shape"] else None
         )
         found[key] = max(one, found.get(key, one), key=lambda facts: (facts.dtype, facts.shape or ()))
+    return found
+
+
+def _known(left: Facts, right: Facts) -> Facts:
+    """What either side knows of each series; merged sets of CSV do not know shapes."""
+    found = {**right, **left}
+    for key in left.keys() & right.keys():
+        one, other = left[key], right[key]
+        dtype = max(one, other, key=lambda facts: (facts.epsilon or 0.0, facts.dtype)).dtype
+        found[key] = SeriesFacts(dtype, one.shape if one.shape is not None else other.shape)
     return found
 
 

@@ -342,7 +342,8 @@ class LayoutComparison:
     def __init__(self, sides: tuple[WholeTensors, WholeTensors], comparison: RowComparison) -> None:
         self._sides, self._comparison = sides, comparison
         comparison.alike = self._alike
-        self._ndigits = [one.side.ndigits(one.side.source.ranks) for one in sides]
+        # What CSV has rounded is added up, and may be multiplied by the number of parts: it has a digit less.
+        self._ndigits = [max(0, one.side.ndigits(one.side.source.ranks) - 1) for one in sides]
         self._order = min(sides, key=lambda one: one.complexity)
         self._own_ops: dict[tuple[str, str], int] = defaultdict(int)
         self._copies: dict[tuple[str, str], tuple[int, int]] = {}
@@ -373,7 +374,8 @@ class LayoutComparison:
         for some in (every[at : at + size] for at in range(0, len(every), size)):
             tables = [one.rows(kind, some[0], some[-1]) for one in self._sides]
             if scale != 1:
-                tables = [_scaled(table, factor) for table, factor in zip(tables, (1.0, 1 / scale), strict=True)]
+                factors = (max(1.0, scale), max(1.0, 1 / scale))  # sizes grow: what CSV has rounded must not look finer
+                tables = [_scaled(table, factor) for table, factor in zip(tables, factors, strict=True)]
             rounded = (one.is_rounded(kind) for one in self._sides)
             ready = [_identified(_without(table, dropped), positions, is_rounded=next(rounded)) for table in tables]
             self._comparison.add(kind, ready, self._ndigits)
@@ -422,7 +424,9 @@ class LayoutComparison:
         best = min(self._scales, key=lambda one: abs(math.log(found / one)))
         if best == 1 or abs(found / best - 1) > CLOSE:
             return 1.0
-        said = f"{{}} has {kind} {best:g} times as large, as each of its parts averages its own loss. It is divided by that"
+        said = (
+            f"{{}} has {kind} {best:g} times as large, as each of its parts averages its own loss. That is taken into account"
+        )
         self._sides[1].side.note(said)
         return best
 

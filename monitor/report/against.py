@@ -117,7 +117,9 @@ class Against:
         if first is not None:
             tensors = len(_firsts(compared.findings))
             more = f" {tensors:,} tensors differ." if tensors > 1 else ""
-            rest = f" {compared.rounded:,} rows {rounded}." if compared.rounded else ""
+            rest = (
+                f" {compared.rounded:,} more rows differ by no more than rounding may have become." if compared.rounded else ""
+            )
             return f"The run differs from {self.other} first in step {first.step}: {self._said(first)}.{more}{rest}"
         same = f"The same as {self.other}: {compared.tensors:,} rows"
         missing = " that both runs have. Something is on one side alone" if compared.not_compared else ""

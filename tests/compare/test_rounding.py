@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import monitor
 from monitor.compare.cli import app
+from monitor.merge.merge import Wanted, merge
 
 STEPS, WIDTH, LENGTH = 6, 32, 16
 OPS = ["min", "max", "mean", "norm", "zeros", "std", "nans"]
@@ -159,8 +160,12 @@ def test_rounding_alone_is_no_difference(
 
 @pytest.mark.parametrize("other", ["csv", "hdf5", "parquet"])
 def test_the_digits_of_csv_are_rounding_too(other: str, run: Callable[..., Path]) -> None:
-    status, said = compared(run(nothing, format="csv"), run(permuted, format=other))
-    assert (status, said.startswith("the same: ")) == (0, True), said
+    sides = [run(nothing, format="csv"), run(permuted, format=other)]
+    merge(Wanted(sides[0], sides[0] / "merged", kinds=["param_updated", "grad_reduced"]))
+    for one in sides[0], sides[0] / "merged":
+        for pair in ((one, sides[1]), (sides[1], one)):
+            status, said = compared(*pair)
+            assert (status, said.startswith("the same: ")) == (0, True), said
 
 
 def zero_biases(run: Run) -> None:
