@@ -336,7 +336,6 @@ FAULTS = [
         # A weight of one dimension may differ by two updates of Adam, 2e-3 here. The decay changes it by 1e-4.
         near=at(1, f"actv/{FIRST_NORM}.output"),
     ),
-    # In step 4 it is not found: the allowance of a step is one for all tensors, 16 times the noisiest difference of step 3.
     fault(
         "stale weight decay after a resume",
         "NVIDIA/Megatron-LM/pull/7468",
