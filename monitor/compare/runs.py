@@ -131,7 +131,12 @@ def _compare_ranks(
     left, right = (side.source for side in comparison.sides)
     for kind in sorted({kind for kind, _ in shared}, key=place_of):
         for pair in _pairs(left, right, kind, [rank for each, rank in shared if each == kind], choice):
-            tables = [rule.renamed(one.read()[0]) for rule, one in zip(rules, pair, strict=True)]
+            tables = []
+            for side, rule, batch in zip(comparison.sides, rules, pair, strict=True):
+                rows, torn = batch.read()
+                tables.append(rule.renamed(rows))
+                for one in torn:
+                    side.miss(f"{side}: {one.path}: {one.reason}")
             comparison.add(kind, tables, [side.ndigits(pair[0].ranks) for side in comparison.sides])
 
 

@@ -85,7 +85,7 @@ class Side:
             ) from error
         self.derives_ops = isinstance(self.source, MergedSet)
         self.notes: list[str] = []
-        self._missing: list[str] = []
+        self._missing: dict[str, None] = {}
         self._kinds: dict[str, list[int]] = defaultdict(list)
         self._steps: dict[tuple[str, int], list[int]] = defaultdict(list)
         self._begun: dict[tuple[str, int], int] = {}
@@ -182,12 +182,12 @@ class Side:
         self._kinds[kind].append(rank)
 
     def miss(self, said: str) -> None:
-        """Something is not compared. In its description ``{}`` is the name of this side."""
-        self._missing.append(said.format(self))
+        """Something is not compared."""
+        self._missing[said] = None
 
     def note(self, said: str) -> None:
-        """Add a note, in which ``{}`` is the name of this side."""
-        self.notes.append(said.format(self))
+        """Add a note."""
+        self.notes.append(said)
 
     def lacks(self) -> Iterator[str]:
         """What is missing on one side, a line each."""

@@ -397,9 +397,11 @@ class LayoutComparison:
             alone = sorted(name for name in known - others if kind in OPTIONAL or (kind, name) in RUN_NORMS)
             dropped |= set(alone)
             if kind in OPTIONAL and 2 * len(alone) > len(known):
-                one.side.miss(f"{{}} alone has {kind} of {_listed(alone)}. Are they called otherwise? --map names them alike")
+                one.side.miss(
+                    f"{one.side} alone has {kind} of {_listed(alone)}. Are they called otherwise? --map names them alike"
+                )
             elif alone:
-                one.side.note(f"{{}} alone has {kind} of {_listed(alone)}, which the other layout need not have")
+                one.side.note(f"{one.side} alone has {kind} of {_listed(alone)}, which the other layout need not have")
         if kind in COMBINED and any(one.is_cut for one in self._sides):
             roots = sorted(name for name in names[0] & names[1] if name.startswith("."))
             dropped |= set(roots)
@@ -411,7 +413,7 @@ class LayoutComparison:
             if own := sorted(of_ranks - dropped):
                 dropped |= set(own) if kind in OPTIONAL else set()
                 why = "whose parts of the batch differ" if kind in OPTIONAL else "which should be the same"
-                one.side.note(f"{{}} has {kind} of single ranks, {why}: {_listed(own)}")
+                one.side.note(f"{one.side} has {kind} of single ranks, {why}: {_listed(own)}")
         return dropped
 
     def _scale(self, kind: str, firsts: Sequence[pa.Table]) -> float:
@@ -424,10 +426,8 @@ class LayoutComparison:
         best = min(self._scales, key=lambda one: abs(math.log(found / one)))
         if best == 1 or abs(found / best - 1) > CLOSE:
             return 1.0
-        said = (
-            f"{{}} has {kind} {best:g} times as large, as each of its parts averages its own loss. That is taken into account"
-        )
-        self._sides[1].side.note(said)
+        why = "as each of its parts averages its own loss. That is taken into account"
+        self._sides[1].side.note(f"{self._sides[1].side} has {kind} {best:g} times as large, {why}")
         return best
 
     @cached_property

@@ -215,3 +215,14 @@ def test_a_kind_that_is_lost_in_the_middle_is_a_difference_where_it_is_lost(tmp_
     status, output = compared(tmp_path / "a", tmp_path / "b")
     assert status == 1
     assert f"first: step 2, rank0: exp_avg/*: {said}" in output
+
+
+@pytest.mark.parametrize("how", [[], ["--whole"]])
+def test_a_damaged_file_of_a_rank_is_named(tmp_path: Path, how: list[str]) -> None:
+    sides = [recorded(tmp_path / side, range(4), ranks=range(2)) for side in "ab"]
+    file = next(sides[1].glob("*rank1*/*.parquet"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 4 : len(content) // 4 + 32] = bytes(32)
+    file.write_bytes(content)
+    status, said = compared(*sides, *how)
+    assert (status, file.name in "".join(said.split())) == (1, True), said

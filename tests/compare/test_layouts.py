@@ -297,3 +297,11 @@ def test_a_side_without_whole_tensors_is_said_and_nothing_fails(tmp_path: Path) 
     status, said = compared(left, right)
     assert (status, "one alone has grad_reduced" in said, "two alone has actv" in said) == (1, True, True), said
     assert said.startswith("Not looked at: ")
+
+
+def test_names_with_braces_are_names(tmp_path: Path) -> None:
+    rows = {**GRADIENT, "actv": [Measured("m.output", [1.0], 0), Measured("{0}{x.output", [1.0], 0)]}
+    left = recorded(tmp_path / "one", [rows])
+    right = recorded(tmp_path / "two", *[[{**GRADIENT, "actv": rows["actv"][:1]}]] * 2)
+    status, said = compared(left, right)
+    assert (status, "one alone has actv of {0}{x.output" in said) == (0, True), said
