@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Final
 from xml.etree import ElementTree
 
+import pyarrow as pa
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -226,7 +227,10 @@ def monitor_compare(
         if junit is not None:
             write_whole(junit, junit_of(found, f"{sides[0]} and {sides[1]}"))
     except (ComparisonError, OSError) as error:
-        say(Console(stderr=True), f"Nothing was compared: {error}", style="red")
+        said = f"Nothing was compared: {error}"
+        say(Console(stderr=True), said, style="red")
+        if junit is not None and junit.resolve().parent.is_dir() and not junit.is_dir():  # not the report of an earlier one
+            write_whole(junit, junit_of(Compared(0, [], not_compared=(said,)), " and ".join(map(str, sides))))
         raise typer.Exit(NOTHING) from error
     _show(found)
     raise typer.Exit(FLAWED if found.findings or found.not_compared or found.is_empty else CLEAN)
@@ -291,6 +295,8 @@ def _compared_runs(left: Path, right: Path, how: How) -> Compared:
         return runs.compare(left, right, how)
     except (MergeError, QueryError) as error:
         raise ComparisonError(str(error)) from error
+    except pa.ArrowException as error:
+        raise ComparisonError(f"a file is damaged: {str(error).partition(chr(10))[0]}") from error
 
 
 def within(compared: Compared, tolerance: float) -> Compared:

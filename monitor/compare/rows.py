@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
@@ -57,6 +58,7 @@ class RowComparison:
         alike: Makes two rows of a kind comparable.
         compared: How many rows were on both sides.
         kinds: The kinds that have such rows.
+        not_judged: By kind, rows that differ in nothing that can be judged, or have no op in common.
     """
 
     sides: tuple[Side, Side]
@@ -65,6 +67,7 @@ class RowComparison:
     alike: Callable[[str, Row, Row], tuple[Row, Row]] = lambda _kind, left, right: (left, right)
     compared: int = 0
     kinds: dict[str, None] = field(default_factory=dict)
+    not_judged: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
 
     def add(self, kind: str, tables: Sequence[pa.Table], ndigits: Sequence[int]) -> None:
@@ -114,7 +117,11 @@ class RowComparison:
             order = phase_of(kind, row["name"]) + position
             if key in right:
                 rows = self.alike(kind, *_alike(row, right[key], ndigits))
-                self.compared += any(rows[0][op] is not None or row[op] is None for op in ops if op != ELEMENTS)
+                numbers = [op for op in ops if op != ELEMENTS]
+                lost = any((row[op], right[key][op]) != (None, None) for op in numbers)
+                is_compared = any((rows[0][op], rows[1][op]) != (None, None) for op in numbers) or not lost
+                self.compared += bool(numbers) and is_compared
+                self.not_judged[kind] += not is_compared
                 self._watch(kind, order, *rows)
                 decimals = min(ndigits) if _is_of_csv(row, right[key]) else None
                 self.findings += self._differing(kind, _Pair(key, order, *rows, ops), largest.get(key[1], 0.0), decimals)
@@ -141,11 +148,13 @@ class RowComparison:
         for one in found:
             if one.what in LAYOUT_OPS:
                 yield one  # other bits explain other check sums and histograms
+            elif one.what == "values" and not op:
+                self.not_judged[kind] += 1  # shares of vectors that may be rounding alone
             elif one.what == "values" and not self.rounding.explains(share, kind, name, one.step):
                 limited = self.rounding.allowed(kind, name, one.step) is not None
                 own = of_numbers([(pair.left[op], pair.right[op])])
                 yield replace(one, difference=own, rounding=share, op=op, is_limited=limited)
-        series = self.rounding.unlike.pop((kind, pair.left["vpp_stage"], name), ())
+        series = self.rounding.unlike_of(kind, pair.left)
         yield from (_finding(pair.key, pair.order, *one) for one in series if one[0] not in pair.ops)
 
     def _say_ops(self, kind: str, recorded: Sequence[Sequence[str]], tables: Sequence[pa.Table]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-import pyarrow.compute as pc
 
 from monitor.compare.names import NameRules
 from monitor.compare.rows import RowComparison, RowWatcher, phase_of
@@ -21,6 +21,7 @@ from monitor.query.sources import MergedSet, RunSource
 from monitor.series import RUN_KIND
 from monitor.sinks.files import StepSpan
 
+RATE: Final = re.compile(r"learning_rate(\.\d+)?")
 BATCH_ROWS: Final = 20_000
 """Rows that are compared at a time, about: as Python objects a row takes a kilobyte."""
 
@@ -58,6 +59,7 @@ def compare(left: Path, right: Path, how: How = How(), watcher: RowWatcher | Non
         ComparisonError: There is nothing, or no kind and rank that both have, or a rule cannot be applied.
     """
     sides = Side(left, how.jobs), Side(right, [*how.jobs[1:], *how.jobs[:1]])
+    _check_jobs(sides, how.jobs)
     choice = sides[0].choice.with_(sides[1].choice)
     places = [side.places(choice) for side in sides]
     if not any(places):  # both can be read, and neither has rows
@@ -89,7 +91,19 @@ def compare(left: Path, right: Path, how: How = How(), watcher: RowWatcher | Non
             "In PyTorch a micro-step's unreduced gradients are the sum so far, in MindSpore its own: only the first is compared"
         )
     rules[0].check(left, right, set(tables[1]["name"].to_pylist()))
+    if how.limits is not None and (unused := how.limits.unused):
+        sides[0].note(f"Entries of --tolerances that no row fits: {', '.join(unused[:5])}{' …' if len(unused) > 5 else ''}")
     return _found(comparison, steps)
+
+
+def _check_jobs(sides: tuple[Side, Side], jobs: Sequence[str]) -> None:
+    """Refuse ids that no side has, and a job that would be compared with itself."""
+    used = [side.job for side in sides]
+    if unknown := [job for job in jobs if job not in used]:
+        raise ComparisonError(f"--job {unknown[0]} is no job of {sides[0]} or {sides[1]}, or it is not needed.")
+    ids = [side.source.told()["job_id"] for side in sides] if all(used) and str(sides[0]) == str(sides[1]) else [0, 1]
+    if ids[0] == ids[1]:
+        raise ComparisonError(f"--job {used[0]} would be compared with itself. Name the job of A, and then that of B.")
 
 
 def _is_of_parts(finding: Finding, sides: Sequence[Side]) -> bool:
@@ -98,6 +112,8 @@ def _is_of_parts(finding: Finding, sides: Sequence[Side]) -> bool:
 
 
 def _found(comparison: RowComparison, steps: tuple[int, int]) -> Compared:
+    for kind, rows in (+comparison.not_judged).items():
+        comparison.sides[0].miss(f"{rows:,} rows of {kind} have no number that can be judged of the same op on both sides")
     left, right = comparison.sides
     for side, other, what, there in ((left, right, "missing", ("there", "")), (right, left, "added", ("", "there"))):
         for step, rank, kind in side.lost_by(other, StepSpan(*steps)):
@@ -164,6 +180,7 @@ def _largest_rate(side: RunSource) -> float:
     found = [0.0]
     for batch in batches(side, RUN_KIND, BATCH_ROWS) if RUN_KIND in kinds_in(side) else ():
         rows, _ = batch.read()
-        rates = rows.filter(pc.starts_with(rows["name"], "learning_rate"))  # type: ignore[attr-defined]
-        found += rates[VALUE].drop_null().to_pylist() if VALUE in ops_in(rows) else []
-    return max(map(abs, found))
+        values = rows[VALUE].to_pylist() if VALUE in ops_in(rows) else []
+        rates = zip(rows["name"].to_pylist(), values, strict=False)
+        found += [abs(value) for name, value in rates if value is not None and RATE.fullmatch(name or "")]
+    return max(filter(math.isfinite, found))

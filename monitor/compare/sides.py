@@ -67,6 +67,7 @@ class Side:
         jobs: Beginnings of ids, of which the first that the directory has is taken.
 
     Attributes:
+        job: The id by which it was chosen; empty if it was not.
         source: Its rows.
         derives_ops: Whether it has all ops, not only those that were recorded.
         notes: What is compared otherwise or not at all, because the other side has another layout: a line each.
@@ -78,7 +79,7 @@ class Side:
     def __init__(self, directory: Path, jobs: Sequence[str] = ()) -> None:
         self._directory = directory
         try:
-            self.source = _opened(directory, jobs)
+            self.job, self.source = _opened(directory, jobs)
         except QueryError as error:
             raise ComparisonError(
                 f"{directory} holds neither a precision dump nor a monitored run that can be read: {error}"
@@ -217,11 +218,12 @@ class Side:
         return (f"{self._directory} alone has {', '.join(some)} of {of} at {at}" for (of, at), some in kinds.items())
 
 
-def _opened(directory: Path, jobs: Sequence[str]) -> RunSource:
+def _opened(directory: Path, jobs: Sequence[str]) -> tuple[str, RunSource]:
+    """With the one of the ids that it has; empty if it has none of them."""
     for job in jobs:
         with suppress(QueryError):
-            return open_source(directory, job)
-    return open_source(directory)
+            return job, open_source(directory, job)
+    return "", open_source(directory)
 
 
 def rank_name(rank: int) -> str:

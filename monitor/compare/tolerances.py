@@ -16,14 +16,14 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from monitor.compare.values import Compared, ComparisonError, Finding
 from monitor.series import DIRECTION_KIND, RUN_KIND
@@ -85,8 +85,8 @@ class SeriesFacts(NamedTuple):
         return EPSILONS.get(self.dtype)
 
 
-SeriesKey = tuple[str, int, str]
-"""Kind, stage and name."""
+SeriesKey = tuple[str, int, str] | tuple[str, int, str, int]
+"""Kind, stage and name, and the rank of a series that is not the same on all ranks."""
 Facts = dict[SeriesKey, SeriesFacts]
 
 UNKNOWN: Final = SeriesFacts("", None)
@@ -127,6 +127,12 @@ class Limits(BaseModel):
     first: int = 0
     last: int = 2**63 - 1
     allowed: dict[str, Allowed]
+    _used: set[str] = PrivateAttr(default_factory=set)
+
+    @property
+    def unused(self) -> list[str]:
+        """The entries that have fitted no row."""
+        return [key for key in self.allowed if key not in self._used]
 
     @classmethod
     def read(cls, path: Path) -> Limits:
@@ -169,9 +175,11 @@ class Limits(BaseModel):
         """How large the difference of a row may be; None if nothing says so."""
         if not self.first <= step <= self.last:
             return None
-        fitting = [key for key in self.allowed if key in (kind, f"{kind}/{name}") or fnmatchcase(f"{kind}/{name}", key)]
+        own = f"{kind}/{name}"
+        fitting = [key for key in self.allowed if key in (kind, own) or fnmatchcase(own, re.sub(r"/\d+:", "/", key))]
         if not fitting:
             return None
+        self._used |= set(fitting)
         found = self.allowed[max(fitting, key=len)]
         return found.first if is_first else found.later
 
@@ -246,7 +254,12 @@ class Rounding:
 
     def facts(self, kind: str, row: Mapping[str, Any]) -> SeriesFacts:
         """Of the series of a row, as far as either side knows them."""
-        return self._facts.get((kind, row["vpp_stage"], row["name"]), UNKNOWN)
+        return _of(self._facts, (kind, row["vpp_stage"], row["name"], row["rank"])) or UNKNOWN
+
+    def unlike_of(self, kind: str, row: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
+        """What is not alike of the series of a row; once."""
+        key = kind, row["vpp_stage"], row["name"]
+        return self.unlike.pop((*key, row["rank"]), []) or self.unlike.pop(key, [])
 
     def largest(self, kind: str, rows: Iterable[Mapping[str, Any]]) -> Mapping[int, float]:
         """By step, the largest root mean square, or magnitude, of a kind of gradients or moments. Empty for other kinds."""
@@ -258,15 +271,18 @@ class Rounding:
             found[row["step"]] = max([found.get(row["step"], 0.0), *filter(math.isfinite, sizes)])
         return found
 
+    def _is_first(self, step: int) -> bool:
+        return step == self.circumstances.first and not self.circumstances.is_late
+
     def allowed(self, kind: str, name: str, step: int) -> float | None:
         """What the file of limits allows for a row; None if it says nothing."""
-        return None if self._limits is None else self._limits.of(kind, name, step, is_first=step == self.circumstances.first)
+        return None if self._limits is None else self._limits.of(kind, name, step, is_first=self._is_first(step))
 
     def explains(self, share: float, kind: str, name: str, step: int) -> bool:
         """Whether a difference is no larger than limits allow, or than rounding makes it in one step. If so, it is counted."""
         if math.isfinite(share):
             first, later = self.seen.get((kind, name), (0.0, 0.0))
-            is_first = step == self.circumstances.first
+            is_first = self._is_first(step)
             self.seen[kind, name] = (max(first, share), later) if is_first else (first, max(later, share))
         allowed = self.allowed(kind, name, step)
         if share > (1.0 if allowed is None else allowed):
@@ -307,34 +323,43 @@ class Rounding:
 
 
 def facts_of(table: pa.Table) -> Facts:
-    """What ``RunSource.series`` says. Of shards that differ from rank to rank, one is taken: the same on both sides."""
-    found: Facts = {}
-    for row in table.group_by(["kind", "vpp_stage", "name", "shape", "dtype"]).aggregate([]).to_pylist():
-        key = row["kind"], row["vpp_stage"], row["name"]
-        one = SeriesFacts(
-            (row["dtype"] or "").rpartition(".")[2].lower(), tuple(json.loads(row["shape"])) if row["shape"] else None
-        )
-        found[key] = max(one, found.get(key, one), key=lambda facts: (facts.dtype, facts.shape or ()))
-    return found
+    """What ``RunSource.series`` says."""
+    found: dict[tuple[str, int, str], list[tuple[SeriesFacts, list[int]]]] = {}
+    grouped = table.group_by(["kind", "vpp_stage", "name", "shape", "dtype"]).aggregate([("rank", "list")])
+    for row in grouped.to_pylist():
+        shape = tuple(json.loads(row["shape"])) if row["shape"] else None
+        facts = SeriesFacts((row["dtype"] or "").rpartition(".")[2].lower(), shape)
+        found.setdefault((row["kind"], row["vpp_stage"], row["name"]), []).append((facts, row["rank_list"]))
+    alike: Facts = {key: some[0][0] for key, some in found.items() if len(some) == 1}
+    others = ((key, facts, ranks) for key, some in found.items() if len(some) > 1 for facts, ranks in some)
+    return alike | {(*key, rank): facts for key, facts, ranks in others for rank in ranks}
+
+
+def _of(facts: Facts, key: SeriesKey) -> SeriesFacts | None:
+    return facts.get(key) or facts.get(key[:3])
+
+
+def _pairs(left: Facts, right: Facts) -> Iterator[tuple[SeriesKey, SeriesFacts | None, SeriesFacts | None]]:
+    return ((key, _of(left, key), _of(right, key)) for key in left.keys() | right.keys())
 
 
 def _known(left: Facts, right: Facts) -> Facts:
     """What either side knows of each series; merged sets of CSV do not know shapes."""
-    found = {**right, **left}
-    for key in left.keys() & right.keys():
-        one, other = left[key], right[key]
-        dtype = max(one, other, key=lambda facts: (facts.epsilon or 0.0, facts.dtype)).dtype
-        found[key] = SeriesFacts(dtype, one.shape if one.shape is not None else other.shape)
+    found: Facts = {}
+    for key, one, other in _pairs(left, right):
+        both = [facts for facts in (one, other) if facts is not None]
+        dtype = max(both, key=lambda facts: (facts.epsilon or 0.0, facts.dtype)).dtype
+        found[key] = SeriesFacts(dtype, next((facts.shape for facts in both if facts.shape is not None), None))
     return found
 
 
 def _unlike(left: Facts, right: Facts) -> dict[SeriesKey, list[tuple[str, str, str]]]:
     found: dict[SeriesKey, list[tuple[str, str, str]]] = {}
-    for key in left.keys() & right.keys():
-        for what in LAYOUT_OPS:
-            one, other = (getattr(facts[key], what) for facts in (left, right))
-            if one != other and one not in ("", None) and other not in ("", None):
-                found.setdefault(key, []).append((what, str(one), str(other)))
+    for key, one, other in _pairs(left, right):
+        for what in LAYOUT_OPS if one is not None and other is not None else ():
+            own, others = getattr(one, what), getattr(other, what)
+            if own != others and own not in ("", None) and others not in ("", None):
+                found.setdefault(key, []).append((what, str(own), str(others)))
     return found
 
 

@@ -101,10 +101,10 @@ class WholeTensors:
         self.is_cut = any(_is_cut(rows) for kind, rows in self._at_first.items() if kind in COMBINED)
 
     @property
-    def complexity(self) -> tuple[int, int]:
-        """How many stages and ranks there are: the order of a step is known best where there are few."""
+    def complexity(self) -> tuple[bool, int, bool, int]:
+        """The order of a step is known best where stages are known and few, and rows are not from CSV."""
         stages = max((len(rows["stage"].drop_null().unique()) for rows in self._at_first.values()), default=0)
-        return stages, len(self.side.source.ranks)
+        return self.is_cut, stages, any(map(self.is_rounded, self.kinds)), len(self.side.source.ranks)
 
     def parts(self) -> tuple[int, int]:
         """Into how many parts the batch of a step is cut: over ranks, copies included, and over micro-steps."""
@@ -152,19 +152,35 @@ class WholeTensors:
     def rows(self, kind: str, first: int, last: int) -> pa.Table:
         """Of some steps: ``name step micro_step parts elements`` and ops."""
         rows = self._rules.renamed(self._read(kind, StepSpan(first, last)))
-        return _of_run(rows) if kind == RUN_KIND else _united(_of_one_stage(rows, kind), kind)
+        return self._of_run(rows) if kind == RUN_KIND else _united(_of_one_stage(rows, kind), kind)
 
     def _read(self, kind: str, steps: StepSpan, columns: tuple[str, ...] | None = None) -> pa.Table:
         """Rows of whole tensors, without terms of a sum; of the run, those of ranks."""
         whole, wanted = kind != RUN_KIND, range(steps.first, min(steps.last, ALL.stop - 1) + 1)
         columns = (*columns, "term") if columns and whole else columns
         rows = self._source.rows(RowChoice(kind, whole, steps=wanted, columns=columns))
+        rows = rows.filter(rows["name"].is_valid())
         return rows.filter(call_function("invert", [rows["term"].fill_null(False)])) if whole else rows
+
+    def _of_run(self, rows: pa.Table) -> pa.Table:
+        """The run's numbers, averaged over ranks; NaN if these disagree on what no arithmetic has touched."""
+        rows = rows.set_column(rows.column_names.index("name"), "name", rows["name"].cast(pa.string()))
+        found = rows.group_by(["name", "step"]).aggregate([(VALUE, "mean"), (VALUE, "min"), (VALUE, "max")])
+        values = []
+        for row in found.to_pylist():
+            agree = row["value_min"] == row["value_max"] or not GIVEN.fullmatch(row["name"])
+            values.append(row["value_mean"] if agree else math.nan)
+            if not agree and not math.isnan(row["value_mean"] or 0.0):
+                self.side.miss(f"{self.side}: ranks disagree on {row['name']}")
+        nothing = pa.nulls(len(found), pa.int64())
+        columns = {"name": found["name"], "step": found["step"], "micro_step": nothing, PARTS: nothing, ELEMENTS: nothing}
+        return pa.table({**columns, VALUE: pa.array(values, pa.float64())})
 
     def _of_ranks(self, kind: str) -> pa.Table:
         """What the ranks say of the series of its first step, in the order in which they were measured."""
         columns, step = ("rank", "stage", "global_name", "call_id", "shape", "dtype"), self._first[kind]
         rows = self._source.rows(RowChoice(kind, steps=range(step, step + 1), columns=columns)).select(list(columns))
+        rows = rows.filter(rows["global_name"].is_valid())
         return self._rules.renamed(rows.rename_columns(["rank", "stage", "name", "call_id", "shape", "dtype"]))
 
 
@@ -174,19 +190,6 @@ def with_same_dimensions(left: Facts, right: Facts) -> tuple[Facts, Facts]:
         shape = max(left[key].shape or (), right[key].shape or ())
         left[key], right[key] = (one[key]._replace(shape=shape) for one in (left, right))
     return left, right
-
-
-def _of_run(rows: pa.Table) -> pa.Table:
-    """The run's numbers, averaged over the ranks that have them; NaN if ranks disagree on what no arithmetic has touched."""
-    rows = rows.set_column(rows.column_names.index("name"), "name", rows["name"].cast(pa.string()))
-    found = rows.group_by(["name", "step"]).aggregate([(VALUE, "mean"), (VALUE, "min"), (VALUE, "max")])
-    values = [
-        math.nan if GIVEN.fullmatch(row["name"]) and row["value_min"] != row["value_max"] else row["value_mean"]
-        for row in found.to_pylist()
-    ]
-    nothing = pa.nulls(len(found), pa.int64())
-    columns = {"name": found["name"], "step": found["step"], "micro_step": nothing, PARTS: nothing, ELEMENTS: nothing}
-    return pa.table({**columns, VALUE: pa.array(values, pa.float64())})
 
 
 def _is_cut(rows: pa.Table) -> bool:
@@ -225,7 +228,7 @@ def _united(rows: pa.Table, kind: str) -> pa.Table:
     starts = starts_of_runs([column[order] for column in key])
     statistics = _statistics(rows, kind)
     found, firsts = combined(statistics, order, starts), order[starts]
-    one = np.zeros(len(firsts), dtype=np.bool_) if kind in COMBINED else _agree(statistics.values[:, order], starts)
+    one = np.zeros(len(firsts), dtype=np.bool_) if kind in COMBINED else _agree(found.ops, statistics.values[:, order], starts)
     count, known = np.where(one, statistics.count[firsts], found.count), np.where(one, statistics.known[:, firsts], found.known)
     values = np.where(one, statistics.values[:, firsts], found.values)
     counted = ~np.isnan(count)
@@ -241,7 +244,7 @@ def _united(rows: pa.Table, kind: str) -> pa.Table:
     )
 
 
-def _agree(values: Floats, starts: Index) -> Flags:
+def _agree(ops: Sequence[str], values: Floats, starts: Index) -> Flags:
     """Whether the rows of each run have the same numbers but for rounding.
 
     Args:
@@ -251,7 +254,9 @@ def _agree(values: Floats, starts: Index) -> Flags:
         return np.zeros(0, dtype=np.bool_)
     with np.errstate(invalid="ignore"):
         most, least = np.maximum.reduceat(values, starts, axis=1), np.minimum.reduceat(values, starts, axis=1)
-        close = most - least <= AGREE * np.maximum(np.abs(most), np.abs(least))
+        sizes = np.maximum(np.abs(most), np.abs(least))
+        sizes = np.maximum(sizes, np.max(np.where(np.isin(ops, EXTREMES)[:, None], sizes, 0.0), axis=0))  # a mean may be near 0
+        close = most - least <= AGREE * sizes
     every: Flags = (close | (most == least) | np.isnan(most)).all(axis=0)
     return every
 
@@ -272,7 +277,7 @@ def _statistics(rows: pa.Table, kind: str) -> Statistics:
 
 OPTIONAL: Final = (*(kind.name for kind in KIND_TABLE if kind.of == "module"), GRADIENT_KINDS[0])
 """Kinds of which another layout may lack some: modules that it does not call, and gradients that it never has."""
-REDUCED: Final = GRADIENT_KINDS[1]
+UNREDUCED, REDUCED = GRADIENT_KINDS
 HELD: Final = (*PARAMETER_KINDS, REDUCED)
 """Kinds whose series show which part of the model a rank holds."""
 NOT_OPS: Final = (*IDENTITY, PARTS)
@@ -408,6 +413,10 @@ class LayoutComparison:
             self._sides[0].side.note(
                 f"{kind} of {_listed(roots)} is not compared: which stage of a pipeline has them is not known"
             )
+        micro_steps = [set(table["micro_step"].to_pylist()) for table in firsts]
+        if kind == UNREDUCED and micro_steps[0] != micro_steps[1]:
+            dropped |= names[0] | names[1]
+            self._sides[0].side.note(f"{kind} is not compared: micro-steps have other parts of the batch")
         for one, table in zip(self._sides, firsts, strict=True) if kind not in (*COMBINED, RUN_KIND) else ():
             of_ranks = {row["name"] for row in table.select(["name", PARTS]).to_pylist() if row[PARTS] > 1}
             if own := sorted(of_ranks - dropped):
@@ -427,7 +436,8 @@ class LayoutComparison:
         if best == 1 or abs(found / best - 1) > CLOSE:
             return 1.0
         why = "as each of its parts averages its own loss. That is taken into account"
-        self._sides[1].side.note(f"{self._sides[1].side} has {kind} {best:g} times as large, {why}")
+        larger, times = (self._sides[1].side, best) if best > 1 else (self._sides[0].side, 1 / best)
+        larger.note(f"{larger} has {kind} {times:g} times as large, {why}")
         return best
 
     @cached_property
@@ -478,12 +488,14 @@ def _take_copies(row: Row, copies: int) -> None:
         row["norm"] /= math.sqrt(copies)
     for op in INTEGER_OPS:
         if row.get(op) is not None:
-            row[op] = row[op] // copies if row[op] % copies == 0 else row[op]
+            row[op] /= copies
 
 
 def _ratio(tables: Sequence[pa.Table]) -> float:
     """How many times as large tensors of the right side are, in the middle; 1 if sizes do not say."""
-    left, right = (dict(_sizes(table)) for table in tables)
+    columns = [{op for op in table.column_names if table[op].null_count < len(table)} for table in tables]
+    shared = columns[0] & columns[1]
+    left, right = (dict(_sizes(table, shared)) for table in tables)
     found = [right[name] / size for name, size in left.items() if right.get(name) and size]
     usual = [one for one in found if 0 < one < math.inf]
     return median(usual) if usual else 1.0
@@ -497,12 +509,12 @@ def _copies(left: pa.Table, right: pa.Table) -> list[int]:
     return [max((own[name] // other[name] for name in shared), default=1) or 1 for own, other in pairs]
 
 
-def _sizes(rows: pa.Table) -> Iterator[tuple[str, float]]:
-    """By name, how large the elements are."""
+def _sizes(rows: pa.Table, ops: Container[str]) -> Iterator[tuple[str, float]]:
+    """By name, how large the elements are by these ops."""
     for row in rows.to_pylist():
-        if row.get("norm") is not None and row[ELEMENTS]:
+        if "norm" in ops and row["norm"] is not None and row[ELEMENTS]:
             yield row["name"], row["norm"] / math.sqrt(row[ELEMENTS])
-        elif ends := [abs(row[op]) for op in (*EXTREMES, "std", "mean") if row.get(op) is not None]:
+        elif ends := [abs(row[op]) for op in (*EXTREMES, "std", "mean") if op in ops and row[op] is not None]:
             yield row["name"], max(ends)
 
 

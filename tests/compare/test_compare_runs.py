@@ -201,7 +201,9 @@ def test_jobs_of_one_directory_are_chosen_by_the_beginnings_of_their_ids(tmp_pat
     status, said = compared(tmp_path, tmp_path)
     assert (status, "--job" in said) == (2, True), said
     assert compared(tmp_path, tmp_path, "--job", "aa", "--job", "bb")[0] == 1
-    assert compared(tmp_path, tmp_path, "--job", "bb") == (0, "the same: 1 rows\n")
+    for jobs in (["bb"], ["bb", "b"], ["aa", "cc"], ["cc", "aa"]):
+        status, said = compared(tmp_path, tmp_path, *(word for job in jobs for word in ("--job", job)))
+        assert (status, "--job" in said) == (2, True), said
 
 
 @pytest.mark.parametrize(("lacks", "said"), [("b", "on the left side alone"), ("a", "on the right side alone")])
