@@ -79,11 +79,14 @@ def compare(left: Path, right: Path, how: How = How(), watcher: RowWatcher | Non
         facts = with_same_dimensions(whole[0].facts(), whole[1].facts())
         rounding = Rounding(facts, Circumstances(steps[0], is_late, rate, other_layout=True), how.limits)
         comparison = RowComparison(sides, None if how.exact else rounding, watcher)
+        series = {(kind, name) for one in whole for kind, names in one.names.items() for name in names}
         LayoutComparison((whole[0], whole[1]), comparison).compare()
     else:
         rounding = Rounding(list(map(facts_of, tables)), Circumstances(steps[0], is_late, rate), how.limits)
         comparison = RowComparison(sides, None if how.exact else rounding, watcher)
         _compare_ranks(comparison, places, rules, choice)
+        known = [] if how.limits is None else tables
+        series = {(row["kind"], row["name"]) for one in known for row in one.select(["kind", "name"]).to_pylist()}
         if any(one.step == steps[0] and one.kind in COMBINED and _is_of_parts(one, sides) for one in comparison.findings):
             sides[0].note("If ranks or micro-steps were given other parts of the same batch, --whole compares them together")
     if sides[0].is_of_another_framework(sides[1]):
@@ -91,7 +94,7 @@ def compare(left: Path, right: Path, how: How = How(), watcher: RowWatcher | Non
             "In PyTorch a micro-step's unreduced gradients are the sum so far, in MindSpore its own: only the first is compared"
         )
     rules[0].check(left, right, set(tables[1]["name"].to_pylist()))
-    if how.limits is not None and (unused := how.limits.unused):
+    if how.limits is not None and (unused := how.limits.unfit(series)):
         sides[0].note(f"Entries of --tolerances that no row fits: {', '.join(unused[:5])}{' …' if len(unused) > 5 else ''}")
     return _found(comparison, steps)
 

@@ -16,14 +16,15 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from monitor.compare.values import Compared, ComparisonError, Finding
 from monitor.series import DIRECTION_KIND, RUN_KIND
@@ -127,12 +128,11 @@ class Limits(BaseModel):
     first: int = 0
     last: int = 2**63 - 1
     allowed: dict[str, Allowed]
-    _used: set[str] = PrivateAttr(default_factory=set)
 
-    @property
-    def unused(self) -> list[str]:
-        """The entries that have fitted no row."""
-        return [key for key in self.allowed if key not in self._used]
+    def unfit(self, series: Collection[tuple[str, str]]) -> list[str]:
+        """The entries that fit none of these series, by kind and name."""
+        kinds, names = {kind for kind, _ in series}, [f"{kind}/{name}" for kind, name in series]
+        return [key for key in self.allowed if key not in kinds and not any(map(_pattern(key), names))]
 
     @classmethod
     def read(cls, path: Path) -> Limits:
@@ -176,12 +176,18 @@ class Limits(BaseModel):
         if not self.first <= step <= self.last:
             return None
         own = f"{kind}/{name}"
-        fitting = [key for key in self.allowed if key in (kind, own) or fnmatchcase(own, re.sub(r"/\d+:", "/", key))]
+        fitting = [key for key in self.allowed if key == kind or _pattern(key)(own)]
         if not fitting:
             return None
-        self._used |= set(fitting)
         found = self.allowed[max(fitting, key=len)]
         return found.first if is_first else found.later
+
+
+@cache
+def _pattern(key: str) -> Callable[[str], bool]:
+    """Whether a ``kind/name`` fits a key, which may have the stage in it as findings do."""
+    bare = re.sub(r"/\d+:", "/", key)
+    return lambda name: name in (key, bare) or fnmatchcase(name, bare)
 
 
 def _usual(sizes: list[float]) -> float:

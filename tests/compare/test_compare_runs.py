@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from monitor.compare import runs
 from monitor.compare.cli import app
+from monitor.stats.partials import COUNT, SUM
 
 
 def compared(*arguments: object) -> tuple[int, str]:
@@ -228,3 +229,52 @@ def test_a_damaged_file_of_a_rank_is_named(tmp_path: Path, how: list[str]) -> No
     file.write_bytes(content)
     status, said = compared(*sides, *how)
     assert (status, file.name in "".join(said.split())) == (1, True), said
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_the_dtype_and_the_shape_of_a_single_rank_are_seen(tmp_path: Path, odd: int) -> None:
+    for side in "ab":
+        for rank in range(2):
+            one = RecordedRank(tmp_path / side, rank=rank, world_size=2, format="parquet", ops=("norm",))
+            shape = (1, 2) if (side, rank) == ("b", odd) else (2, 1)
+            one.write(0, {"actv": [Measured("x.output", [3.0, 4.0], 0, shape=shape)]})
+            one.close()
+    for left, right, said in (("a", "b", "(2, 1) against (1, 2)"), ("b", "a", "(1, 2) against (2, 1)")):
+        status, output = compared(tmp_path / left, tmp_path / right)
+        assert (status, f"rank{odd}: actv/0:x.output, micro-step 0: shape: {said}" in " ".join(output.split())) == (1, True), (
+            output
+        )
+
+
+def with_numbers(base: Path, bias: float, **numbers: float) -> Path:
+    one = RecordedRank(base, format="parquet", ops=("norm",))
+    run = [Measured(name.replace("__", "."), numbers={COUNT: 1, SUM: value}) for name, value in numbers.items()]
+    one.write(0, {"param_updated": [Measured("bias", [bias, 2.0], shape=(2,))], "run": run})
+    one.close()
+    return base
+
+
+@pytest.mark.parametrize(("name", "status"), [("learning_rate__0", 0), ("learning_rate", 0), ("learning_rate_steps", 1)])
+def test_a_bias_may_differ_by_updates_of_the_learning_rate_and_of_no_other_number(
+    tmp_path: Path, name: str, status: int
+) -> None:
+    sides = [with_numbers(tmp_path / side, bias, **{name: 0.5}) for side, bias in (("a", 1.0), ("b", 1.7))]
+    assert compared(*sides)[0] == status
+
+
+def test_a_report_for_build_servers_fails_where_nothing_was_compared(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    sides = trained(tmp_path / "a", "parquet"), trained(tmp_path / "b", "parquet")
+    assert compared("--junit", report, *sides)[0] == 0
+    assert "<failure" not in report.read_text()
+    assert compared("--junit", report, sides[0], tmp_path / "nothing")[0] == 2
+    assert "Nothing was compared" in report.read_text()
+
+
+def test_shares_alone_do_not_judge_gradients_of_biases_and_that_is_said(tmp_path: Path) -> None:
+    for side, values in (("a", [0.0, 0.0]), ("b", [1.0, 2.0])):
+        one = RecordedRank(tmp_path / side, format="csv", ops=("zeros", "shape"))
+        one.write(0, {"grad_reduced": [Measured("bias", values, shape=(2,))]})
+        one.close()
+    status, said = compared(tmp_path / "a", tmp_path / "b")
+    assert (status, "1 rows of grad_reduced have no number that can be judged" in said) == (1, True), said

@@ -100,8 +100,11 @@ def test_limits_that_somebody_has_written_hold_for_patterns_of_names(tmp_path: P
     limits = tmp_path / "limits.json"
     limits.write_text('{"allowed": {"grad_reduced/2.*": {"first": 0, "later": 1e7}}}')
     assert compared("--tolerances", limits, *sides)[0] == 0
-    limits.write_text('{"allowed": {"grad_reduced/3.*": {"first": 0, "later": 1e7}}}')
-    assert compared("--tolerances", limits, *sides)[0] == 1
+    limits.write_text('{"allowed": {"grad_reduced/3.*": {"first": 0, "later": 1e7}, "grad_reducd": {"first": 0, "later": 0}}}')
+    status, said = compared("--tolerances", limits, *sides)
+    assert (status, "Entries of --tolerances that no row fits: grad_reducd" in said) == (1, True), said
+    limits.write_text('{"allowed": {"grad_reduced/0:2.weight": {"first": 0, "later": 1e7}}}')  # as findings name it
+    assert compared("--tolerances", limits, *sides)[0] == 0
 
 
 @pytest.mark.parametrize(
