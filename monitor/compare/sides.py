@@ -115,8 +115,8 @@ class Side:
         """See ``RunSource.series``."""
         try:
             return self.source.series()
-        except (pa.ArrowException, ManifestError) as error:
-            raise QueryError(str(error)) from error
+        except (pa.ArrowException, ManifestError, LookupError) as error:  # a damaged footer may name other columns
+            raise QueryError(f"the series of {self} cannot be read: {error}") from error
 
     @property
     def wrapper(self) -> str:

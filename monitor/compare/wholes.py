@@ -30,7 +30,7 @@ from monitor.merge.outputs import GLOBAL
 from monitor.merge.statistics import Flags, Index, Statistics, combined
 from monitor.merge.tables import order_by, starts_of_runs
 from monitor.query.batches import IDENTITY, place_of
-from monitor.query.sources import ALL, RowChoice
+from monitor.query.sources import ALL, QueryError, RowChoice
 from monitor.series import (
     CALL_KIND,
     CLIPPED_NORM,
@@ -158,9 +158,15 @@ class WholeTensors:
         """Rows of whole tensors, without terms of a sum; of the run, those of ranks."""
         whole, wanted = kind != RUN_KIND, range(steps.first, min(steps.last, ALL.stop - 1) + 1)
         columns = (*columns, "term") if columns and whole else columns
-        rows = self._source.rows(RowChoice(kind, whole, steps=wanted, columns=columns))
+        rows = self._rows_of(RowChoice(kind, whole, steps=wanted, columns=columns))
         rows = rows.filter(rows["name"].is_valid())
         return rows.filter(call_function("invert", [rows["term"].fill_null(False)])) if whole else rows
+
+    def _rows_of(self, choice: RowChoice) -> pa.Table:
+        try:
+            return self._source.rows(choice)
+        except (pa.ArrowException, LookupError) as error:  # a damaged footer may name other columns
+            raise QueryError(f"{self.side}: a file of {choice.kind} is damaged: {error}") from error
 
     def _of_run(self, rows: pa.Table) -> pa.Table:
         """The run's numbers, averaged over ranks; NaN if these disagree on what no arithmetic has touched."""
@@ -179,7 +185,7 @@ class WholeTensors:
     def _of_ranks(self, kind: str) -> pa.Table:
         """What the ranks say of the series of its first step, in the order in which they were measured."""
         columns, step = ("rank", "stage", "global_name", "call_id", "shape", "dtype"), self._first[kind]
-        rows = self._source.rows(RowChoice(kind, steps=range(step, step + 1), columns=columns)).select(list(columns))
+        rows = self._rows_of(RowChoice(kind, steps=range(step, step + 1), columns=columns)).select(list(columns))
         rows = rows.filter(rows["global_name"].is_valid())
         return self._rules.renamed(rows.rename_columns(["rank", "stage", "name", "call_id", "shape", "dtype"]))
 
