@@ -32,6 +32,7 @@ from monitor.merge.tables import order_by, starts_of_runs
 from monitor.query.batches import IDENTITY, place_of
 from monitor.query.sources import ALL, QueryError, RowChoice
 from monitor.series import (
+    ACTIVATION_KINDS,
     CALL_KIND,
     CLIPPED_NORM,
     GRAD_NORM,
@@ -46,7 +47,7 @@ from monitor.sinks.files import StepSpan
 from monitor.stats.ops import CALLS, INTEGER_OPS, TEXT_OPS
 from monitor.stats.partials import EMPTY, Floats, Partials
 
-COMBINED: Final = [kind.name for kind in KIND_TABLE if kind.of == "module" and kind.per_micro_step]
+COMBINED: Final = ACTIVATION_KINDS
 """Kinds with a row for each rank and micro-step, of which a step has a part of its batch each."""
 BACKWARD: Final = [kind.name for kind in KIND_TABLE if kind.phase == "backward"]
 """Kinds whose size depends on how a rank's own loss is averaged over its own part of the batch."""
@@ -283,7 +284,7 @@ def _statistics(rows: pa.Table, kind: str) -> Statistics:
 
 OPTIONAL: Final = (*(kind.name for kind in KIND_TABLE if kind.of == "module"), GRADIENT_KINDS[0])
 """Kinds of which another layout may lack some: modules that it does not call, and gradients that it never has."""
-UNREDUCED, REDUCED = GRADIENT_KINDS
+REDUCED: Final = GRADIENT_KINDS[1]
 HELD: Final = (*PARAMETER_KINDS, REDUCED)
 """Kinds whose series show which part of the model a rank holds."""
 NOT_OPS: Final = (*IDENTITY, PARTS)
@@ -420,7 +421,7 @@ class LayoutComparison:
                 f"{kind} of {_listed(roots)} is not compared: which stage of a pipeline has them is not known"
             )
         micro_steps = [set(table["micro_step"].to_pylist()) for table in firsts]
-        if kind == UNREDUCED and micro_steps[0] != micro_steps[1]:
+        if kind in OPTIONAL and kind not in COMBINED and micro_steps[0] != micro_steps[1]:
             dropped |= names[0] | names[1]
             self._sides[0].side.note(f"{kind} is not compared: micro-steps have other parts of the batch")
         for one, table in zip(self._sides, firsts, strict=True) if kind not in (*COMBINED, RUN_KIND) else ():
