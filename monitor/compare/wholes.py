@@ -204,7 +204,7 @@ def _is_cut(rows: pa.Table) -> bool:
     roots: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for row in rows.to_pylist() if rows["stage"].null_count == len(rows) else ():
         if row["name"].startswith("."):
-            roots[row["name"]].add((row["shape"], row["dtype"]))
+            roots[row["name"]].add(((row["shape"] or "").partition(",")[2], row["dtype"]))  # ranks may have more samples
     return any(len(found) > 1 for found in roots.values())
 
 
