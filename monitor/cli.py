@@ -58,6 +58,18 @@ TimeStart = Annotated[
     str | None, typer.Option(metavar="TIME", help="Only directories from this timestamp on, as in Dec03_21-34-40.")
 ]
 TimeEnd = Annotated[str | None, typer.Option(metavar="TIME", help="Only directories up to this timestamp, inclusive.")]
+Tolerances = Annotated[
+    Path | None,
+    typer.Option("--tolerances", metavar="FILE", help="What may differ, by kind and tensor, as compare --calibrate writes it."),
+]
+Whole = Annotated[
+    bool | None,
+    typer.Option(
+        "--whole/--ranks",
+        help="Compare whole tensors, or rank by rank [default: whole tensors if the layouts differ].",
+        show_default=False,
+    ),
+]
 Workers = Annotated[int, typer.Option(min=1, help="The number of processes.")]
 Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")]
 

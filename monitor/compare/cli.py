@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from monitor.cli import Version, command_app, interruptible
+from monitor.cli import Tolerances, Version, Whole, command_app, interruptible
 from monitor.compare import dumps, runs
 from monitor.compare.runs import How
 from monitor.compare.tolerances import Limits
@@ -176,10 +176,7 @@ def monitor_compare(
         float | None,
         typer.Option(min=0.0, help="Relative differences up to this are not reported [default: for runs rounding]."),
     ] = None,
-    limits: Annotated[
-        Path | None,
-        typer.Option("--tolerances", metavar="FILE", help="What is allowed, by kind and tensor, as --calibrate writes it."),
-    ] = None,
+    limits: Tolerances = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write to this file by how much healthy repeats of a run differ. Nothing is judged."),
@@ -194,14 +191,7 @@ def monitor_compare(
             "--job", metavar="ID", help="The job, by the beginning of its id, of a side with several. Twice: of A, then of B."
         ),
     ] = None,
-    whole: Annotated[
-        bool | None,
-        typer.Option(
-            "--whole/--ranks",
-            help="Compare whole tensors, or rank by rank [default: whole tensors if the layouts differ].",
-            show_default=False,
-        ),
-    ] = None,
+    whole: Whole = None,
     _version: Version = False,
 ) -> None:
     """Compare two precision dumps, or two monitored runs.

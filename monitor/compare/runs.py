@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from monitor.compare.names import NameRules
 from monitor.compare.rows import RowComparison, RowWatcher, phase_of
 from monitor.compare.sides import Choice, Side, rank_name
-from monitor.compare.tolerances import VALUE, Circumstances, Limits, Rounding, facts_of, judged
+from monitor.compare.tolerances import RATE, VALUE, Circumstances, Limits, Rounding, facts_of, judged
 from monitor.compare.values import ALONE, ROWS, Compared, ComparisonError, Finding
-from monitor.compare.wholes import COMBINED, LayoutComparison, WholeTensors, layouts_differ, with_same_dimensions
+from monitor.compare.wholes import BATCH_ROWS, COMBINED, LayoutComparison, WholeTensors, layouts_differ, with_same_dimensions
 from monitor.query.batches import Batch, batch_of, batches, kinds_in, ops_in, place_of
 from monitor.query.sources import MergedSet, RunSource
 from monitor.series import RUN_KIND
 from monitor.sinks.files import StepSpan
-
-RATE: Final = re.compile(r"learning_rate(\.\d+)?")
-BATCH_ROWS: Final = 20_000
-"""Rows that are compared at a time, about: as Python objects a row takes a kilobyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +54,7 @@ def compare(left: Path, right: Path, how: How = How(), watcher: RowWatcher | Non
     """
     sides = Side(left, how.jobs), Side(right, [*how.jobs[1:], *how.jobs[:1]])
     _check_jobs(sides, how.jobs)
-    choice = sides[0].choice.with_(sides[1].choice)
+    choice = sides[0].choice.shared_with(sides[1].choice)
     places = [side.places(choice) for side in sides]
     if not any(places):  # both can be read, and neither has rows
         return Compared(0, [], unit=ROWS)
@@ -70,7 +64,7 @@ def compare(left: Path, right: Path, how: How = How(), watcher: RowWatcher | Non
     spans = [side.span(choice) for side in sides]
     steps = max(first for first, _ in spans), min(last for _, last in spans)
     is_late = any(side.span(Choice()).first < steps[0] for side in sides) or choice.steps.first == steps[0] > 0
-    rate = max(_largest_rate(side.source) for side in sides)
+    rate = 0.0 if how.exact else max(_largest_rate(side.source) for side in sides)
     tables = [rule.renamed(side.series) for rule, side in zip(rules, sides, strict=True)]
     if layouts_differ(sides, tables) if how.whole is None else how.whole:
         whole = [WholeTensors(side, rule, choice) for side, rule in zip(sides, rules, strict=True)]
@@ -121,7 +115,7 @@ def _found(comparison: RowComparison, steps: tuple[int, int]) -> Compared:
     for side, other, what, there in ((left, right, "missing", ("there", "")), (right, left, "added", ("", "there"))):
         for step, rank, kind in side.lost_by(other, StepSpan(*steps)):
             comparison.findings.append(Finding(step, rank_name(rank), phase_of(kind, ""), f"{kind}/*", what, *there))
-    findings = sorted(comparison.findings, key=lambda finding: (finding.step, finding.order, finding.rank_order))
+    findings = sorted(comparison.findings, key=lambda finding: finding.in_order)
     rounding = comparison.rounding
     found = Compared(
         comparison.compared,

@@ -54,7 +54,7 @@ class Choice:
         """What it has of some steps; the last is before the first if that is nothing."""
         return StepSpan(max(steps.first, self.steps.first), min(steps.last, self.steps.last))
 
-    def with_(self, other: Choice) -> Choice:
+    def shared_with(self, other: Choice) -> Choice:
         """What both have."""
         kinds = [one for one in (self.kinds, other.kinds) if one is not None]
         return Choice(frozenset.intersection(*kinds) if kinds else None, self.cut(other.steps))
@@ -124,7 +124,7 @@ class Side:
         rows = self.series.select(["kind", "name"]).group_by(["kind", "name"]).aggregate([]).to_pylist()
         return wrapper_of(row["name"] for row in rows if row["kind"] in (*PARAMETER_KINDS, *GRADIENT_KINDS))
 
-    @property
+    @cached_property
     def framework(self) -> str:
         """``torch`` or ``mindspore``, as dtypes are called; empty if none are known."""
         dtypes = [one for one in self.series["dtype"].unique().to_pylist() if one]
@@ -219,7 +219,7 @@ class Side:
 
 
 def _opened(directory: Path, jobs: Sequence[str]) -> tuple[str, RunSource]:
-    """With the one of the ids that it has; empty if it has none of them."""
+    """The first of the ids that the directory has, and its run. The id is empty if it has none."""
     for job in jobs:
         with suppress(QueryError):
             return job, open_source(directory, job)

@@ -27,7 +27,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from monitor.compare.values import Compared, ComparisonError, Finding
-from monitor.series import DIRECTION_KIND, RUN_KIND
+from monitor.series import DIRECTION_KIND, LEARNING_RATE, RUN_KIND
 from monitor.sinks.csv import fixed_from
 from monitor.stats.histograms import LOSSES
 from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS
@@ -50,7 +50,8 @@ VALUE: Final = "value"
 """The op of the run's own numbers."""
 AVERAGES: Final = ("mean", "norm", "std", VALUE)
 SHARES: Final = ("zeros", *LOSSES)
-GIVEN: Final = re.compile(r"learning_rate(\.\d+)?|epoch|tokens")
+RATE: Final = re.compile(rf"{LEARNING_RATE}(\.\d+)?")
+GIVEN: Final = re.compile(rf"{RATE.pattern}|epoch|tokens")
 """Numbers of a run that no arithmetic of training has touched."""
 WEIGHTS: Final = ("param_origin", "param_updated")
 OF_UPDATES: Final = 1 / 64
@@ -130,7 +131,11 @@ class Limits(BaseModel):
     allowed: dict[str, Allowed]
 
     def unfit(self, series: Collection[tuple[str, str]]) -> list[str]:
-        """The entries that fit none of these series, by kind and name."""
+        """The entries that match none of these series.
+
+        Args:
+            series: Kinds and names.
+        """
         kinds, names = {kind for kind, _ in series}, [f"{kind}/{name}" for kind, name in series]
         return [key for key in self.allowed if key not in kinds and not any(map(_pattern(key), names))]
 
@@ -453,5 +458,5 @@ def judged(compared: Compared, rounding: Rounding) -> Compared:
             number += len(explained)
             most = max([most, rounding.by_step.get((kind, step), 0.0), *(one.rounding for one in explained)])
         largest = max(largest, most)
-    kept.sort(key=lambda finding: (finding.step, finding.order, finding.rank_order))
+    kept.sort(key=lambda finding: finding.in_order)
     return replace(compared, findings=kept, rounded=number, most_rounded=largest)

@@ -129,6 +129,11 @@ class Finding:
         return self.name.partition("/")[0] if "/" in self.name else "tensors"
 
     @property
+    def in_order(self) -> tuple[int, int, list[str | int]]:
+        """To be sorted by: as runs are executed."""
+        return self.step, self.order, self.rank_order
+
+    @property
     def rank_order(self) -> list[str | int]:
         """The rank, to be sorted by: the tenth comes after the second."""
         return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]+)", self.rank))]

@@ -78,7 +78,7 @@ class WholeTensors:
     """
 
     def __init__(self, side: Side, names: NameRules, choice: Choice) -> None:
-        self.side, self._rules, self._choice = side, names, choice
+        self.side, self._rules = side, names
         self._source = side.wholes(choice)
         kinds = [kind for kind in self._source.kinds(whole=True) if kind not in OTHERS]
         kinds += [RUN_KIND] if RUN_KIND in self._source.kinds(whole=False) else []
@@ -287,13 +287,12 @@ OPTIONAL: Final = (*(kind.name for kind in KIND_TABLE if kind.of == "module"), G
 REDUCED: Final = GRADIENT_KINDS[1]
 HELD: Final = (*PARAMETER_KINDS, REDUCED)
 """Kinds whose series show which part of the model a rank holds."""
-NOT_OPS: Final = (*IDENTITY, PARTS)
 RUN_NORMS: Final = [(RUN_KIND, name) for name in (GRAD_NORM, CLIPPED_NORM)]
 """Numbers of the run that only a rank with all gradients has."""
 
 
 BATCH_ROWS: Final = 20_000
-"""Rows that are compared at a time, about."""
+"""Rows that are compared at a time, about: as Python objects a row takes a kilobyte."""
 MOST_NAMED: Final = 5
 
 MOVED: Final = 0.1
@@ -468,7 +467,7 @@ class LayoutComparison:
             for row, copies in zip(rows, known, strict=True):
                 _take_copies(row, copies)
         for op in left:
-            if op in right and (left[op] is None) != (right[op] is None) and op not in NOT_OPS:
+            if op in right and (left[op] is None) != (right[op] is None) and op not in IDENTITY:
                 rows[0][op] = rows[1][op] = None
                 self._own_ops[kind, op] += op != ELEMENTS
         return rows

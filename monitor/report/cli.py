@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from monitor.cli import Job, Version, Workers, command_app
+from monitor.cli import Job, Tolerances, Version, Whole, Workers, command_app
 from monitor.compare.runs import How
 from monitor.compare.tolerances import Limits
 from monitor.compare.values import ComparisonError
@@ -66,18 +66,8 @@ def monitor_report(
         list[str] | None,
         typer.Option("--map", metavar="FROM=TO", help="Names of OTHER that RUN has otherwise, such as 'model.*=*'."),
     ] = None,
-    limits: Annotated[
-        Path | None,
-        typer.Option("--tolerances", metavar="FILE", help="What may differ, as trainermon compare --calibrate writes it."),
-    ] = None,
-    whole: Annotated[
-        bool | None,
-        typer.Option(
-            "--whole/--ranks",
-            help="Compare whole tensors with OTHER, or rank by rank [default: whole tensors if the layouts differ].",
-            show_default=False,
-        ),
-    ] = None,
+    limits: Tolerances = None,
+    whole: Whole = None,
     job: Job = None,
     workers: Workers = 1,
     _version: Version = False,
