@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from monitor.compare.values import Compared, ComparisonError, Finding
 from monitor.series import DIRECTION_KIND, LEARNING_RATE, RUN_KIND
 from monitor.sinks.csv import fixed_from
-from monitor.stats.histograms import LOSSES
+from monitor.stats.histograms import LOSSES, PERCENTILES
 from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS
 
 EPSILONS: Final = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -48,7 +48,8 @@ SUMS_OVER_RANKS: Final = 2.0
 EXTREMES: Final = ("min", "max", "absmax")
 VALUE: Final = "value"
 """The op of the run's own numbers."""
-AVERAGES: Final = ("mean", "norm", "std", VALUE)
+AVERAGES: Final = ("mean", "norm", "std", "rms", "absmean", VALUE)
+HIGHER: Final = ("kurtosis", "skewness")
 SHARES: Final = ("zeros", *LOSSES)
 RATE: Final = re.compile(rf"{LEARNING_RATE}(\.\d+)?")
 GIVEN: Final = re.compile(rf"{RATE.pattern}|epoch|tokens")
@@ -426,7 +427,9 @@ def _of_op(kind: str, op: str, a: float | None, b: float | None, scales: _Scales
     own = max(abs(a), abs(b))
     if op in SHARES or kind == DIRECTION_KIND:
         return scales.apart(a, b) / (32 * epsilon + 2 / scales.count)
-    if op == "kurtosis":
+    if op in PERCENTILES:
+        return scales.apart(a, b) / own / (32 * epsilon + 2 / scales.count)
+    if op in HIGHER:
         return scales.apart(a, b) / max(own, 3.0) / (16 * epsilon + 64 * SINGLE)
     if op == "mean" and scales.count > 1 and not scales.knows_size:
         return scales.apart(a, b) / own / ALONE_SHARE

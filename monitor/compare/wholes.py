@@ -25,7 +25,7 @@ from pyarrow.compute import call_function  # type: ignore[attr-defined]
 from monitor.compare.names import NameRules
 from monitor.compare.rows import Row, RowComparison
 from monitor.compare.sides import ALL_RANKS, Choice, Side
-from monitor.compare.tolerances import AVERAGES, ELEMENTS, EXTREMES, GIVEN, SHARES, VALUE, Facts, SeriesFacts
+from monitor.compare.tolerances import AVERAGES, ELEMENTS, EXTREMES, GIVEN, HIGHER, SHARES, VALUE, Facts, SeriesFacts
 from monitor.merge.outputs import GLOBAL
 from monitor.merge.statistics import Flags, Index, Statistics, combined
 from monitor.merge.tables import order_by, starts_of_runs
@@ -269,8 +269,8 @@ def _agree(ops: Sequence[str], values: Floats, starts: Index) -> Flags:
 
 
 def _statistics(rows: pa.Table, kind: str) -> Statistics:
-    """Rows of whole tensors of which only ops are known. Those of parts do not make up a kurtosis."""
-    without = (*GLOBAL.names, *TEXT_OPS, CALLS, *(["kurtosis"] if kind in COMBINED else []))
+    """Rows of whole tensors of which only ops are known. Those of parts do not make up higher moments."""
+    without = (*GLOBAL.names, *TEXT_OPS, CALLS, *(HIGHER if kind in COMBINED else []))
     ops = tuple(one for one in rows.column_names if one not in without)
     nothing = Partials(np.broadcast_to(np.array(EMPTY)[:, None], (len(EMPTY), len(rows))))
     count = rows["count"].cast(pa.float64()).fill_null(np.nan).to_numpy()

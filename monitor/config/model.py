@@ -196,13 +196,18 @@ MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 
 _LOW_PRECISION: Final = ("fp16", "bf16", "e4m3", "e5m2")
+_PERCENTILES: Final = ("01", "05", "25", "50", "75", "95", "99", "999")
 HISTOGRAM_OPS: Final = frozenset(
-    {"magnitude_histogram", *(f"{lost}_{name}" for lost in ("underflow", "overflow") for name in _LOW_PRECISION)}
+    {
+        "magnitude_histogram",
+        *(f"{lost}_{name}" for lost in ("underflow", "overflow") for name in _LOW_PRECISION),
+        *(f"abs_p{digits}" for digits in _PERCENTILES),
+    }
 )
 """Ops that need a histogram of every tensor."""
 
-HIGHER_OPS: Final = frozenset({"kurtosis"})
-"""Ops that need the higher moments of every tensor, and so a second read."""
+HIGHER_OPS: Final = frozenset({"kurtosis", "skewness", "absmean", "smallest_nonzero"})
+"""Ops that need the higher moments of every tensor, or what is measured with them, and so a second read."""
 
 CHECKSUM: Final = "checksum"
 """The op that needs the check sums of every tensor."""
@@ -443,10 +448,11 @@ class Settings(_StrictModel):
     format: Annotated[Formats, OUTPUT] = Field(default=("csv",), validate_default=True)
     """What the results are written as. `api`: kept in memory for the program to ask for."""
     ops: Annotated[Strings, STATISTICS] = ()
-    """Statistics: `min`, `max`, `mean`, `norm`, `zeros`, `nans`, `infs`, `absmax`, `std`, `kurtosis`, `shape`,
-    `dtype`, `checksum`, `magnitude_histogram`, and the share that a format of low precision would lose: `underflow_fp16`,
-    `overflow_fp16`, `underflow_bf16`, `overflow_bf16`, `underflow_e4m3`, `overflow_e4m3`, `underflow_e5m2`, `overflow_e5m2`.
-    An unknown one is left out with a warning; none left: `norm`."""
+    """Statistics: `min`, `max`, `mean`, `norm`, `zeros`, `nans`, `infs`, `absmax`, `std`, `rms`, `absmean`, `smallest_nonzero`,
+    `skewness`, `kurtosis`, `shape`, `dtype`, `checksum`; percentiles of magnitudes: `abs_p01`, `abs_p05`, `abs_p25`, `abs_p50`,
+    `abs_p75`, `abs_p95`, `abs_p99`, `abs_p999`; `magnitude_histogram`; and the share that a format of low precision would lose:
+    `underflow_fp16`, `overflow_fp16`, `underflow_bf16`, `overflow_bf16`, `underflow_e4m3`, `overflow_e4m3`, `underflow_e5m2`,
+    `overflow_e5m2`. An unknown one is left out with a warning; none left: `norm`."""
     eps: Annotated[float, Field(gt=0), STATISTICS] = 1e-8
     """`zeros` is the share of elements whose magnitude is below this."""
     ndigits: Annotated[int, Field(ge=0, le=17), OUTPUT] = 6

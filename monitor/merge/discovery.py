@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -444,6 +445,14 @@ def without_manifests(base: Path, found: Found, span: Span | None) -> Found:
         )
     runs = tuple(RankRun(base / name, _unknown(one, sorted(ranks))) for name, one in known.items())
     return Found({"": runs}, tuple(one for one in found.set_aside if one.path not in known))
+
+
+def asked_of(runs: Iterable[RankRun]) -> frozenset[str]:
+    """The words among the ops of configurations, and in changes of configurations."""
+    manifests = [one.manifest for one in runs]
+    asked = {repr(one.config.get("ops")) for one in manifests}  # whatever stands there
+    changes = {change.changed for one in manifests for change in one.configurations}
+    return frozenset(re.findall(r"\w+", " ".join(asked | changes)))
 
 
 def _has_no_manifest(directory: Path) -> bool:

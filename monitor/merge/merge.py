@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from monitor.coordinator.manifest_format import StepsRecord, checks_replicas
 from monitor.coordinator.resume import Span
 from monitor.merge.combine import ROLES, RUNS, SCHEMA_VERSION, Outcome, Piece, worked
-from monitor.merge.discovery import Found, RankRun, SetAside, choose, discover, runs_of, unmerged_formats
+from monitor.merge.discovery import Found, RankRun, SetAside, asked_of, choose, discover, runs_of, unmerged_formats
 from monitor.merge.execution import MergeError, NothingRecordedError, draft_of, engine, run
 from monitor.merge.layer_names import LayerNames
 from monitor.merge.outputs import SUFFIXES, Format
@@ -559,26 +559,25 @@ class Plan:
     @cached_property
     def _histograms(self) -> bool:
         """Whether the job has counted magnitudes: by its configuration, or one that came into force later."""
-        return self._asked(HISTOGRAM_OPS)
+        return not self._asked.isdisjoint(HISTOGRAM_OPS)
 
     @cached_property
     def _checked_kinds(self) -> Collection[str]:
         """The kinds whose rows may have checksums, in the same way."""
-        if self._asked([CHECKSUM]):
+        if CHECKSUM in self._asked:
             return [kind for kind in KINDS if has_op(CHECKSUM, kind)]
-        later = self._asked(["replica_check", "alert"])  # no ops, so only a change can name them
+        later = not self._asked.isdisjoint(["replica_check", "alert"])  # no ops, so only a change can name them
         checked = later or any(checks_replicas(one.manifest.config) for one in self.runs)
         return (*CHECKED_KINDS, REPLICA_KIND) if checked else ()
 
-    def _asked(self, words: Iterable[str]) -> bool:
-        """Whether one of these stands among the ops of a configuration, or in a change of configurations."""
-        asked = {repr(one.manifest.config.get("ops")) for one in self.runs}  # whatever stands there
-        changes = {change.changed for one in self.runs for change in one.manifest.configurations}
-        return any(word in text for text in asked | changes for word in words)
+    @cached_property
+    def _asked(self) -> frozenset[str]:
+        return asked_of(self.runs)
 
     def columns(self, kind: str) -> Columns:
         """What there is of the rows of a kind."""
-        return Columns.of(kind, histograms=self._histograms, checksums=kind in self._checked_kinds)
+        checked = kind in self._checked_kinds
+        return Columns.of(kind, asked=self._asked, histograms=self._histograms, checksums=checked)
 
     def _rows_of_a_piece(self, kind: str) -> int:
         return max(1, self.rows // HISTOGRAM_ROWS) if self.columns(kind).histogram else self.rows

@@ -20,7 +20,7 @@ from monitor.merge.tables import Columns, Index, Texts, order_by
 from monitor.series import CALL_KIND
 from monitor.sinks.arrow import TEXT, places_in_order
 from monitor.stats.features import FEATURES
-from monitor.stats.histograms import LOSSES
+from monitor.stats.histograms import COUNTED
 from monitor.stats.ops import CALLS, NUMERIC_OPS, SPELLED_OPS
 
 Format = Literal["hdf5", "csv", "parquet"]
@@ -60,7 +60,7 @@ GLOBAL: Final = pa.schema(
 )
 """One row for each tensor and step, before its ops."""
 
-_NUMBERS: Final = (*NUMERIC_OPS, *LOSSES, *FEATURES)
+_NUMBERS: Final = (*NUMERIC_OPS, *COUNTED, *FEATURES)
 _OPS: Final = pa.schema([*((op, pa.float64()) for op in _NUMBERS), *((op, TEXT) for op in SPELLED_OPS), (CALLS, pa.int64())])
 """All that there are. ``calls``: how many calls of an operator a row combines, null where it is not of calls."""
 

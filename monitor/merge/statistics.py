@@ -23,7 +23,7 @@ Flags = NDArray[np.bool_]
 Index = NDArray[np.int64]
 
 _COMBINES: Final = {column.name: column.combines for kind in KIND_TABLE for column in kind.columns}
-WEIGHTED: Final = ("mean", "zeros", *LOSSES, *(name for name, how in _COMBINES.items() if how == "weighted"))
+WEIGHTED: Final = ("mean", "absmean", "zeros", *LOSSES, *(name for name, how in _COMBINES.items() if how == "weighted"))
 """With the number of elements."""
 WHOLE_ONLY: Final = tuple(name for name, how in _COMBINES.items() if how == "never")
 """Of a matrix that is cut no rank knows it, and what ranks know of their parts does not make it up."""
@@ -173,7 +173,7 @@ class _OpsOfRuns:
         self._share = parts.count / np.add.reduceat(parts.count, starts)[self._run]
 
     def of(self, op: str) -> tuple[Floats, Flags]:
-        if op in ("min", "max", "absmax"):
+        if op in ("min", "max", "absmax", "smallest_nonzero"):
             return self._extreme(op)
         if op in ("nans", "infs"):
             return np.add.reduceat(self._values(op, 0.0), self._starts), self._all(self._known(op))
@@ -185,6 +185,8 @@ class _OpsOfRuns:
             return self._ratio()
         if op in WEIGHTED:
             return self._weighted(op)
+        if op == "rms":
+            return self._root_mean_square()
         return self._std() if op == "std" else self._none()  # of a checksum of parts, too, whose places are not known
 
     def _none(self) -> tuple[Floats, Flags]:
@@ -213,7 +215,7 @@ class _OpsOfRuns:
         return there
 
     def _extreme(self, op: str) -> tuple[Floats, Flags]:
-        reduce, neutral = (np.minimum, np.inf) if op == "min" else (np.maximum, -np.inf)
+        reduce, neutral = (np.minimum, np.inf) if op in ("min", "smallest_nonzero") else (np.maximum, -np.inf)
         return reduce.reduceat(self._values(op, neutral), self._starts), self._there(self._known(op))
 
     def _ratio(self) -> tuple[Floats, Flags]:
@@ -227,6 +229,11 @@ class _OpsOfRuns:
         known = self._known(op) & np.isfinite(self._share)
         weighted = np.where(known & ~self._empty, self._of_parts(op) * self._share, 0.0)
         return np.add.reduceat(weighted, self._starts), self._there(known)
+
+    def _root_mean_square(self) -> tuple[Floats, Flags]:
+        known = self._known("rms") & np.isfinite(self._share)
+        roots = np.where(known & ~self._empty, self._of_parts("rms") * np.sqrt(self._share), 0.0)
+        return roots_of_squares(roots, self._starts), self._there(known)
 
     def _std(self) -> tuple[Floats, Flags]:
         mean, mean_known = self._weighted("mean")

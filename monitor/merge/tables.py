@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -24,8 +24,8 @@ from monitor.sinks.csv_files import BEGINNING
 from monitor.sinks.files import StepSpan
 from monitor.sinks.spool import PART, NotAShardError, ShardFormat
 from monitor.stats.features import own_columns
-from monitor.stats.histograms import LOSSES, MAGNITUDES
-from monitor.stats.ops import CHECKSUM, NUMERIC_OPS, SPELLED_OPS, has_op
+from monitor.stats.histograms import LOSSES, MAGNITUDES, PERCENTILES
+from monitor.stats.ops import CHECKSUM, MERGED_OPS, NUMERIC_OPS, SPELLED_OPS, has_op
 
 # --- What there is of the rows of a kind, in shards and in merged tables.
 
@@ -43,18 +43,24 @@ class Columns:
     """
 
     kind: str
-    ops: tuple[str, ...] = NUMERIC_OPS
+    ops: tuple[str, ...] = MERGED_OPS
     histogram: bool = False
 
     @classmethod
-    def of(cls, kind: str, *, histograms: bool, checksums: bool) -> Columns:
-        """Args: histograms, checksums: Whether the job has counted magnitudes, and whether rows of the kind have checksums."""
+    def of(cls, kind: str, *, asked: Collection[str], histograms: bool, checksums: bool) -> Columns:
+        """What there is of a kind.
+
+        Args:
+            asked: Ops that the job was asked for.
+            histograms, checksums: Whether the job has counted magnitudes, and whether rows of the kind have checksums.
+        """
         own = own_columns(kind)
         if own:
             return cls(kind, own)
         histogram = histograms and has_op(MAGNITUDES, kind)
-        counted = (*LOSSES, MAGNITUDES) if histogram else ()
-        return cls(kind, (*NUMERIC_OPS, *counted, *((CHECKSUM,) if checksums else ())), histogram=histogram)
+        numbers = [op for op in NUMERIC_OPS if op in MERGED_OPS or op in asked]
+        counted = (*LOSSES, *(op for op in PERCENTILES if op in asked), MAGNITUDES) if histogram else ()
+        return cls(kind, (*numbers, *counted, *((CHECKSUM,) if checksums else ())), histogram=histogram)
 
     @property
     def numbers(self) -> tuple[str, ...]:

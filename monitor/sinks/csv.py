@@ -19,7 +19,7 @@ from monitor.series import NO_MICRO_STEP, Series, SeriesTable, shown_kind
 from monitor.sinks.csv_files import CsvShards
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.features import FEATURES
-from monitor.stats.histograms import LOSSES
+from monitor.stats.histograms import COUNTED
 from monitor.stats.host.array_kernel import is_wanted
 from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, NUMERIC_OPS, SPELLED_OPS, TEXT_OPS, derive_all, spelled
 from monitor.stats.partials import Floats, Partials
@@ -403,7 +403,7 @@ COLUMN_TYPES: Final = {
     "micro_step": pa.int64(),
     **dict.fromkeys(NUMERIC_OPS, pa.float64()),
     **dict.fromkeys(INTEGER_OPS, pa.int64()),
-    **dict.fromkeys((*LOSSES, *FEATURES), pa.float64()),
+    **dict.fromkeys((*COUNTED, *FEATURES), pa.float64()),
     **dict.fromkeys(TEXT_OPS, pa.string()),
 }
 """The type of each column. Empty cells are null; in columns of text they are empty text."""

@@ -63,7 +63,22 @@ MAGNITUDES: Final = "magnitude_histogram"
 LOSSES: Final = tuple(f"{what}_{name}" for name in FORMATS for what in ("underflow", "overflow"))
 """Ops derived from the histogram: the fraction of all elements (``count``) that a format would lose."""
 
-HISTOGRAM_OPS: Final = (MAGNITUDES, *LOSSES)
+PERCENTILES: Final = {
+    "abs_p01": 0.01,
+    "abs_p05": 0.05,
+    "abs_p25": 0.25,
+    "abs_p50": 0.5,
+    "abs_p75": 0.75,
+    "abs_p95": 0.95,
+    "abs_p99": 0.99,
+    "abs_p999": 0.999,
+}
+"""Ops derived from the histogram: the magnitude that at least this share of the finite elements do not exceed."""
+
+COUNTED: Final = (*LOSSES, *PERCENTILES)
+"""All numbers that are derived from the histogram."""
+
+HISTOGRAM_OPS: Final = (MAGNITUDES, *COUNTED)
 
 
 def lost_elements(op: str, counts: Counts) -> Counts:
@@ -75,6 +90,34 @@ def lost_elements(op: str, counts: Counts) -> Counts:
         bins = slice(int(np.searchsorted(UPPER, FORMATS[name].overflows)) + 1, BINS)
     elements: Counts = counts[:, bins].sum(axis=1)
     return elements
+
+
+_ROWS: Final = 4096
+"""Rows whose histograms are summed up at a time."""
+
+
+def percentiles(op: str, counts: Counts, greatest: NDArray[np.float64]) -> NDArray[np.float64]:
+    """One of ``PERCENTILES`` of each row; anything where no element is finite.
+
+    The element lies in the same bin as the result, so each is less than twice the other. Within the bin, the logarithms of
+    magnitudes are taken to be evenly spread.
+
+    Args:
+        greatest: The greatest magnitude of each row.
+    """
+    found = np.zeros(len(counts))
+    for start in range(0, len(counts), _ROWS):
+        some = slice(start, start + _ROWS)
+        until = np.cumsum(counts[some], axis=1)
+        rank = np.maximum(np.ceil(PERCENTILES[op] * until[:, -1]), 1)
+        bins = np.minimum((until < rank[:, np.newaxis]).sum(axis=1), BINS - 1)
+        within = counts[some][np.arange(len(bins)), bins]
+        before = until[np.arange(len(bins)), bins] - within
+        share = (rank - before - 0.5) / np.maximum(within, 1)
+        upper = np.minimum(UPPER[bins], greatest[some])
+        lower = np.minimum(np.where(bins > 1, UPPER[bins - 1], UPPER[1] / 2), upper)
+        found[some] = np.where(bins > 0, lower * (upper / np.where(lower > 0, lower, 1)) ** share, 0.0)
+    return found
 
 
 def upper_text(upper: float) -> str:

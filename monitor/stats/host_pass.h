@@ -14,7 +14,7 @@
 #define HOST_PASS_COLUMNS
 /* The columns of a row, in the order of monitor/stats/partials.py. */
 enum {
-    WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, EXPONENT,
+    WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, ABSSUM, LEAST, EXPONENT,
     BITS_LOW, BITS_HIGH, PLACES_LOW, PLACES_HIGH, COLUMNS
 };
 #endif
@@ -121,21 +121,29 @@ static INLINE double NAMED(centred)(const unsigned char *x, size_t n, enum forma
 }
 
 typedef struct {
-    double sum[LANES], sumsq[LANES], cubes[LANES], fourths[LANES];
+    double sum[LANES], sumsq[LANES], cubes[LANES], fourths[LANES], abssum[LANES];
+    REAL least[LANES];
 } NAMED(powers);
 
 static INLINE void NAMED(add_powers)(NAMED(powers) *to, int k, REAL v, double mean, int selecting) {
-    double off = !selecting || MAGNITUDE(v) < INFINITY ? v - mean : 0.0, square = off * off;
+    REAL magnitude = MAGNITUDE(v), other = magnitude > 0 ? magnitude : INFINITY; /* NaN is not greater */
+    int kept = !selecting || magnitude < INFINITY;
+    double off = kept ? v - mean : 0.0, square = off * off;
     to->sum[k] += off;
     to->sumsq[k] += square;
     to->cubes[k] += square * off;
     to->fourths[k] += square * square;
+    to->abssum[k] += kept ? magnitude : 0.0;
+    to->least[k] = other < to->least[k] ? other : to->least[k];
 }
 
 /* Reads all elements once more. With `selecting`, elements that are not finite are left out. */
 static INLINE void NAMED(read_powers)(
     const unsigned char *x, size_t n, enum format format, double mean, int selecting, NAMED(powers) *to) {
     memset(to, 0, sizeof *to);
+    for (int k = 0; k < LANES; k++) {
+        to->least[k] = INFINITY;
+    }
     for (size_t i = 0; i < n; i += piece_length(format, 0)) {
         REAL widened[PIECE];
         size_t most = piece_length(format, 0), count = n - i > most ? most : n - i, j = 0;
@@ -152,10 +160,11 @@ static INLINE void NAMED(read_powers)(
 }
 
 /* Writes the sums of (x - mean)^3 and of (x - mean)^4 over the finite elements, corrected for the rounding of the mean (see
- * higher_moments in monitor/stats/partials.py). Returns 0 if fourth powers leave the range of their sum. */
+ * higher_moments in monitor/stats/partials.py), the sum of their magnitudes and the least one other than 0. Returns 0 if fourth
+ * powers leave the range of their sum. */
 static INLINE int NAMED(higher)(const unsigned char *x, size_t n, enum format format, double mean, double finite, double *row) {
     NAMED(powers) to;
-    double s = 0.0, q = 0.0, c = 0.0, f = 0.0;
+    double s = 0.0, q = 0.0, c = 0.0, f = 0.0, least = INFINITY;
     if (finite == (double)n) {
         NAMED(read_powers)(x, n, format, mean, 0, &to);
     } else {
@@ -166,7 +175,10 @@ static INLINE int NAMED(higher)(const unsigned char *x, size_t n, enum format fo
         q += to.sumsq[k];
         c += to.cubes[k];
         f += to.fourths[k];
+        row[ABSSUM] += to.abssum[k];
+        least = to.least[k] < least ? to.least[k] : least;
     }
+    row[LEAST] = least;
     double off = s / finite, squared = finite * off * off;
     row[M3] = c - off * (3.0 * q - 2.0 * squared);
     row[M4] = f - off * (4.0 * c - off * (6.0 * q - 3.0 * squared));
@@ -206,10 +218,18 @@ static INLINE int NAMED(reduce)(const unsigned char *x, size_t n, enum format fo
     row[SUM] = all.sum;
     row[SUMSQ] = all.sumsq;
     row[M2] = m2;
-    row[M3] = row[M4] = row[EXPONENT] = 0.0;
+    row[M3] = row[M4] = row[ABSSUM] = row[LEAST] = row[EXPONENT] = 0.0;
     row[BITS_LOW] = (double)(uint32_t)bits;
     row[BITS_HIGH] = (double)(bits >> 32);
     row[PLACES_LOW] = (double)(uint32_t)places;
     row[PLACES_HIGH] = (double)(places >> 32);
-    return !(wanted & HIGHER) || !(all.lo < all.hi) || NAMED(higher)(x, n, format, all.sum / finite, finite, row);
+    if (!(wanted & HIGHER) || !(finite > 0.0)) {
+        return 1;
+    }
+    if (all.lo < all.hi) {
+        return NAMED(higher)(x, n, format, all.sum / finite, finite, row);
+    }
+    row[LEAST] = MAGNITUDE(all.lo);
+    row[ABSSUM] = finite * row[LEAST];
+    return 1;
 }

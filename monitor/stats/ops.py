@@ -1,7 +1,7 @@
 """Derives each op from partials; also the exact threshold of ``zeros``.
 
-If the tensor has a NaN, `min max mean norm absmax std` are NaN; with Inf they follow IEEE arithmetic. `kurtosis` is that of the
-finite elements. An op without a value, such as the mean of no elements, is missing, which is not NaN.
+If the tensor has a NaN, `min max mean norm absmax std rms absmean` are NaN; with Inf they follow IEEE arithmetic. The other ops
+are those of the finite elements. An op without a value, such as the mean of no elements, is missing, which is not NaN.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from numpy.typing import NDArray
 
 from monitor.series import DIRECTION_KIND, SIGNED_KINDS
 from monitor.stats.features import COLUMNS_OF, DERIVED, FEATURES, own_columns
-from monitor.stats.histograms import HISTOGRAM_OPS, LOSSES, MAGNITUDES, histogram_text, lost_elements
+from monitor.stats import histograms
+from monitor.stats.histograms import COUNTED, HISTOGRAM_OPS, MAGNITUDES, PERCENTILES, histogram_text
 from monitor.stats.partials import (
+    ABSSUM,
     COUNT,
     EXPONENT,
+    LEAST,
     LEAST_VARIANCE,
     M2,
+    M3,
     M4,
     MAX,
     MIN,
@@ -35,6 +39,7 @@ from monitor.stats.partials import (
     Words,
     check_sums,
     combine_groups,
+    knows_magnitudes,
 )
 
 Valid = NDArray[np.bool_]
@@ -96,7 +101,39 @@ def _kurtosis(p: Partials, _special: bool) -> Floats:
     return excess
 
 
-def _has_kurtosis(p: Partials) -> Valid:
+def _skewness(p: Partials, _special: bool) -> Floats:
+    """The skewness of the finite elements as a population: 0 for a symmetric distribution."""
+    c, n = p.columns, np.maximum(p.finite, 1)
+    skew: Floats = c[M3] / n / (c[M2] / n) ** 1.5
+    return skew
+
+
+def _rms(p: Partials, special: bool) -> Floats:
+    """The root mean square."""
+    return _norm(p, special) / np.sqrt(np.maximum(p.finite if special else p.columns[COUNT], 1))
+
+
+def _absmean(p: Partials, special: bool) -> Floats:
+    """The mean magnitude."""
+    finite = _unscaled(p, p.columns[ABSSUM] / np.maximum(p.finite, 1))
+    return _with_nan(p, np.where(_has_infs(p), np.inf, finite)) if special else finite
+
+
+def _smallest_nonzero(p: Partials, _special: bool) -> Floats:
+    least: Floats = p.columns[LEAST].copy()
+    return least
+
+
+def _has_absmean(p: Partials) -> Valid:
+    return knows_magnitudes(p.columns) & (p.columns[COUNT] > 0)
+
+
+def _has_nonzero(p: Partials) -> Valid:
+    least: Valid = p.columns[LEAST] > 0
+    return least
+
+
+def _has_higher(p: Partials) -> Valid:
     """Where the higher moments were measured, elements differ, and no power of their distance from the mean left the range."""
     c = p.columns
     known: Valid = (c[M4] > 0) & (c[M2] >= LEAST_VARIANCE * p.finite) & (c[MIN] < c[MAX])
@@ -146,12 +183,26 @@ _DERIVED: Final[dict[str, Callable[[Partials, bool], Floats]]] = {
     "absmax": _absmax,
     "std": _std,
     "kurtosis": _kurtosis,
+    "skewness": _skewness,
+    "rms": _rms,
+    "absmean": _absmean,
+    "smallest_nonzero": _smallest_nonzero,
 }
 """How each op is computed from partials, and from whether any of them have NaN or Inf."""
+
+_KNOWN: Final[dict[str, Callable[[Partials], Valid]]] = {
+    "kurtosis": _has_higher,
+    "skewness": _has_higher,
+    "absmean": _has_absmean,
+    "smallest_nonzero": _has_nonzero,
+}
+"""Which rows have an op, where that is more than having elements."""
 
 _DEFINED_WHEN_EMPTY: Final = frozenset({"norm", "nans", "infs"})
 
 NUMERIC_OPS: Final = tuple(_DERIVED)
+MERGED_OPS: Final = NUMERIC_OPS[: NUMERIC_OPS.index("kurtosis") + 1]
+"""Those that every merged set has. It has the others if the job was asked for them."""
 OPS: Final = (*NUMERIC_OPS, *LAYOUT_OPS, *HISTOGRAM_OPS, CHECKSUM)
 
 
@@ -159,7 +210,7 @@ def derive(op: str, partials: Partials) -> tuple[Floats, Valid]:
     """The values of a numeric op, one per row, and which of them exist.
 
     Args:
-        op: One of ``NUMERIC_OPS`` or ``LOSSES``, a column of features, or ``CALLS``.
+        op: One of ``NUMERIC_OPS`` or ``COUNTED``, a column of features, or ``CALLS``.
     """
     return derive_all([op], partials)[op]
 
@@ -174,13 +225,13 @@ def derive_all(ops: Iterable[str], partials: Partials) -> dict[str, tuple[Floats
 def _derived(op: str, partials: Partials, special: bool) -> tuple[Floats, Valid]:
     if op == CALLS:
         return partials["writes"], partials["writes"] > 0
-    if op in LOSSES:
-        return _share_lost(op, partials)
+    if op in COUNTED:
+        return _of_histogram(op, partials)
     if op in DERIVED:
         return DERIVED[op](partials)
     values = _DERIVED[op](partials, special)
-    if op == "kurtosis":
-        return values, _has_kurtosis(partials)
+    if op in _KNOWN:
+        return values, _KNOWN[op](partials)
     return values, np.ones(len(partials), dtype=np.bool_) if op in _DEFINED_WHEN_EMPTY else partials["count"] > 0
 
 
@@ -230,10 +281,14 @@ def has_histogram(partials: Partials) -> Valid:
     return whole & (partials["count"] > 0)
 
 
-def _share_lost(op: str, partials: Partials) -> tuple[Floats, Valid]:
-    if partials.histogram is None:
-        return np.zeros(len(partials)), has_histogram(partials)
-    return lost_elements(op, partials.histogram) / partials["count"], has_histogram(partials)
+def _of_histogram(op: str, partials: Partials) -> tuple[Floats, Valid]:
+    counts, there = partials.histogram, has_histogram(partials)
+    if counts is None:
+        return np.zeros(len(partials)), there
+    if op in PERCENTILES:
+        greatest = _absmax(partials, special=False)
+        return histograms.percentiles(op, counts, greatest), there & (partials.finite > 0)
+    return histograms.lost_elements(op, counts) / partials["count"], there
 
 
 def known_ops(ops: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -18,6 +18,9 @@ elements, and are measured only if an op asks for them. They merge by the formul
 one-pass parallel computation of covariances and arbitrary-order statistical moments". A measured ``m4`` is at least
 ``m2``² / n. So ``m4`` = 0 beside a positive ``m2`` says that the higher moments are not known. In such rows, ``m3`` is 0, too.
 
+The same read measures ``abssum`` = Σ |x| / 2^e and ``least``, the smallest magnitude of the finite elements other than 0. If all
+are 0, both are 0. An ``abssum`` of 0 beside other elements says that both are not known.
+
 The *check sums* tell whether two tensors hold the same bits. An element of up to four bytes is a word, an unsigned number of 32
 bits; a longer one is several, the lowest first. Over the words b of a tensor in the order of memory, counted from 0,
 
@@ -75,6 +78,8 @@ PARTIAL_TABLE: Final = (
     Partial("m2", whole=False, power=2),
     Partial("m3", whole=False, power=3, seldom=True, costly=True),
     Partial("m4", whole=False, power=4, seldom=True, costly=True),
+    Partial("abssum", whole=False, power=1, seldom=True, costly=True),
+    Partial("least", whole=False, seldom=True, costly=True),
     Partial("exponent", seldom=True),
     Partial("bits_low", seldom=True, costly=True),
     Partial("bits_high", seldom=True, costly=True),
@@ -85,7 +90,7 @@ PARTIAL_TABLE: Final = (
 the partials. Counts are exact up to 2^53."""
 
 COLUMNS: Final = tuple(one.name for one in PARTIAL_TABLE)
-WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, EXPONENT = range(len(COLUMNS) - 4)
+WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, ABSSUM, LEAST, EXPONENT = range(len(COLUMNS) - 4)
 BITS_LOW, BITS_HIGH, PLACES_LOW, PLACES_HIGH = range(EXPONENT + 1, len(COLUMNS))
 
 COSTLY: Final = tuple(one.name for one in PARTIAL_TABLE if one.costly)
@@ -225,6 +230,7 @@ def combine_groups(parts: Partials, starts: NDArray[np.int64], begins: NDArray[n
     m2 = _lowered(c[M2], 2 * down)
     out[M2] = np.add.reduceat(m2 + n * off * off, starts)
     out[M3], out[M4] = _higher(c, n, off, m2, down, starts)
+    out[ABSSUM], out[LEAST] = _magnitudes(c, down, starts)
     out[BITS_LOW:] = _check_sums_of_runs(c, starts, begins)
     return Partials(out, None if parts.histogram is None else np.add.reduceat(parts.histogram, starts, axis=0))
 
@@ -246,6 +252,22 @@ def _higher(c: Floats, n: Floats, off: Floats, m2: Floats, down: Floats, starts:
         moments = np.array([np.add.reduceat(cubes, starts), np.add.reduceat(fourths, starts)])
     found: Floats = np.where(known & np.isfinite(moments).all(axis=0), moments, 0.0)
     return found
+
+
+def _magnitudes(c: Floats, down: Floats, starts: NDArray[np.int64]) -> Floats:
+    """``abssum`` and ``least`` of each run, shape ``(2, runs)``; zeros where a row lacks them."""
+    known = np.logical_and.reduceat(knows_magnitudes(c), starts)
+    if not c[ABSSUM].any():  # no op asks for them
+        return np.zeros((2, len(starts)))
+    least = np.minimum.reduceat(np.where(c[LEAST] > 0, c[LEAST], np.inf), starts)
+    found = np.array([np.add.reduceat(_lowered(c[ABSSUM], down), starts), np.where(np.isfinite(least), least, 0.0)])
+    return np.where(known, found, 0.0)
+
+
+def knows_magnitudes(columns: Floats) -> NDArray[np.bool_]:
+    """Rows with ``abssum`` and ``least``: those that were measured, and those without a finite element other than 0."""
+    known: NDArray[np.bool_] = (columns[ABSSUM] > 0) | ((columns[MIN] >= 0) & (columns[MAX] <= 0))
+    return known
 
 
 def check_sums(columns: Floats) -> Words:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from monitor.config.model import HIGHER_OPS
 from monitor.stats import partials
 from monitor.stats.ops import NUMERIC_OPS, derive
 from monitor.stats.partials import Partials
@@ -34,10 +35,14 @@ def reference(x: torch.Tensor | np.ndarray, eps: float) -> dict[str, float]:
         with np.errstate(invalid="ignore"):
             found |= {"min": a.min(), "max": a.max(), "mean": a.mean(), "absmax": np.abs(a).max(), "std": a.std()}
         found["zeros"] = (np.abs(a) < eps).mean()
+        found |= {"absmean": np.abs(a).mean(), "rms": np.sqrt(np.square(a).mean())}
     kept = a[np.isfinite(a)]
+    if kept.any():
+        found["smallest_nonzero"] = np.abs(kept[kept != 0]).min()
     if len(kept) and kept.min() < kept.max():
         off = kept - kept.mean()
         found["kurtosis"] = (off**4).mean() / np.square(np.square(off).mean()) - 3
+        found["skewness"] = (off**3).mean() / np.square(off).mean() ** np.longdouble(1.5)
     return {op: float(value) for op, value in found.items()}
 
 
@@ -70,24 +75,31 @@ def assert_agrees(
 ) -> None:
     """The row has the ops of ``x``: extremes, counts and shares exactly; norm, mean and std to ``tolerance`` of their scale.
 
-    Kurtosis relative to the fourth moment; without ``higher`` the row need not have it.
+    Kurtosis relative to the fourth moment, skewness to the third moment of magnitudes; without ``higher`` the row need not have
+    the ops that are measured on request.
     """
     assert_is(row, expected(x, eps), tolerance, higher=higher)
 
 
 def assert_is(row: object, expected: Expected, tolerance: float = 1e-6, *, higher: bool = False) -> None:
     found, ops, scale = derived(row), expected.ops, expected.scale
-    unasked = set() if higher else {"kurtosis"} - found.keys()
+    unasked = set() if higher else HIGHER_OPS - found.keys()
     assert ops.keys() - unasked == found.keys()
     if "kurtosis" in found:
         np.testing.assert_allclose(found["kurtosis"] + 3, ops["kurtosis"] + 3, rtol=5 * tolerance, err_msg="kurtosis")
-    for op in ("min", "max", "absmax", "nans", "infs", "zeros"):
-        if op in ops:
+    if "skewness" in found:
+        np.testing.assert_allclose(found["skewness"], ops["skewness"], rtol=5 * tolerance, atol=5 * tolerance, err_msg="skewness")
+    if "absmean" in found:
+        np.testing.assert_allclose(found["absmean"], ops["absmean"], rtol=tolerance, err_msg="absmean")
+    for op in ("min", "max", "absmax", "nans", "infs", "zeros", "smallest_nonzero"):
+        if op in found:
             np.testing.assert_allclose(found[op], ops[op], rtol=expected.rounded, atol=0, err_msg=op)
     if "mean" in ops:
         np.testing.assert_allclose(found["mean"], ops["mean"], rtol=0, atol=tolerance * scale, err_msg="mean")
         np.testing.assert_allclose(found["std"], ops["std"], rtol=2e-6, atol=tolerance * scale, err_msg="std")
-    np.testing.assert_allclose(found["norm"], ops["norm"], rtol=tolerance, err_msg="norm")
+    for op in ("norm", "rms"):
+        if op in ops:
+            np.testing.assert_allclose(found[op], ops[op], rtol=tolerance, err_msg=op)
 
 
 def check_sums(x: torch.Tensor) -> tuple[int, int]:

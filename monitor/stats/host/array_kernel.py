@@ -256,8 +256,9 @@ class NumpyKernel:
         if lo != hi and m2 < _LEAST_SPREAD * sumsq:
             m2 = self._centred(v, exponent, total / n)
         m3, m4 = self._higher_moments(v, exponent, total / n) if self._higher and lo != hi else (0.0, 0.0)
+        magnitudes = self._magnitudes(v, exponent) if self._higher else (0.0, 0.0)
         counts = (1.0, n, 0.0, 0.0, 0.0, self._smalls(v, lo, hi))
-        return (*counts, lo, hi, total, sumsq, m2, m3, m4, float(exponent), *EMPTY[BITS_LOW:])
+        return (*counts, lo, hi, total, sumsq, m2, m3, m4, *magnitudes, float(exponent), *EMPTY[BITS_LOW:])
 
     def _centred(self, v: Reals, exponent: int, mean: float) -> float:
         """Σ (x - mean)², corrected for the rounding of the mean."""
@@ -277,6 +278,13 @@ class NumpyKernel:
             np.multiply(power, wide, out=power)
             sums.append(float(np.add.reduce(power)))
         return higher_moments(len(v), sums[0] / len(v), *sums[1:])
+
+    def _magnitudes(self, v: Reals, exponent: int) -> tuple[float, float]:
+        """``abssum`` and ``least`` (``partials``)."""
+        magnitudes = np.abs(v, out=self._scratch.magnitudes[v.dtype][: len(v)])
+        least = float(np.min(magnitudes, initial=np.inf, where=magnitudes > 0))
+        wide = self._widened(magnitudes, exponent)
+        return float(np.add.reduce(wide)), least if math.isfinite(least) else 0.0
 
     def _widened(self, v: Reals, exponent: int) -> Floats:
         """The chunk in float64, divided by 2^exponent, in the scratch buffer."""

@@ -140,7 +140,8 @@ class MindSporeDeviceKernel:
         smalls = mint.sum(mint.lt(mint.abs(v), constants.bound), dtype=v.dtype)
         extremes = [lo, hi, zero, zero] if piece.dtype not in _INTEGERS else self._integer_extremes(piece)
         m3, m4, far = _relative_moments(off, n) if self._higher else (zero, zero, zero)
-        sums = [total, mint.sum(mint.square(scaled)), m2, m3, m4, exponent]
+        magnitudes = [mint.sum(mint.abs(scaled)), _least(mint.abs(kept))] if self._higher else [zero, zero]
+        sums = [total, mint.sum(mint.square(scaled)), m2, m3, m4, *magnitudes, exponent]
         checks = [one.to(v.dtype) for one in _check_sums(piece)] if self._check_sums else []
         numbers = [*counts, smalls, *extremes[:2], *sums, *extremes[2:], mean, rest, far, *checks]
         return mint.cat([number.reshape(1) for number in numbers])
@@ -184,6 +185,12 @@ def _sum(x: Tensor) -> Tensor:
 def _bits(x: Tensor, first: int, count: int) -> Tensor:
     shifted = ops.bitwise_right_shift(x, Tensor(first, ms.int64)) if first else x
     return mint.bitwise_and(shifted, Tensor((1 << count) - 1, ms.int64))
+
+
+def _least(magnitudes: Tensor) -> Tensor:
+    """The smallest one other than 0; 0 if there is none."""
+    least = mint.amin(mint.where(mint.gt(magnitudes, 0.0), magnitudes, math.inf))
+    return mint.where(mint.isfinite(least), least, 0.0)
 
 
 def _relative_moments(off: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -284,7 +291,7 @@ def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, bound: Tensor, *,
         total,
         mint.sum(mint.mul(kept, kept)),
         mint.sum(mint.mul(off, off)),
-        *(_moments(off, n) if higher else ()),
+        *((*_moments(off, n), mint.sum(mint.abs(kept)), _least(mint.abs(kept))) if higher else ()),
     ]
     return mint.cat([number.reshape(1) for number in numbers])
 
@@ -302,6 +309,7 @@ def union_of_unscaled(chunks: Sequence[Tensor], elements: int, *, higher: bool) 
     numbers = [mint.amin(least), mint.amax(most), total, squares, mint.add(mint.sum(m2), between)]
     if higher:
         numbers += _higher_of_all(n, off, m2, *(_columns(parts, column, 1) for column in (10, 11)))
+        numbers += [mint.sum(_columns(parts, 12, 1)), _least(_columns(parts, 13, 1))]
     return dict(enumerate([float(elements), *_sums(_columns(counts, 1, 4)), *numbers], partials.COUNT))
 
 

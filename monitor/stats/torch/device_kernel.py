@@ -21,11 +21,13 @@ from monitor.stats.histograms import BINS, UPPER
 from monitor.stats.host.array_kernel import EXPONENT_BINS, of_singles, restore_rounded
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import (
+    ABSSUM,
     BITS_HIGH,
     BITS_LOW,
     COLUMNS,
     COUNT,
     EXPONENT,
+    LEAST,
     M2,
     M3,
     M4,
@@ -111,10 +113,11 @@ class TorchDeviceKernel:
         off = torch.where(finite, scaled - (total / n.clamp(min=1)).to(v.dtype), 0.0)
         m2 = off.square().sum(dtype=torch.float64) - off.sum(dtype=torch.float64).square() / n.clamp(min=1)
         lo, hi = torch.where(finite, v, math.inf).amin(), torch.where(finite, v, -math.inf).amax()
-        m3 = m4 = torch.zeros_like(total)
+        m3 = m4 = abssum = least = torch.zeros_like(total)
         if self._higher:
             m2 = torch.where(lo < hi, m2, 0.0)  # of equal elements it is a rounding error
             m3, m4 = (torch.where(lo < hi, moment, 0.0) for moment in _higher_moments(off, n))
+            abssum, least = scaled.abs().sum(dtype=torch.float64), _least(kept.abs())
         numbers = {
             WRITES: torch.ones_like(n),
             COUNT: torch.full_like(n, v.numel()),
@@ -129,6 +132,8 @@ class TorchDeviceKernel:
             M2: m2.clamp(min=0.0),
             M3: m3,
             M4: m4,
+            ABSSUM: abssum,
+            LEAST: least,
             EXPONENT: exponent,
             **dict.fromkeys(range(BITS_LOW, len(COLUMNS)), torch.zeros_like(total)),
         }
@@ -136,6 +141,12 @@ class TorchDeviceKernel:
             numbers |= enumerate(_halves(*_check_sums(piece)), BITS_LOW)
         row = torch.stack([numbers[column].double() for column in range(len(COLUMNS))])
         return _small_exponent(row, most=200 if self._higher else 330)
+
+
+def _least(magnitudes: Tensor) -> Tensor:
+    """The smallest one other than 0; 0 if there is none."""
+    least = torch.where(magnitudes > 0, magnitudes, math.inf).amin()
+    return torch.where(torch.isinf(least), 0.0, least)
 
 
 def _higher_moments(off: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,7 +204,8 @@ def _small_exponent(row: Tensor, most: int) -> Tensor:
     scale = torch.exp2(torch.where(fits, exponent, 0.0))
     square = scale * scale
     sums = [row[SUM] * scale, row[SUMSQ] * square, row[M2] * square, row[M3] * square * scale, row[M4] * square * square]
-    return torch.cat([row[:SUM], torch.stack([*sums, torch.where(fits, 0.0, exponent)]), row[BITS_LOW:]])
+    rest = [row[ABSSUM] * scale, row[LEAST], torch.where(fits, 0.0, exponent)]
+    return torch.cat([row[:SUM], torch.stack([*sums, *rest]), row[BITS_LOW:]])
 
 
 def _union(rows: Tensor, higher: bool, words: int) -> Tensor:
@@ -212,9 +224,9 @@ def _union(rows: Tensor, higher: bool, words: int) -> Tensor:
     squares = [(sumsq * down.square()).sum(), (m2 + n * off.square()).sum()]
     if higher:
         m3, m4 = column[M3] * down.square() * down, column[M4] * down.square().square()
-        squares += _higher_of_all(n, off, m2, m3, m4)
+        squares += [*_higher_of_all(n, off, m2, m3, m4), (column[ABSSUM] * down).sum(), _least(column[LEAST])]
     else:
-        squares += [torch.zeros_like(top)] * 2
+        squares += [torch.zeros_like(top)] * 4
     rest = [column[MIN].amin(), column[MAX].amax(), sums.sum(), *squares, top, *_checked_union(rows, words)]
     return torch.cat([torch.ones_like(counts[:1]), counts, torch.stack(rest)])
 
@@ -242,8 +254,8 @@ def _higher_of_all(n: Tensor, off: Tensor, m2: Tensor, m3: Tensor, m4: Tensor) -
 
 def _repeated(row: Tensor, times: int) -> Tensor:
     """The row of a tensor in which every element is repeated ``times`` times."""
-    counts, extremes, sums = row[COUNT:MIN], row[MIN:SUM], row[SUM:EXPONENT]
-    rest = [row[EXPONENT:BITS_LOW], torch.zeros_like(row[BITS_LOW:])]
+    counts, extremes, sums = row[COUNT:MIN], row[MIN:SUM], row[SUM:LEAST]
+    rest = [row[LEAST:BITS_LOW], torch.zeros_like(row[BITS_LOW:])]
     return torch.cat([row[:COUNT], counts * times, extremes, sums * times, *rest])
 
 
@@ -350,6 +362,9 @@ def unscaled_part(chunk: Tensor, kept: Tensor, finite: Tensor, eps: float, *, hi
         SUMSQ: kept.to(torch.float64).square_().sum(),
     }
     centred = _centred_part(kept, finite, numbers[SUM]) if higher else []
+    if higher:
+        magnitudes = kept.abs()
+        centred += [magnitudes.sum(dtype=torch.float64), _least(magnitudes).to(torch.float64)]
     return torch.stack([*(numbers[column] for column in (*_ADDED, MIN, MAX)), *centred])
 
 
@@ -371,7 +386,8 @@ def union_of_unscaled(parts: list[Tensor], elements: int, *, higher: bool) -> di
     lo, hi = rows[:, len(_ADDED)].amin(), rows[:, len(_ADDED) + 1].amax()
     found: dict[int, float | Tensor] = {COUNT: float(elements), **added, MIN: lo, MAX: hi, M2: m2}
     if higher:
-        n, mean, *moments = rows[:, len(_ADDED) + 2 :].unbind(1)
+        n, mean, *moments, abssum, least = rows[:, len(_ADDED) + 2 :].unbind(1)
         both = _higher_of_all(n, mean - added[SUM] / finite, *moments)
         found |= zip((M3, M4), (torch.where(lo < hi, moment, 0.0) for moment in both), strict=True)
+        found |= {ABSSUM: abssum.sum(), LEAST: _least(least)}
     return found

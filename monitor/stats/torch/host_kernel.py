@@ -276,8 +276,16 @@ def reduce_segments(
     if higher:
         with np.errstate(invalid="ignore"):
             rows[:, partials.M3], rows[:, partials.M4] = _higher_of_segments(narrow, starts, lengths, total, wide)
+            rows[:, partials.ABSSUM], rows[:, partials.LEAST] = _magnitudes_of_segments(narrow, starts)
         rows[constant | ~valid, partials.M3 : partials.M4 + 1] = 0.0
     return rows, valid
+
+
+def _magnitudes_of_segments(narrow: NDArray[np.float32], starts: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """``abssum`` and ``least`` (``partials``) of each tensor."""
+    magnitudes = np.abs(narrow)
+    least = np.minimum.reduceat(np.where(magnitudes > 0, magnitudes, np.float32(np.inf)), starts).astype(np.float64)
+    return np.add.reduceat(magnitudes, starts, dtype=np.float64), np.where(np.isfinite(least), least, 0.0)
 
 
 def _higher_of_segments(

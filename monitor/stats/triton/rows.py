@@ -20,12 +20,14 @@ SUMSQ: tl.constexpr = tl.constexpr(8)
 M2: tl.constexpr = tl.constexpr(9)
 M3: tl.constexpr = tl.constexpr(10)
 M4: tl.constexpr = tl.constexpr(11)
-EXPONENT: tl.constexpr = tl.constexpr(12)
-BITS_LOW: tl.constexpr = tl.constexpr(13)
-BITS_HIGH: tl.constexpr = tl.constexpr(14)
-PLACES_LOW: tl.constexpr = tl.constexpr(15)
-PLACES_HIGH: tl.constexpr = tl.constexpr(16)
-COLUMNS: tl.constexpr = tl.constexpr(17)
+ABSSUM: tl.constexpr = tl.constexpr(12)
+LEAST: tl.constexpr = tl.constexpr(13)
+EXPONENT: tl.constexpr = tl.constexpr(14)
+BITS_LOW: tl.constexpr = tl.constexpr(15)
+BITS_HIGH: tl.constexpr = tl.constexpr(16)
+PLACES_LOW: tl.constexpr = tl.constexpr(17)
+PLACES_HIGH: tl.constexpr = tl.constexpr(18)
+COLUMNS: tl.constexpr = tl.constexpr(19)
 """The columns of a part in the workspace: those of a table row without its first, ``writes``."""
 
 
@@ -57,7 +59,8 @@ def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr, HIGHER: tl.const
     zero = tl.zeros((ROWS,), tl.float64)
     count, nans, posinfs, neginfs, smalls = zero, zero, zero, zero, zero
     total, sumsq, m2, off, squares = zero, zero, zero, zero, zero
-    cubes, fourths = zero, zero
+    cubes, fourths, magnitudes = zero, zero, zero
+    nearest = tl.full((ROWS,), INF, tl.float64)
     bits, places = tl.zeros((ROWS,), tl.uint64), tl.zeros((ROWS,), tl.uint64)
     lo, hi = tl.full((ROWS,), INF, tl.float64), tl.full((ROWS,), -INF, tl.float64)
     pivot = tl.full((), 0.0, tl.float64)
@@ -92,6 +95,9 @@ def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr, HIGHER: tl.const
             fourth = _column(at, M4, part, parts, there, 0.0) * down * down * down * down
             cubes += third + d * (3.0 * spread + finite * d * d)
             fourths += fourth + d * (4.0 * third + d * (6.0 * spread + finite * d * d))
+            magnitudes += _column(at, ABSSUM, part, parts, there, 0.0) * down
+            near = _column(at, LEAST, part, parts, there, 0.0)
+            nearest = tl.minimum(nearest, tl.where(near > 0.0, near, INF))
         if CHECK:
             low, high = _column(at, BITS_LOW, part, parts, there, 0.0), _column(at, BITS_HIGH, part, parts, there, 0.0)
             bits += low.to(tl.uint64) + (high.to(tl.uint64) << 32)
@@ -102,14 +108,22 @@ def combined(at, parts, ROWS: tl.constexpr, WORK: tl.constexpr, HIGHER: tl.const
     least, most = tl.min(lo, axis=0), tl.max(hi, axis=0)
     within = tl.sum(m2, axis=0)
     m3, m4 = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+    smallest = tl.full((), 0.0, tl.float64)
     if HIGHER:
+        smallest = or_zero(tl.min(nearest, axis=0))
         around = within + tl.sum(squares, axis=0)
         m3, m4 = shifted(elements, away, around, tl.sum(cubes, axis=0), tl.sum(fourths, axis=0), least, most)
     return (
         tl.sum(count, axis=0), tl.sum(nans, axis=0), tl.sum(posinfs, axis=0), tl.sum(neginfs, axis=0), tl.sum(smalls, axis=0),
-        least, most, tl.sum(total, axis=0), tl.sum(sumsq, axis=0), within + between, m3, m4, top,
-        tl.sum(bits, axis=0), tl.sum(places, axis=0),
+        least, most, tl.sum(total, axis=0), tl.sum(sumsq, axis=0), within + between, m3, m4,
+        tl.sum(magnitudes, axis=0), smallest, top, tl.sum(bits, axis=0), tl.sum(places, axis=0),
     )  # fmt: skip
+
+
+@triton.jit
+def or_zero(least):
+    """The least of magnitudes other than 0; 0 if there is none."""
+    return tl.where(least < INF, least, 0.0)
 
 
 @triton.jit
@@ -126,7 +140,7 @@ def shifted(n, sums, squares, cubes, fourths, least, most):
 @triton.jit
 def store(at, step, repeats, numbers, CHECK: tl.constexpr):
     """Store the columns of a part or a whole tensor, ``step`` apart, whose elements are each repeated ``repeats`` times."""
-    count, nans, posinfs, neginfs, smalls, lo, hi, total, sumsq, m2, m3, m4, exponent, bits, places = numbers
+    count, nans, posinfs, neginfs, smalls, lo, hi, total, sumsq, m2, m3, m4, abssum, least, exponent, bits, places = numbers
     tl.store(at + COUNT * step, count * repeats)
     tl.store(at + NANS * step, nans * repeats)
     tl.store(at + POSINFS * step, posinfs * repeats)
@@ -139,6 +153,8 @@ def store(at, step, repeats, numbers, CHECK: tl.constexpr):
     tl.store(at + M2 * step, m2 * repeats)
     tl.store(at + M3 * step, m3 * repeats)
     tl.store(at + M4 * step, m4 * repeats)
+    tl.store(at + ABSSUM * step, abssum * repeats)
+    tl.store(at + LEAST * step, least)
     tl.store(at + EXPONENT * step, exponent)
     if CHECK:
         bits, places = tl.where(repeats == 1.0, bits, 0), tl.where(repeats == 1.0, places, 0)

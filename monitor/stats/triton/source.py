@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from monitor.stats.triton.elements import INF, add_words, exponent_of, numbers_of, power_of_two, scaled, stored_tile, tile
-from monitor.stats.triton.rows import COLUMNS, combined, shifted, store, store_row
+from monitor.stats.triton.rows import COLUMNS, combined, or_zero, shifted, store, store_row
 
 # mypy: ignore-errors
 # Triton compiles this code and reads its annotations: they must not become strings.
@@ -91,8 +91,12 @@ def _centred(
 
 
 @triton.jit
-def _add_powers(v, mask, MASKED: tl.constexpr, top, pivot, WORK: tl.constexpr, sums, squares, cubes, fourths):
-    """The running sums of powers of v / 2^top - pivot, of each lane, updated with a tile."""
+def _add_powers(
+    v, mask, MASKED: tl.constexpr, top, pivot, WORK: tl.constexpr, sums, squares, cubes, fourths, magnitudes, nearest
+):  # fmt: skip
+    """The running sums of powers of v / 2^top - pivot, of each lane, updated with a tile; and of |v| / 2^top, and the least |v|
+    other than 0.
+    """
     kept = tl.abs(v) < INF
     if MASKED:
         kept = kept & mask
@@ -100,8 +104,11 @@ def _add_powers(v, mask, MASKED: tl.constexpr, top, pivot, WORK: tl.constexpr, s
     w = scaled(v, -top) if tl.float64 == WORK else v * power_of_two(-top).to(WORK)
     d = tl.where(kept, w - pivot, 0.0)
     dd = d * d
+    magnitudes += _sum(tl.abs(w)).to(tl.float64)
+    nearest = tl.minimum(nearest, _min(tl.where(v != 0.0, tl.abs(v), INF)))
     sums, squares = sums + _sum(d).to(tl.float64), squares + _sum(dd).to(tl.float64)
-    return sums, squares, cubes + _sum(dd * d).to(tl.float64), fourths + _sum(dd * dd).to(tl.float64)
+    cubes, fourths = cubes + _sum(dd * d).to(tl.float64), fourths + _sum(dd * dd).to(tl.float64)
+    return sums, squares, cubes, fourths, magnitudes, nearest
 
 
 @triton.jit
@@ -109,7 +116,8 @@ def _higher_part(
     at, start, whole, end, n, sizes, strides, finite, mean, exponent, least, most, DECODE: tl.constexpr, WORK: tl.constexpr,
     DIMS: tl.constexpr, INDEX: tl.constexpr, REST: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Σ (x - mean)³ and Σ (x - mean)⁴ over the finite elements of a part with different elements, read again.
+    """Σ (x - mean)³, Σ (x - mean)⁴, Σ |x| and the least |x| other than 0, over the finite elements of a part, read again. The
+    elements differ.
 
     Elements are divided by a power of two near their largest magnitude. So fourth powers fit the working precision: distances
     from the mean are 0, or at least 2^-24 of that magnitude in float32.
@@ -120,19 +128,25 @@ def _higher_part(
     pivot = scaled(mean, exponent.to(tl.int64) - top).to(WORK)
     sums, squares = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
     cubes, fourths = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.float64)
+    magnitudes, nearest = tl.zeros((LANES,), tl.float64), tl.full((LANES,), INF, WORK)
     for here in range(start, whole, R * LANES * GROUP):
         v, mask = tile(at, here, n, sizes, strides, False, DECODE, WORK, DIMS, INDEX, R, LANES, GROUP)
-        sums, squares, cubes, fourths = _add_powers(v, mask, False, top, pivot, WORK, sums, squares, cubes, fourths)
+        sums, squares, cubes, fourths, magnitudes, nearest = _add_powers(
+            v, mask, False, top, pivot, WORK, sums, squares, cubes, fourths, magnitudes, nearest
+        )
     for here in range(whole, end, REST * LANES * GROUP):
         v_rest, mask_rest = tile(at, here, n, sizes, strides, True, DECODE, WORK, DIMS, INDEX, REST, LANES, GROUP)
-        sums, squares, cubes, fourths = _add_powers(v_rest, mask_rest, True, top, pivot, WORK, sums, squares, cubes, fourths)
+        sums, squares, cubes, fourths, magnitudes, nearest = _add_powers(
+            v_rest, mask_rest, True, top, pivot, WORK, sums, squares, cubes, fourths, magnitudes, nearest
+        )
     m3, m4 = shifted(
         finite, tl.sum(sums, axis=0), tl.sum(squares, axis=0), tl.sum(cubes, axis=0), tl.sum(fourths, axis=0), least, most
     )
     up = top - exponent.to(tl.int64)  # the sums of the part are divided by 2^exponent, not by 2^top
     m3, m4 = scaled(m3, 3 * up), scaled(m4, 4 * up)
     known = (tl.abs(m3) < INF) & (m4 < INF)
-    return tl.where(known, m3, 0.0), tl.where(known, m4, 0.0)
+    abssum = scaled(tl.sum(magnitudes, axis=0), up)
+    return tl.where(known, m3, 0.0), tl.where(known, m4, 0.0), abssum, or_zero(tl.min(nearest, axis=0).to(tl.float64))
 
 
 @triton.jit
@@ -259,12 +273,15 @@ def _part(
             LANES,
             GROUP,
         )
-    m3, m4 = tl.zeros_like(count), tl.zeros_like(count)
+    m3, m4, abssum, nearest = tl.zeros_like(count), tl.zeros_like(count), tl.zeros_like(count), tl.zeros_like(count)
     if HIGHER:
         m2 = tl.where(least < most, m2, 0.0)  # of equal elements beside NaN or Inf it is a rounding error
+        finite = count - nans - posinfs - neginfs
+        if finite > 0.0:
+            nearest = tl.abs(least)
+            abssum = scaled(finite * nearest, -exponent.to(tl.int64))
         if least < most:
-            finite = count - nans - posinfs - neginfs
-            m3, m4 = _higher_part(
+            m3, m4, abssum, nearest = _higher_part(
                 at, start, whole, start + left, n, sizes, strides, finite, total / finite, exponent, least, most,
                 DECODE, WORK, DIMS, INDEX, REST, R, LANES, GROUP,
             )  # fmt: skip
@@ -282,6 +299,8 @@ def _part(
         m2,
         m3,
         m4,
+        abssum,
+        nearest,
         exponent,
         checked,
         tl.sum(places, axis=0),
