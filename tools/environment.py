@@ -28,6 +28,7 @@ DECIDING = (
     "constraints.txt",
     "monitor/stats/host_kernel.c",
     "monitor/stats/host_pass.h",
+    "monitor/stats/host_magnitudes.h",
     "monitor/sinks/lines.c",
 )
 """What is in an environment: the packages, and what was built of the project's own."""

@@ -16,9 +16,9 @@ from monitor.series import NO_MICRO_STEP, SeriesTable
 from monitor.stats.host.array_kernel import Reduce
 from monitor.stats.ops import Epsilon
 from monitor.stats.table import NOT_AN_ALIAS, HostPage, Page, PageMemory, RowSlot
-from monitor.stats.torch.device_kernel import count_magnitudes, count_magnitudes_on_device
+from monitor.stats.torch.device_kernel import count_magnitudes_on_device
 from monitor.stats.torch.dispatch import DEVICE_KERNELS, ListedTensor, reduce_into, reduce_listed
-from monitor.stats.torch.host_kernel import TorchHostKernel
+from monitor.stats.torch.host_kernel import TorchHostKernel, count_magnitudes
 from monitor.stats.torch.memory import TorchDevicePage, persistent, write_histogram, write_numbers
 from monitor.stats.torch.tensors import (
     BYPASSED_KEYS,

@@ -95,29 +95,38 @@ def lost_elements(op: str, counts: Counts) -> Counts:
 _ROWS: Final = 4096
 """Rows whose histograms are summed up at a time."""
 
+_FLAT: Final = 1e-6
+"""A growth that stands for none, by which can be divided."""
+
+
+STEEPEST: Final = 12.0
+"""By how many powers of two the number of elements changes at most from one power of two to the next."""
+
 
 def percentiles(op: str, counts: Counts, greatest: NDArray[np.float64]) -> NDArray[np.float64]:
     """One of ``PERCENTILES`` of each row; anything where no element is finite.
 
-    The element lies in the same bin as the result, so each is less than twice the other. Within the bin, the logarithms of
-    magnitudes are taken to be evenly spread.
+    The element lies in the same bin as the result, so each is less than twice the other. Within the bin, the number of elements
+    is taken to grow or to fall as it does from the bin below to the bin above.
 
     Args:
         greatest: The greatest magnitude of each row.
     """
     found = np.zeros(len(counts))
     for start in range(0, len(counts), _ROWS):
-        some = slice(start, start + _ROWS)
-        until = np.cumsum(counts[some], axis=1)
+        some = counts[start : start + _ROWS]
+        rows, until = np.arange(len(some)), np.cumsum(some, axis=1)
         rank = np.maximum(np.ceil(PERCENTILES[op] * until[:, -1]), 1)
         bins = np.minimum((until < rank[:, np.newaxis]).sum(axis=1), BINS - 1)
-        within = counts[some][np.arange(len(bins)), bins]
-        before = until[np.arange(len(bins)), bins] - within
-        share = (rank - before - 0.5) / np.maximum(within, 1)
-        upper = np.minimum(UPPER[bins], greatest[some])
-        lower = np.minimum(np.where(bins > 1, UPPER[bins - 1], UPPER[1] / 2), upper)
-        found[some] = np.where(bins > 0, lower * (upper / np.where(lower > 0, lower, 1)) ** share, 0.0)
-    return found
+        within, below = some[rows, bins], some[rows, np.maximum(bins - 1, 1)]
+        share = (rank - until[rows, bins] + within - 0.5) / np.maximum(within, 1)
+        growth = np.log2((some[rows, np.minimum(bins + 1, BINS - 1)] + 1) / (below + 1)) / 2
+        growth = np.clip(np.where(np.abs(growth) < _FLAT, _FLAT, growth), -STEEPEST, STEEPEST)
+        share = np.log2(1 + share * (np.exp2(growth) - 1)) / growth
+        upper = np.where(np.isfinite(UPPER[bins]), UPPER[bins], greatest[start : start + _ROWS])
+        lower = np.where(bins > 1, UPPER[bins - 1], UPPER[1] / 2)
+        found[start : start + _ROWS] = np.where(bins > 0, lower * (upper / np.where(lower > 0, lower, 1)) ** share, 0.0)
+    return np.minimum(found, greatest)
 
 
 def upper_text(upper: float) -> str:

@@ -173,16 +173,28 @@ static INLINE int reduce_format(const void *x, size_t n, enum format format, dou
     }
 }
 
+#include "host_magnitudes.h"
+
 typedef int (*kernel)(const void *, size_t, enum format, double, int, double *);
+typedef size_t (*magnitudes)(const void *, size_t, enum format, int64_t *, uint32_t, uint32_t);
 
 static int reduce_anywhere(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
     return reduce_format(x, n, format, bound, wanted, row);
+}
+
+static size_t magnitudes_anywhere(const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
+    return look_at_magnitudes(x, n, format, counts, low, high);
 }
 
 #if defined(__GNUC__) && defined(__x86_64__)
 __attribute__((target("avx2"))) static int reduce_avx2(
     const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
     return reduce_format(x, n, format, bound, wanted, row);
+}
+
+__attribute__((target("avx2"))) static size_t magnitudes_avx2(
+    const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
+    return look_at_magnitudes(x, n, format, counts, low, high);
 }
 
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static int reduce_avx512(
@@ -194,12 +206,13 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static int reduce_
 static const struct {
     const char *name;
     kernel reduce;
+    magnitudes look;
 } KERNELS[] = {
 #if defined(__GNUC__) && defined(__x86_64__)
-    {"avx512", reduce_avx512},
-    {"avx2", reduce_avx2},
+    {"avx512", reduce_avx512, magnitudes_avx2},
+    {"avx2", reduce_avx2, magnitudes_avx2},
 #endif
-    {"any", reduce_anywhere},
+    {"any", reduce_anywhere, magnitudes_anywhere},
 };
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
 
@@ -217,6 +230,7 @@ static int runs(const char *name) {
 }
 
 static kernel chosen = reduce_anywhere;
+static magnitudes chosen_look = magnitudes_anywhere;
 
 static PyObject *kernels(PyObject *module, PyObject *unused) {
     (void)module;
@@ -241,6 +255,7 @@ static PyObject *choose(PyObject *module, PyObject *name) {
     for (int i = 0; i < KERNEL_COUNT; i++) {
         if (!strcmp(KERNELS[i].name, wanted) && runs(wanted)) {
             chosen = KERNELS[i].reduce;
+            chosen_look = KERNELS[i].look;
             Py_RETURN_NONE;
         }
     }
@@ -277,6 +292,90 @@ static int reduce_into_row(const void *x, size_t n, enum format format, double b
     return done;
 }
 
+/* The `n` elements at an address, or in a buffer, which the caller releases. NULL, with an error set, if they are not there. */
+static const void *elements_of(PyObject *given, size_t n, enum format format, Py_buffer *source) {
+    const void *x = NULL;
+    if (PyLong_Check(given)) {
+        x = PyLong_AsVoidPtr(given);
+        if (x == NULL && !PyErr_Occurred()) {
+            PyErr_SetString(PyExc_ValueError, "nothing is at address 0");
+        }
+    } else if (PyObject_GetBuffer(given, source, PyBUF_C_CONTIGUOUS) == 0) {
+        x = n <= (size_t)source->len / BYTES[format] ? source->buf : NULL;
+        if (x == NULL) {
+            PyErr_Format(PyExc_ValueError, "%zu elements are more than the array has", n);
+        }
+    }
+    return PyErr_Occurred() ? NULL : x;
+}
+
+static size_t look_without_lock(const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
+    size_t found;
+    if (n < RELEASED) {
+        return chosen_look(x, n, format, counts, low, high);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    found = chosen_look(x, n, format, counts, low, high);
+    Py_END_ALLOW_THREADS
+    return found;
+}
+
+static PyObject *exponents(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    if (count != 4) {
+        return PyErr_Format(PyExc_TypeError, "exponents takes 4 arguments, not %zd", count);
+    }
+    Py_buffer source = {0}, counts = {0};
+    long format = PyLong_AsLong(args[0]);
+    size_t n = PyLong_AsSize_t(args[2]);
+    const void *x = NULL;
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (format != FLOAT32 && format != BFLOAT16 && format != FLOAT16) {
+        return PyErr_Format(PyExc_ValueError, "no such format: %ld", format);
+    }
+    if (PyObject_GetBuffer(args[3], &counts, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0) {
+        return NULL;
+    }
+    if (counts.len != (Py_ssize_t)(EXPONENTS * sizeof(int64_t))) {
+        PyErr_SetString(PyExc_ValueError, "counts are int64, one for each exponent");
+    } else if ((x = elements_of(args[1], n, (enum format)format, &source)) != NULL) {
+        look_without_lock(x, n, (enum format)format, counts.buf, 0, 0);
+    }
+    if (source.obj != NULL) {
+        PyBuffer_Release(&source);
+    }
+    PyBuffer_Release(&counts);
+    if (x == NULL) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *within(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    if (count != 5) {
+        return PyErr_Format(PyExc_TypeError, "within takes 5 arguments, not %zd", count);
+    }
+    Py_buffer source = {0};
+    long format = PyLong_AsLong(args[0]);
+    size_t n = PyLong_AsSize_t(args[2]);
+    unsigned long low = PyLong_AsUnsignedLong(args[3]), high = PyLong_AsUnsignedLong(args[4]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (format != FLOAT32 && format != BFLOAT16 && format != FLOAT16) {
+        return PyErr_Format(PyExc_ValueError, "no such format: %ld", format);
+    }
+    const void *x = elements_of(args[1], n, (enum format)format, &source);
+    size_t found = x == NULL ? 0 : look_without_lock(x, n, (enum format)format, NULL, (uint32_t)low, (uint32_t)high);
+    if (source.obj != NULL) {
+        PyBuffer_Release(&source);
+    }
+    return x == NULL ? NULL : PyLong_FromSize_t(found);
+}
+
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     if (count != 7) {
@@ -300,18 +399,10 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         return NULL;
     }
     double *row = row_of(&page, number);
-    if (row != NULL && PyLong_Check(args[3])) {
-        x = PyLong_AsVoidPtr(args[3]);
-        if (x == NULL && !PyErr_Occurred()) {
-            PyErr_SetString(PyExc_ValueError, "nothing is at address 0");
-        }
-    } else if (row != NULL && PyObject_GetBuffer(args[3], &source, PyBUF_C_CONTIGUOUS) == 0) {
-        x = n <= (size_t)source.len / BYTES[format] ? source.buf : NULL;
-        if (x == NULL) {
-            PyErr_Format(PyExc_ValueError, "%zu elements are more than the array has", n);
-        }
+    if (row != NULL) {
+        x = elements_of(args[3], n, (enum format)format, &source);
     }
-    if (x != NULL && !PyErr_Occurred()) {
+    if (x != NULL) {
         done = PyBool_FromLong(reduce_into_row(x, n, (enum format)format, bound, (int)wanted, row));
     }
     if (source.obj != NULL) {
@@ -324,6 +415,10 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
 static PyMethodDef METHODS[] = {
     {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL,
      "reduce(format, bound, wanted, source, count, page, row) -> whether the row could be written"},
+    {"exponents", (PyCFunction)(void (*)(void))exponents, METH_FASTCALL,
+     "exponents(format, source, count, counts): adds the number of elements with each exponent to int64 of EXPONENTS"},
+    {"within", (PyCFunction)(void (*)(void))within, METH_FASTCALL,
+     "within(format, source, count, low, high) -> the number of magnitudes with bits above low, and at most high"},
     {"kernels", kernels, METH_NOARGS, "The kernels that run on this processor, the fastest first."},
     {"choose", choose, METH_O, "Have all reductions done by one of them."},
     {NULL, NULL, 0, NULL},
@@ -344,6 +439,7 @@ static int prepare(PyObject *module) {
     for (int i = 0; i < KERNEL_COUNT; i++) {
         if (runs(KERNELS[i].name)) {
             chosen = KERNELS[i].reduce;
+            chosen_look = KERNELS[i].look;
             break;
         }
     }

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.series import DIRECTION_KIND, SIGNED_KINDS
-from monitor.stats.features import COLUMNS_OF, DERIVED, FEATURES, own_columns
 from monitor.stats import histograms
+from monitor.stats.features import COLUMNS_OF, DERIVED, FEATURES, own_columns
 from monitor.stats.histograms import COUNTED, HISTOGRAM_OPS, MAGNITUDES, PERCENTILES, histogram_text
 from monitor.stats.partials import (
     ABSSUM,

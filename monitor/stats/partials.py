@@ -18,8 +18,8 @@ elements, and are measured only if an op asks for them. They merge by the formul
 one-pass parallel computation of covariances and arbitrary-order statistical moments". A measured ``m4`` is at least
 ``m2``² / n. So ``m4`` = 0 beside a positive ``m2`` says that the higher moments are not known. In such rows, ``m3`` is 0, too.
 
-The same read measures ``abssum`` = Σ |x| / 2^e and ``least``, the smallest magnitude of the finite elements other than 0. If all
-are 0, both are 0. An ``abssum`` of 0 beside other elements says that both are not known.
+The same read measures ``abssum`` = Σ |x| / 2^e and ``least``, the smallest magnitude of the finite elements other than 0. If
+all are 0, both are 0. An ``abssum`` of 0 beside other elements says that both are not known.
 
 The *check sums* tell whether two tensors hold the same bits. An element of up to four bytes is a word, an unsigned number of 32
 bits; a longer one is several, the lowest first. Over the words b of a tensor in the order of memory, counted from 0,
@@ -90,7 +90,8 @@ PARTIAL_TABLE: Final = (
 the partials. Counts are exact up to 2^53."""
 
 COLUMNS: Final = tuple(one.name for one in PARTIAL_TABLE)
-WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, ABSSUM, LEAST, EXPONENT = range(len(COLUMNS) - 4)
+WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2 = range(11)
+M3, M4, ABSSUM, LEAST, EXPONENT = range(M2 + 1, M2 + 6)
 BITS_LOW, BITS_HIGH, PLACES_LOW, PLACES_HIGH = range(EXPONENT + 1, len(COLUMNS))
 
 COSTLY: Final = tuple(one.name for one in PARTIAL_TABLE if one.costly)

@@ -88,7 +88,9 @@ def assert_is(row: object, expected: Expected, tolerance: float = 1e-6, *, highe
     if "kurtosis" in found:
         np.testing.assert_allclose(found["kurtosis"] + 3, ops["kurtosis"] + 3, rtol=5 * tolerance, err_msg="kurtosis")
     if "skewness" in found:
-        np.testing.assert_allclose(found["skewness"], ops["skewness"], rtol=5 * tolerance, atol=5 * tolerance, err_msg="skewness")
+        np.testing.assert_allclose(
+            found["skewness"], ops["skewness"], rtol=5 * tolerance, atol=5 * tolerance, err_msg="skewness"
+        )
     if "absmean" in found:
         np.testing.assert_allclose(found["absmean"], ops["absmean"], rtol=tolerance, err_msg="absmean")
     for op in ("min", "max", "absmax", "nans", "infs", "zeros", "smallest_nonzero"):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from monitor.stats.histograms import BINS, UPPER, histogram_text, lost_elements
 from monitor.stats.host import array_kernel
-from monitor.stats.torch.device_kernel import HOST_CHUNK, count_magnitudes, count_magnitudes_on_device
+from monitor.stats.torch.device_kernel import count_magnitudes_on_device
+from monitor.stats.torch.host_kernel import PIECE, count_magnitudes
 
 Counter = Callable[[Tensor], np.ndarray]
 CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16, "e5m2": torch.float8_e5m2}
@@ -49,7 +50,7 @@ def of_any_bits(dtype: torch.dtype, integers: torch.dtype, elements: int = 50_00
 
 EDGES = torch.tensor([0.0, -0.0, 1.0, 2.0, 464.0, 464.001, 61440.0, 61439.996, 65520.0, 65519.996, 3.3961775e38, 3.4e38])
 TENSORS = {
-    "more than a chunk": of_any_size(HOST_CHUNK + 77),
+    "more than a chunk": of_any_size(PIECE + 77),
     "edges": torch.cat([EDGES, torch.tensor([2.0**-149, 2.0**-127, 2.0**-126, 3 * 2.0**-149, -464.0])]),
     "not finite": torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0, 3e38]),
     "every float32": of_any_bits(torch.float32, torch.int32),

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.stats.histograms import BINS, FIRST_POWER, FORMATS, UPPER
+from monitor.stats.histograms import BINS, FORMATS, UPPER
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import BITS_LOW, COLUMNS, EMPTY, Floats, Words, check_columns, exponent_for, higher_moments, union
 
@@ -368,20 +368,39 @@ _SMALLEST_NORMAL: Final = -126
 _EXPONENTS: Final = np.searchsorted(UPPER, 2.0 ** np.arange(_SMALLEST_NORMAL, 129.0))
 """The bin of each exponent from 2**-126 on; if an overflow edge splits the exponent's range, the last of its bins."""
 
-_SPLITS: Final = tuple(
-    (int(np.searchsorted(UPPER, one.overflows)), one.overflows)
-    for one in sorted(FORMATS.values(), key=lambda one: one.overflows)
-)
-"""The bins that end where a format begins to overflow, and their upper ends."""
+_SPLITS: Final = sorted(int(np.searchsorted(UPPER, one.overflows)) for one in FORMATS.values())
+"""The bins that end where a format begins to overflow."""
+
+with np.errstate(over="ignore"):
+    _BITS: Final = UPPER.astype(np.float32).view(np.uint32).tolist()
+"""The bits of the upper end of each bin; of the last two bins those of Inf."""
 
 CountBins = Callable[[NDArray[np.int32]], NDArray[np.int64]]
 """Counts how often each number below ``EXPONENT_BINS`` occurs."""
+
+Within = Callable[[int, int], int]
+"""Counts the magnitudes whose bits are above the first number, and at most the second."""
+
+
+def count_natively(source: Any, count: int, form: int) -> NDArray[np.int64] | None:
+    """The histogram of contiguous elements, shape ``(BINS,)``; None for float64 and where the native kernel is not used.
+
+    Args:
+        source, count, form: See ``NativeKernel.reduce_into``.
+    """
+    if _host_kernel is None or form == FLOAT64 or not is_wanted():
+        return None
+    by_exponent = np.zeros(EXPONENT_BINS, dtype=np.int64)
+    _host_kernel.exponents(form, source, count, by_exponent)
+    return _in_bins(by_exponent, partial(_host_kernel.within, form, source, count))
 
 
 def count_magnitudes(x: Raw) -> NDArray[np.int64] | None:
     """The histogram of an array, shape ``(BINS,)``; None if its elements are not numbers."""
     if not is_readable(x):
         return None
+    if (found := stored(x)) is not None and (native := count_natively(found[0], x.size, found[1])) is not None:
+        return native
     counts = np.zeros(BINS, dtype=np.int64)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for v in Chunks().of(x):
@@ -407,16 +426,32 @@ def of_singles(v: NDArray[np.float32], count: CountBins) -> NDArray[np.int64]:
     magnitudes = v.view(np.uint32)
     np.bitwise_and(magnitudes, np.uint32(_SIGN), out=magnitudes)
     exponents = (magnitudes + np.uint32((1 << _MANTISSA) - 1)) >> np.uint32(_MANTISSA)
-    by_exponent = count(exponents.view(np.int32))
+    return _in_bins(
+        count(exponents.view(np.int32)), lambda low, high: np.count_nonzero((magnitudes > low) & (magnitudes <= high))
+    )
+
+
+def _in_bins(by_exponent: NDArray[np.int64], within: Within) -> NDArray[np.int64]:
+    """The histogram, from the number of elements of each exponent."""
     counts = np.zeros(BINS, dtype=np.int64)
     counts[0] = by_exponent[0]
     counts[_EXPONENTS] = by_exponent[1 : _INFINITE + 1]
-    if by_exponent[1]:
-        _spread_subnormals(counts, magnitudes)
+    first, last = int(_EXPONENTS[0]), int(_EXPONENTS[-1])
+    if by_exponent[1]:  # subnormal numbers share an exponent
+        for place in range(1, first):
+            _move(counts, place, first, within(_BITS[place - 1], _BITS[place]))
     if by_exponent[_INFINITE]:
-        counts[_EXPONENTS[-1]] -= np.count_nonzero(magnitudes == np.float32(np.inf).view(np.uint32))
-    _split(counts, magnitudes)
+        counts[last] -= within(_BITS[-1] - 1, _BITS[-1])
+    for place in _SPLITS:
+        whole = int(_EXPONENTS[np.searchsorted(_EXPONENTS, place)])
+        if counts[whole]:
+            _move(counts, place, whole, within(_BITS[place - 1], _BITS[place]))
     return counts
+
+
+def _move(counts: NDArray[np.int64], to: int, from_: int, elements: int) -> None:
+    counts[to] += elements
+    counts[from_] -= elements
 
 
 def restore_rounded(counts: NDArray[np.int64], to_zero: int, to_infinity: int) -> None:
@@ -424,25 +459,3 @@ def restore_rounded(counts: NDArray[np.int64], to_zero: int, to_infinity: int) -
     counts[0] -= to_zero
     counts[1] += to_zero
     counts[-1] += to_infinity
-
-
-def _spread_subnormals(counts: NDArray[np.int64], magnitudes: NDArray[np.uint32]) -> None:
-    """Distribute the subnormal numbers, counted in the bin of the smallest normal one: their bits are multiples of 2**-149."""
-    least = np.uint32(1 << _MANTISSA)
-    multiples = magnitudes[(magnitudes > 0) & (magnitudes <= least)].astype(np.float64)
-    fraction, power = np.frexp(multiples)
-    power = power - (fraction == 0.5)  # a power of two is the upper end of its bin
-    counts[_EXPONENTS[0]] = 0
-    np.add.at(counts, np.searchsorted(UPPER, np.ldexp(1.0, power + FIRST_POWER)), 1)
-
-
-def _split(counts: NDArray[np.int64], magnitudes: NDArray[np.uint32]) -> None:
-    """Move the elements up to a format's overflow edge into the bin that ends at that edge."""
-    for place, end in _SPLITS:
-        whole = int(_EXPONENTS[np.searchsorted(_EXPONENTS, place)])
-        if counts[whole]:
-            above = UPPER[place - 1]
-            within = (magnitudes > np.float32(above).view(np.uint32)) & (magnitudes <= np.float32(end).view(np.uint32))
-            moved = np.count_nonzero(within)
-            counts[place] += moved
-            counts[whole] -= moved

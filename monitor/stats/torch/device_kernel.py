@@ -3,7 +3,7 @@
 Its temporaries are chunk-sized. Where the host kernel branches on a value, this kernel computes both outcomes: it masks
 elements that are not finite, and squares values after scaling them by a power of two near the chunk's absmax.
 
-The histogram of magnitudes has kernels of its own here, for accelerators and for the host.
+The histogram of magnitudes has a kernel of its own here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.stats.histograms import BINS, UPPER
-from monitor.stats.host.array_kernel import EXPONENT_BINS, of_singles, restore_rounded
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import (
     ABSSUM,
@@ -42,7 +40,7 @@ from monitor.stats.partials import (
     WRITES,
 )
 from monitor.stats.torch.memory import persistent, sent
-from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, pieces, readable, words_in, working_precision
+from monitor.stats.torch.tensors import BYPASSED_KEYS, Readable, magnitudes_of, pieces, readable, words_in, working_precision
 
 CHUNK: Final = 1 << 22
 """Elements of a chunk: enough to fill a device, 16 MiB per float32 temporary."""
@@ -259,17 +257,7 @@ def _repeated(row: Tensor, times: int) -> Tensor:
     return torch.cat([row[:COUNT], counts * times, extremes, sums * times, *rest])
 
 
-# --- Histograms of magnitudes: on the host from the bits (``host.array_kernel``), on devices by binary search.
-
-HOST_CHUNK: Final = 262_144
-"""Elements counted at a time on the host; they stay in the cache, as in ``torch.host_kernel``."""
-
-
-def count_magnitudes(x: Tensor) -> NDArray[np.int64] | None:
-    """The histogram of a tensor on the host, shape ``(BINS,)``; None if it has no data to read."""
-    with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
-        source = readable(x)
-        return None if source is None else _of_source(source)
+# --- Histograms of magnitudes, by binary search.
 
 
 def count_magnitudes_on_device(x: Tensor) -> Tensor | None:
@@ -282,7 +270,7 @@ def count_magnitudes_on_device(x: Tensor) -> Tensor | None:
         edges = _edges(x.device)
         counts = torch.zeros(BINS, dtype=torch.int64, device=x.device)
         for piece in pieces(x, CHUNK):
-            exact = _magnitudes(piece)
+            exact = magnitudes_of(piece)
             counts.scatter_add_(0, _bins_of(exact, edges), torch.isfinite(exact).to(torch.int64))
         counts *= source.repeats
         counts[0] += source.implicit_zeros
@@ -300,42 +288,6 @@ def _bins_of(magnitudes: Tensor, edges: Tensor) -> Tensor:
     bins = torch.bucketize(single, edges)
     bins = torch.where((single == 0) & (magnitudes != 0), 1, bins)
     return torch.where(torch.isfinite(single), bins, BINS - 1)
-
-
-def _of_source(source: Readable) -> NDArray[np.int64]:
-    x = source.dense
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    counts = np.zeros(BINS, dtype=np.int64)
-    for piece in pieces(x, HOST_CHUNK):
-        counts += _of_piece(piece)
-    counts *= source.repeats
-    counts[0] += source.implicit_zeros
-    return counts
-
-
-def _of_piece(piece: Tensor) -> NDArray[np.int64]:
-    """The histogram of a copy: the bits are overwritten, and torch cannot resize a storage that numpy has a view of."""
-    exact = _magnitudes(piece) if piece.is_complex() or working_precision(piece.dtype) is torch.float64 else piece
-    single = torch.empty(piece.shape, dtype=torch.float32, device="cpu").copy_(exact).view(-1)
-    counts = of_singles(single.numpy(), _counted)
-    if exact.dtype is torch.float64:
-        lost = int(((exact != 0) & (single == 0)).sum())
-        restore_rounded(counts, lost, int((torch.isfinite(exact) & torch.isinf(single)).sum()))
-    return counts
-
-
-def _counted(bins: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Count with torch, whose ``bincount`` accepts int32."""
-    counts: NDArray[np.int64] = torch.bincount(torch.from_numpy(bins), minlength=EXPONENT_BINS).numpy()
-    return counts
-
-
-def _magnitudes(piece: Tensor) -> Tensor:
-    """The magnitudes, shape ``(elements,)``, in float32 or float64."""
-    if piece.is_complex():
-        return torch.abs(piece.to(torch.complex64) if piece.dtype is torch.complex32 else piece).reshape(-1)
-    return piece.to(working_precision(piece.dtype)).abs().reshape(-1)
 
 
 # --- Numbers whose squares fit a float64: no scaling is needed.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monitor.stats import partials
+from monitor.stats.histograms import BINS, Counts
 from monitor.stats.host import array_kernel
 from monitor.stats.host.array_kernel import NativeKernel, NumpyKernel, Row, native_kernel, word_sums
 from monitor.stats.ops import Epsilon
@@ -24,6 +25,7 @@ from monitor.stats.torch.tensors import (
     Readable,
     address_of,
     is_unbroken,
+    magnitudes_of,
     pieces,
     plain_address,
     readable,
@@ -32,7 +34,7 @@ from monitor.stats.torch.tensors import (
 )
 
 PIECE: Final = 262_144
-"""Elements that are copied or converted at a time."""
+"""Elements that are copied or converted at a time; they stay in the cache."""
 
 _FORMATS: Final = {
     torch.float32: array_kernel.FLOAT32,
@@ -170,6 +172,52 @@ def _repeated(row: Row | Floats, times: int) -> Floats:
     repeated[[column for column, _ in partials.SCALED]] *= times
     repeated[partials.BITS_LOW :] = 0.0
     return repeated
+
+
+# --- Histograms of magnitudes, from the bits (``host.array_kernel``).
+
+
+def count_magnitudes(x: Tensor) -> Counts | None:
+    """The histogram of a tensor on the host, shape ``(BINS,)``; None if it has no data to read."""
+    with torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS):
+        source = readable(x)
+        return None if source is None else _of_source(source)
+
+
+def _of_source(source: Readable) -> Counts:
+    x = source.dense
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    whole = _natively(x) if x.numel() and is_unbroken(x) else None
+    counts = np.zeros(BINS, dtype=np.int64) if whole is None else whole
+    for piece in pieces(x, PIECE) if whole is None else ():
+        counts += _of_piece(piece)
+    counts *= source.repeats
+    counts[0] += source.implicit_zeros
+    return counts
+
+
+def _natively(x: Tensor) -> Counts | None:
+    """The histogram of elements without gaps; None where the native kernel cannot compute it or is not used."""
+    form, address = _FORMATS.get(x.dtype), address_of(x)
+    return array_kernel.count_natively(address, x.numel(), form) if form is not None and address else None
+
+
+def _of_piece(piece: Tensor) -> Counts:
+    """The histogram of a copy: the bits are overwritten, and torch cannot resize a storage that numpy has a view of."""
+    exact = magnitudes_of(piece) if piece.is_complex() or working_precision(piece.dtype) is torch.float64 else piece
+    single = torch.empty(piece.shape, dtype=torch.float32, device="cpu").copy_(exact).view(-1)
+    counts = array_kernel.of_singles(single.numpy(), _counted)
+    if exact.dtype is torch.float64:
+        lost = int(((exact != 0) & (single == 0)).sum())
+        array_kernel.restore_rounded(counts, lost, int((torch.isfinite(exact) & torch.isinf(single)).sum()))
+    return counts
+
+
+def _counted(bins: NDArray[np.int32]) -> Counts:
+    """Count with torch, whose ``bincount`` accepts int32."""
+    counts: Counts = torch.bincount(torch.from_numpy(bins), minlength=array_kernel.EXPONENT_BINS).numpy()
+    return counts
 
 
 # --- Many small tensors, reduced at once: biases, norms, their gradients and moments.

@@ -64,6 +64,13 @@ def address_of(x: Tensor) -> int:
     return base + start if base and x.untyped_storage().nbytes() >= start + length else 0
 
 
+def magnitudes_of(piece: Tensor) -> Tensor:
+    """The magnitudes, shape ``(elements,)``, in float32 or float64."""
+    if piece.is_complex():
+        return torch.abs(piece.to(torch.complex64) if piece.dtype is torch.complex32 else piece).reshape(-1)
+    return piece.to(working_precision(piece.dtype)).abs().reshape(-1)
+
+
 def is_unbroken(x: Tensor) -> bool:
     """Whether a strided tensor's elements are stored without gaps, in any order of dimensions."""
     return x.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(x))
