@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, NamedTuple
-
-import numpy as np
 
 from monitor.anomalies.corruption import ADVICE
 from monitor.anomalies.ranking.origins import notes_a_change
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.coordinator.manifest_format import THINNED
-from monitor.query.sources import RowChoice
-from monitor.report.facts import GLOBAL_NAME, NOT_PICTURED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
+from monitor.report.bounds import GROUPS, Bound, beyond, first_beyond, within
+from monitor.report.facts import NOT_PICTURED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place, State
 from monitor.report.history import WARM_UP, Sudden
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
@@ -157,7 +156,7 @@ def _finite(facts: Facts) -> CheckFinding:
         return CheckFinding(BAD, says, first.place, _RULES)
     every = {**facts.kinds, **facts.others}
     asked = {kind: rows for kind, rows in every.items() if not shows_all(kind, [rows.op] if rows.op else [])}
-    bounds = (
+    not_finite = (
         Bound((), "nans", 1, True, "elements are NaN"),
         Bound((), "infs", 1, True, "elements are infinite"),
         Bound((), "min", -math.inf, False, "an element is infinite"),
@@ -165,12 +164,12 @@ def _finite(facts: Facts) -> CheckFinding:
     found = [
         one
         for kind, rows in asked.items()
-        for bound in bounds
+        for bound in not_finite
         if bound.column in rows.ops and bound.column != rows.op
-        for one in _beyond(facts, kind, bound.column, bound)
+        for one in beyond(facts, kind, bound.column, bound)
     ]
     if found:
-        return _first_beyond(facts, found, _RULES)
+        return first_beyond(facts, found, _RULES)
     partly = {kind: rows.ops for kind, rows in asked.items() if not shows_all(kind, rows.ops)}
     unseen = [f"{kind} has only {', '.join(ops) or 'no op'}" for kind, ops in partly.items()]
     unseen += [f"{rows.unseen:,} rows of {kind} have no {rows.op}" for kind, rows in facts.kinds.items() if rows.unseen]
@@ -317,89 +316,6 @@ def _total_norm(facts: Facts) -> CheckFinding:
     return found
 
 
-class Bound(NamedTuple):
-    """Values of a column that are a fault.
-
-    Attributes:
-        column: The beginning of its name.
-        high: Whether values from ``limit`` on are a fault; otherwise values up to ``limit``.
-    """
-
-    kinds: tuple[str, ...]
-    column: str
-    limit: float
-    high: bool
-    means: str
-
-
-_LOSES: Final = (
-    Bound((), "overflow_", 1e-9, True, "elements overflow this format"),
-    Bound((), "underflow_", 0.9, True, "of its elements are lost in this format"),
-)
-_ATTENDS: Final = (
-    Bound(("attention_hook",), "entropy", 0.01, False, "attention has collapsed onto single tokens"),
-    Bound(("attention_hook",), "softmax_max", 0.99, True, "attention has collapsed onto single tokens"),
-)
-_ROUTES: Final = (
-    Bound(("moe_router_logit_hook",), "per_token_expert_entropy", 0.01, False, "every token chooses one expert with certainty"),
-    Bound(("moe_router_weight_hook",), "router_weight_similarity", 0.99, True, "all experts respond to the same tokens"),
-)
-
-
-def _within(bounds: Sequence[Bound], nothing: str) -> Callable[[Facts], CheckFinding]:
-    def judge(facts: Facts) -> CheckFinding:
-        asked = [
-            (kind, column, bound)
-            for kind, rows in facts.kinds.items()
-            for column in rows.ops
-            for bound in bounds
-            if column.startswith(bound.column) and (not bound.kinds or kind in bound.kinds)
-        ]
-        beyond = [one for each in asked for one in _beyond(facts, *each)]
-        if beyond:
-            return _first_beyond(facts, beyond)
-        columns = sorted({column for _, column, _ in asked})
-        return (
-            CheckFinding(GOOD, f"{', '.join(columns)} are within bounds.") if columns else CheckFinding(NOT_LOOKED_AT, nothing)
-        )
-
-    return judge
-
-
-class Beyond(NamedTuple):
-    """A row beyond a bound."""
-
-    step: int
-    rank: int
-    kind: str
-    name: str
-    column: str
-    value: float
-    means: str
-
-
-def _beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyond]:
-    """The first row beyond a bound, or with NaN, in the first file that has one."""
-    for span in {**facts.kinds, **facts.others}[kind].spans:
-        wanted = ("step", "rank", "name", GLOBAL_NAME, column)
-        rows = facts.source.rows(RowChoice(kind, steps=range(span.first, span.last + 1), columns=wanted))
-        rows = rows.filter(rows[column].is_valid())
-        values = rows[column].to_numpy().astype(float)
-        beyond = values >= bound.limit if bound.high else values <= bound.limit
-        there = (beyond | np.isnan(values)).nonzero()[0]
-        if len(there):
-            row: Mapping[str, Any] = rows.slice(int(there[0]), 1).to_pylist()[0]
-            means = bound.means if beyond[there[0]] else "it cannot be computed from NaN"
-            yield Beyond(row["step"], row["rank"], kind, row[GLOBAL_NAME] or row["name"], column, row[column], means)
-            return
-
-
-def _first_beyond(facts: Facts, found: Sequence[Beyond], then: str = "") -> CheckFinding:
-    one = min(found, key=lambda each: each[:5])
-    says = f"{one.kind} {one.name} on rank {one.rank} in step {one.step}: its {one.column} is {one.value:.3g}: {one.means}."
-    return CheckFinding(BAD, says, Place(one.step, one.rank, one.kind, facts.shown_name(one.kind, one.name)), then)
-
-
 def _monitor(facts: Facts) -> CheckFinding:
     if not facts.manifests:
         return CheckFinding(NOT_LOOKED_AT, "The manifests of the ranks are not beside the merged set.")
@@ -450,13 +366,7 @@ CHECKS: Final = (
     CheckEntry("Files readable", _files, _MERGE, True, False),
     CheckEntry("Loss", _loss, "TrainerMon.log(loss=...)"),
     CheckEntry("Total gradient norm", _total_norm, '"wg_distribution": true'),
-    CheckEntry(
-        "Low precision",
-        _within(_LOSES, "No op that counts what narrower numbers lose was recorded."),
-        '"ops": ["overflow_fp16", "underflow_e4m3"]',
-    ),
-    CheckEntry("Attention", _within(_ATTENDS, "It was not recorded."), '"recording_l2_features": true and l2_targets'),
-    CheckEntry("Experts", _within(_ROUTES, "They were not recorded."), '"recording_l2_features": true and l2_targets'),
+    *(CheckEntry(one.check, partial(within, one), one.look) for one in GROUPS),
     CheckEntry("Monitoring itself", _monitor, "manifest.json of each rank", False, False),
 )
 """In the order in which the page shows them. Where no alert rule fired, the verdict is the bad check of the earliest step.

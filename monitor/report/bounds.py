@@ -1,0 +1,153 @@
+"""Bounds of recorded numbers, each with what lies beyond it, what to do then, and where the bound comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from monitor.query.sources import RowChoice
+from monitor.report.facts import GLOBAL_NAME, Facts
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
+
+
+class Bound(NamedTuple):
+    """Values of a column that are a fault.
+
+    Attributes:
+        kinds: The kinds with the column; empty: all that have it.
+        column: The beginning of its name.
+        high: Whether values from ``limit`` on are a fault; otherwise values up to ``limit``.
+        means: What such a value says, after "its entropy is 0.001: ".
+        then: What to do.
+        source: A paper or a thread, or ``MEASURED``.
+    """
+
+    kinds: tuple[str, ...]
+    column: str
+    limit: float
+    high: bool
+    means: str
+    then: str = ""
+    source: str = ""
+
+
+class BoundGroup(NamedTuple):
+    """A check of a report that compares columns with bounds.
+
+    Attributes:
+        nothing: What it says if no column was recorded.
+        look: See ``CheckResult``.
+    """
+
+    check: str
+    nothing: str
+    look: str
+    bounds: tuple[Bound, ...]
+
+
+MEASURED: Final = "our measurement"
+_FEATURES: Final = '"recording_l2_features": true and l2_targets'
+
+GROUPS: Final = (
+    BoundGroup(
+        "Low precision",
+        "No op that counts what narrower numbers lose was recorded.",
+        '"ops": ["overflow_fp16", "underflow_e4m3"]',
+        (
+            Bound((), "overflow_", 1e-9, True, "elements overflow this format"),
+            Bound((), "underflow_", 0.9, True, "of its elements are lost in this format"),
+        ),
+    ),
+    BoundGroup(
+        "Attention",
+        "It was not recorded.",
+        _FEATURES,
+        (
+            Bound(("attention_hook",), "entropy", 0.01, False, "attention has collapsed onto single tokens"),
+            Bound(("attention_hook",), "softmax_max", 0.99, True, "attention has collapsed onto single tokens"),
+        ),
+    ),
+    BoundGroup(
+        "Experts",
+        "They were not recorded.",
+        _FEATURES,
+        (
+            Bound(
+                ("moe_router_logit_hook",),
+                "per_token_expert_entropy",
+                0.01,
+                False,
+                "every token chooses one expert with certainty",
+            ),
+            Bound(
+                ("moe_router_weight_hook",),
+                "router_weight_similarity",
+                0.99,
+                True,
+                "all experts respond to the same tokens",
+            ),
+        ),
+    ),
+)
+"""In the order in which the page shows them."""
+
+
+class Beyond(NamedTuple):
+    """A row beyond a bound."""
+
+    step: int
+    rank: int
+    kind: str
+    name: str
+    column: str
+    value: float
+    bound: Bound
+    is_nan: bool
+
+
+def within(group: BoundGroup, facts: Facts) -> CheckFinding:
+    """Whether all rows are within the bounds of a group."""
+    asked = [
+        (kind, column, bound)
+        for kind, rows in facts.kinds.items()
+        for column in rows.ops
+        for bound in group.bounds
+        if column.startswith(bound.column) and (not bound.kinds or kind in bound.kinds)
+    ]
+    found = [one for each in asked for one in beyond(facts, *each)]
+    if found:
+        return first_beyond(facts, found)
+    columns = sorted({column for _, column, _ in asked})
+    said = f"{', '.join(columns)} {'is' if len(columns) == 1 else 'are'} within bounds."
+    return CheckFinding(GOOD, said) if columns else CheckFinding(NOT_LOOKED_AT, group.nothing)
+
+
+def beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyond]:
+    """The first row beyond a bound, or with NaN, in the first file that has one."""
+    for span in {**facts.kinds, **facts.others}[kind].spans:
+        wanted = ("step", "rank", "name", GLOBAL_NAME, column)
+        rows = facts.source.rows(RowChoice(kind, steps=range(span.first, span.last + 1), columns=wanted))
+        rows = rows.filter(rows[column].is_valid())
+        values = rows[column].to_numpy().astype(float)
+        outside = values >= bound.limit if bound.high else values <= bound.limit
+        there = (outside | np.isnan(values)).nonzero()[0]
+        if len(there):
+            row: Mapping[str, Any] = rows.slice(int(there[0]), 1).to_pylist()[0]
+            name, is_nan = row[GLOBAL_NAME] or row["name"], not outside[there[0]]
+            yield Beyond(row["step"], row["rank"], kind, name, column, row[column], bound, is_nan)
+            return
+
+
+def first_beyond(facts: Facts, found: Sequence[Beyond], then: str = "") -> CheckFinding:
+    """The finding about the earliest of these rows.
+
+    Args:
+        then: What to do, where the bound does not say it.
+    """
+    one = min(found, key=lambda each: each[:5])
+    means = "it cannot be computed from NaN" if one.is_nan else one.bound.means
+    says = f"{one.kind} {one.name} on rank {one.rank} in step {one.step}: its {one.column} is {one.value:.3g}: {means}."
+    place = Place(one.step, one.rank, one.kind, facts.shown_name(one.kind, one.name))
+    return CheckFinding(BAD, says, place, "" if one.is_nan else one.bound.then or then)
