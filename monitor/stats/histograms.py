@@ -96,7 +96,7 @@ _ROWS: Final = 4096
 """Rows whose histograms are summed up at a time."""
 
 _FLAT: Final = 1e-6
-"""A growth that stands for none, by which can be divided."""
+"""Growth in place of none, since formulas divide by it."""
 
 
 STEEPEST: Final = 12.0
