@@ -31,13 +31,19 @@ from tables import Progress, aligned, save
 from worker import Training
 
 from monitor.pytorch import TrainerMon
-from monitor.pytorch.features.reading import Scores, spread
+from monitor.pytorch.features.attention import Scores, spread
 
 WARM_UP_ROUNDS = 3
 SAMPLES = ((1024, 1), (8192, 1), (8192, 8), (32768, 1))
 """Lengths of sequences, and how many heads of one row of the batch are looked at."""
 
-HOOKS = {"attention_hook": "attn", "linear_hook": None, "moe_router_weight_hook": "mlp.0", "moe_router_logit_hook": "mlp.0"}
+HOOKS = {
+    "attention_hook": "attn",
+    "attention_head_hook": "attn",
+    "linear_hook": None,
+    "moe_router_weight_hook": "mlp.0",
+    "moe_router_logit_hook": "mlp.0",
+}
 """What of each block a hook is given; of a GPT without experts, a layer of it takes the place of a router."""
 
 
@@ -76,12 +82,13 @@ OF_THE_STEP: Mapping[str, dict[str, Any]] = {
 
 
 def configured(workload: Workload, directory: Path) -> Mapping[str, Path]:
-    """A configuration for each feature, one for all heads and rows of attention, and one for all features."""
+    """A configuration for each feature, two for all rows of attention, and one for all features."""
     layers = workload.shape["layers"]
     every = {hook: targets_of(hook, layers) for hook in HOOKS}
     wanted: dict[str, dict[str, Any]] = {hook: {"l2_targets": targets} for hook, targets in every.items()}
     wanted["attention_hook, all of it"] = {"l2_targets": every["attention_hook"], "sa_heads": 0, "sa_batch_rows": 0}
-    wanted["all four"] = {"l2_targets": {hook: names for targets in every.values() for hook, names in targets.items()}}
+    wanted["attention_head_hook, all rows"] = {"l2_targets": every["attention_head_hook"], "sa_batch_rows": 0}
+    wanted["all hooks"] = {"l2_targets": {hook: names for targets in every.values() for hook, names in targets.items()}}
     wanted |= OF_THE_STEP
     paths = {name: directory / f"config-{number}.json" for number, name in enumerate(wanted)}
     for name, fields in wanted.items():

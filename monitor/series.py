@@ -256,6 +256,18 @@ KIND_TABLE: Final = (
         Column("entropy", "mean", "sum"),
         Column("softmax_max", "mean", "sumsq"),
     ),
+    # Queries, the sum of their entropies, the greatest score, heads, and heads above the bound. Also the queries that see a
+    # sink and another key, and the sum of their weights on the sinks.
+    _feature(
+        "attention_head_hook",
+        "forward",
+        "watchers:AttentionHeadWatcher",
+        "heads",
+        Column("max_logit", "largest", "max"),
+        Column("heads_above", "share of heads"),
+        Column("entropy", "mean", "sum"),
+        Column("sink", "mean of sinks", "sumsq"),
+    ),
     # Elements, matrices (1), the square of the Frobenius norm, the spectral norm.
     _feature(
         "linear_hook",

@@ -96,6 +96,7 @@ class TestDefaults:
             "recording_l2_features": False,
             "l2_targets": {
                 "attention_hook": [],
+                "attention_head_hook": [],
                 "linear_hook": None,
                 "moe_router_weight_hook": [],
                 "moe_router_logit_hook": [],
@@ -103,6 +104,8 @@ class TestDefaults:
             "sa_order": "s,b,h,d",
             "sa_heads": 1,
             "sa_batch_rows": 1,
+            "sa_logit_bound": 100.0,
+            "sa_sink_tokens": 1,
             "micro_steps": "each",
             "queue_bytes": 256 * MIB,
             "queue_wait_seconds": 1.0,

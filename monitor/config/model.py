@@ -355,6 +355,8 @@ class L2Targets(_StrictModel):
 
     attention_hook: Strings = ()
     """Attention modules, by full or short name. Empty: none."""
+    attention_head_hook: Strings = ()
+    """Attention modules with a row for each head, by full or short name. Empty: none."""
     linear_hook: Strings | None = None
     """Modules with a weight matrix, by full or short name. Empty: every module that has one; null or left out: none."""
     moe_router_weight_hook: Strings = ()
@@ -475,7 +477,12 @@ class Settings(_StrictModel):
     sa_heads: Annotated[Step, FEATURES] = 1
     """Of how many heads, from the first on, `attention_hook` looks at the attention weights. 0: all."""
     sa_batch_rows: Annotated[Step, FEATURES] = 1
-    """Of how many rows of the batch, from the first on. 0: all."""
+    """Of how many rows of the batch, from the first on. 0: all. It is also the sample of `attention_head_hook`, which looks at
+    all heads."""
+    sa_logit_bound: Annotated[float, Field(gt=0), FEATURES] = 100.0
+    """`heads_above` of `attention_head_hook` is the share of heads whose greatest attention score is above this."""
+    sa_sink_tokens: Annotated[Positive, FEATURES] = 1
+    """`sink` of `attention_head_hook` is the attention weight on this many keys, from the first on."""
     micro_steps: Annotated[Literal["each", "combined"], ACTIVATIONS] = "each"
     """A row for each micro-step, or one for the step that combines them."""
     queue_bytes: Annotated[int, Field(ge=MIB, le=INT64_MAX), LIMITS] = 256 * MIB

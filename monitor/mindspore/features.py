@@ -41,24 +41,51 @@ class Scores(NamedTuple):
     scale: float
     places: tuple[int, ...] = AS_COMPUTED
 
+    @property
+    def measured(self) -> Tensor:
+        return self.query
 
-def spread(scores: Scores, heads: int = 1, rows: int = 1) -> reading.Spread:
-    """Entropy and maximum of the attention weights, for a sample of heads and rows of the batch; 0 for all.
+
+def spread(scores: Scores, heads: int = 1, rows: int = 1, sinks: int = 1, bound: float = math.inf) -> reading.Spread:
+    """Sums over the queries of each head, for a sample of heads and rows of the batch; 0 for all.
 
     The softmax is computed block by block, as online softmax does it, in float32 at least. It is summed in float64 on the host.
-    So memory does not grow with the square of the sequence. NaN or Inf in a query or key of the sample makes both sums NaN.
+    So memory does not grow with the square of the sequence. NaN or Inf in a query or key of a head makes its sums NaN.
+
+    Args:
+        sinks: The number of first keys that are attention sinks.
+        bound: The greatest score beyond which a head counts as above it.
+
+    Returns:
+        Lists with a number for each head.
 
     Raises:
         EarlierFailure: An earlier operation of training has failed.
     """
     with computing() as on:
         sample = _sampled(on, scores, heads, rows)
-        total = _Sums(0.0, 0.0)
-        for part in _parts(on, sample):
-            for first in range(0, part.query.shape[2], part.queries_at_once):
-                total = _with_queries(on, part, first, total)
-        queries = max(sample.query.shape[0], sample.key.shape[0]) * math.prod(sample.query.shape[1:3])
-        return reading.Spread(queries, on.number(total.entropy), on.number(total.greatest))
+        batch, length = max(sample.query.shape[0], sample.key.shape[0]), sample.query.shape[2]
+        counts = batch * length, batch * max(0, length - sinks)
+        found: list[reading.Spread] = []
+        for first in range(0, sample.query.shape[1], _heads_at_once(on, sample)):
+            found += _by_head(on, _of_heads(on, sample, first, sinks), counts, bound)
+        return reading.Spread(*map(list, zip(*found, strict=True)))
+
+
+def summed(found: reading.Spread, heads: int = 0) -> reading.Spread:
+    """The sums of the first heads; 0 for all heads."""
+    with computing() as on:
+        first = reading.Spread(*(one[: heads or None] for one in found))
+        logits = on.stack(first.logit)
+        logit = on.amax(logits) + on.sum(logits * 0.0)  # NaN if one is not finite
+        of_queries = {name: sum(getattr(first, name)) for name in ("queries", "sink_queries", "heads")}
+        sums = {name: on.number(on.sum(on.stack(getattr(first, name)))) for name in ("entropy", "greatest", "sink", "above")}
+        return reading.Spread(logit=on.number(logit), **of_queries, **sums)
+
+
+def heads_of(found: reading.Spread) -> list[reading.Spread]:
+    """The sums of each head."""
+    return [reading.Spread(*one) for one in zip(*found, strict=True)]
 
 
 class _Sample(NamedTuple):
@@ -84,18 +111,23 @@ class _Part(NamedTuple):
 
 
 class _Sums(NamedTuple):
+    """Sums over queries, and the greatest score, shape (1, heads, 1, 1)."""
+
     entropy: Array
     greatest: Array
+    sink: Array
+    logit: Array
 
 
 class _Running(NamedTuple):
     """Running sums over the keys so far, for some queries, shape (1, heads, queries, 1): the greatest score, Σ e^(score -
-    greatest), and that sum weighted by (score - greatest).
+    greatest), that sum weighted by (score - greatest), and the part of it that belongs to sinks.
     """
 
     greatest: Array
     total: Array
     weighted: Array
+    sink: Array
 
 
 def _sampled(on: Arithmetic, scores: Scores, heads: int, rows: int) -> _Sample:
@@ -106,50 +138,91 @@ def _sampled(on: Arithmetic, scores: Scores, heads: int, rows: int) -> _Sample:
     return _Sample(on.part(query, 1, 0, heads), key, scores.scale, of_each)
 
 
-def _parts(on: Arithmetic, sample: _Sample) -> Iterator[_Part]:
-    """Split a sample into blocks: one row of the batch after the other, with as many heads as fit into a block."""
-    heads, queries = sample.query.shape[1:3]
-    width = min(sample.key.shape[2], KEYS)
-    at_once = max(1, min(queries, on.block // width))
-    heads_at_once = max(1, on.block // (width * at_once))
+def _queries_at_once(on: Arithmetic, sample: _Sample) -> int:
+    return max(1, min(sample.query.shape[2], on.block // min(sample.key.shape[2], KEYS)))
+
+
+def _heads_at_once(on: Arithmetic, sample: _Sample) -> int:
+    return max(1, on.block // (min(sample.key.shape[2], KEYS) * _queries_at_once(on, sample)))
+
+
+def _of_heads(on: Arithmetic, sample: _Sample, first: int, sinks: int) -> _Sums:
+    """The sums of as many heads as fit into a block, one row of the batch after the other."""
+    total: _Sums | None = None
+    heads = min(_heads_at_once(on, sample), sample.query.shape[1] - first)
     for row in range(max(sample.query.shape[0], sample.key.shape[0])):
         query, key = (on.part(one, 0, min(row, one.shape[0] - 1), 1) for one in (sample.query, sample.key))
-        for first in range(0, heads, heads_at_once):
-            some = on.part(query, 1, first, min(heads_at_once, heads - first))
-            key_heads = [head // sample.of_each for head in range(first, first + some.shape[1])]
-            yield _Part(some, key, key_heads, sample.scale, at_once)
+        key_heads = [head // sample.of_each for head in range(first, first + heads)]
+        part = _Part(on.part(query, 1, first, heads), key, key_heads, sample.scale, _queries_at_once(on, sample))
+        for begin in range(0, sample.query.shape[2], part.queries_at_once):
+            found = _of_queries(on, part, begin, sinks)
+            total = found if total is None else _added(on, total, found)
+    assert total is not None
+    return total
 
 
-def _with_queries(on: Arithmetic, part: _Part, first: int, so_far: _Sums) -> _Sums:
-    """Add the queries from ``first`` on, as many as fit into a block."""
+def _added(on: Arithmetic, a: _Sums, b: _Sums) -> _Sums:
+    return _Sums(a.entropy + b.entropy, a.greatest + b.greatest, a.sink + b.sink, on.maximum(a.logit, b.logit))
+
+
+def _by_head(on: Arithmetic, sums: _Sums, counts: tuple[int, int], bound: float) -> Iterator[reading.Spread]:
+    """Split sums.
+
+    Args:
+        counts: The queries of a head, and those that see a key besides the sinks.
+    """
+    for head in range(sums.logit.shape[1]):
+        entropy, greatest, sink, logit = (on.sum(on.part(one, 1, head, 1)) for one in sums)
+        logit = on.floats(logit) + entropy * 0.0  # NaN if an input is not finite
+        above = on.where(logit > bound, 1.0, 0.0)
+        numbers = [on.number(one) for one in (entropy, greatest, logit, sink, above)]
+        yield reading.Spread(counts[0], *numbers[:3], counts[1], numbers[3], 1, numbers[4])
+
+
+def _of_queries(on: Arithmetic, part: _Part, first: int, sinks: int) -> _Sums:
+    """The sums of the queries from ``first`` on, as many as fit into a block."""
     length = min(part.queries_at_once, part.query.shape[2] - first)
     query = on.floats(on.part(part.query, 2, first, length)) * part.scale
-    unusable = on.sum(query * 0.0)  # 0, or NaN
+    unusable = _over_both(on, query * 0.0)  # 0, or NaN
     running = None
     for begin in range(0, first + length, KEYS):
         keys = on.part(part.key, 2, begin, min(KEYS, first + length - begin))
         key = on.floats(on.take(keys, 1, part.key_heads))
         scores = _causal(on, on.matmul(query, on.swapped(key)), first, begin)
-        running = _with_scores(on, scores, running)
-        unusable = unusable + on.sum(key * 0.0)
+        running = _with_scores(on, scores, running, max(0, min(sinks - begin, keys.shape[2])))
+        unusable = unusable + _over_both(on, key * 0.0)
     assert running is not None
-    entropy = on.log(running.total) - running.weighted / running.total
-    return _Sums(so_far.entropy + on.sum(entropy) + unusable, so_far.greatest + on.sum(1.0 / running.total) + unusable)
+    entropy, greatest = on.log(running.total) - running.weighted / running.total, 1.0 / running.total
+    behind = min(length, max(0, sinks - first))  # the first queries see no key besides the sinks
+    share = on.part(running.sink / running.total, 2, behind, length - behind)
+    sums = (on.sum(one, 2) + unusable for one in (entropy, greatest))
+    return _Sums(*sums, (on.sum(share, 2) if behind < length else 0.0) + unusable, on.amax(running.greatest, 2))
 
 
-def _with_scores(on: Arithmetic, scores: Array, so_far: _Running | None) -> _Running:
-    """Add scores of shape (1, heads, queries, keys)."""
+def _over_both(on: Arithmetic, x: Array) -> Array:
+    """The sum over the last two dimensions, which stay with length 1, in ``wide`` precision."""
+    return on.sum(on.wide(on.sum(x, 3)), 2)
+
+
+def _with_scores(on: Arithmetic, scores: Array, so_far: _Running | None, sinks: int) -> _Running:
+    """Add scores of shape (1, heads, queries, keys).
+
+    Args:
+        sinks: How many of the first keys are sinks.
+    """
     greatest = on.amax(scores, -1)
     if so_far is not None:
         greatest = on.maximum(so_far.greatest, greatest)
     below = on.at_least(scores - greatest, OUT_OF_SIGHT)
     weights = on.exp(below)
     total, weighted = (on.wide(on.sum(one, -1)) for one in (weights, below * weights))
+    sink = on.wide(on.sum(on.part(weights, 3, 0, sinks), -1)) if sinks else total * 0.0
     if so_far is None:
-        return _Running(greatest, total, weighted)
+        return _Running(greatest, total, weighted, sink)
     down = on.at_least(on.wide(so_far.greatest - greatest), OUT_OF_SIGHT)
     kept = on.exp(down)
-    return _Running(greatest, kept * so_far.total + total, kept * (so_far.weighted + so_far.total * down) + weighted)
+    weighted = kept * (so_far.weighted + so_far.total * down) + weighted
+    return _Running(greatest, kept * so_far.total + total, weighted, kept * so_far.sink + sink)
 
 
 def _causal(on: Arithmetic, scores: Array, query: int, key: int) -> Array:
@@ -444,6 +517,7 @@ def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -
     query, key = reading.queries_and_keys(args, kwargs, Tensor)
     if query is None or key is None or len(query.shape) != 4 or len(key.shape) != 4:
         return None
+    reading.check_causal(kwargs)
     if not all(has_data(one) and one.size for one in (query, key)):
         raise reading.MisfitError(reading.NOT_WHOLE)
     places = reading.places_of(order)
@@ -518,6 +592,7 @@ __all__ = [
     "entropy_from",
     "entropy_of",
     "given_scores",
+    "heads_of",
     "is_floating_point",
     "is_linear",
     "local_matrix",
@@ -526,6 +601,7 @@ __all__ = [
     "searching",
     "similarity_of_rows",
     "spread",
+    "summed",
     "tokens_of",
     "unseen",
     "unwrapped",

@@ -15,13 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.series import DIRECTION_KIND, FEATURE_KINDS, KIND_TABLE
-from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, NANS, SMALLS, SUM, SUMSQ, WRITES, Floats, Partials
+from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, NANS, POSINFS, SMALLS, SUM, SUMSQ, WRITES, Floats, Partials
 
 Valid = NDArray[np.bool_]
 Derived = tuple[Floats, Valid]
 
 MATRICES: Final = SMALLS
 """The number of matrices in a row. Numbers of a single matrix are missing if there are several."""
+
+SINK_QUERIES, HEADS, HEADS_ABOVE = SMALLS, NANS, POSINFS
+"""Columns of ``attention_head_hook``, which add: queries of which the sinks' weights are, heads, and those above the bound."""
 
 LEAST_SQUARES: Final = 1e-280
 """Smaller sums of squares may have lost terms that are too small for float64."""
@@ -66,8 +69,25 @@ def _ratio(_column: int, p: Partials) -> Derived:
     return update / weight, weight != 0
 
 
+def _largest(column: int, p: Partials) -> Derived:
+    return p.columns[column], p.columns[COUNT] > 0
+
+
+def _share_of_heads(_column: int, p: Partials) -> Derived:
+    """NaN if it is not known which heads are above the bound."""
+    share = p.columns[HEADS_ABOVE] / p.columns[HEADS]
+    return np.where(np.isnan(p.columns[MAX]), np.nan, share), p.columns[COUNT] > 0
+
+
+def _mean_of_sinks(column: int, p: Partials) -> Derived:
+    return p.columns[column] / p.columns[SINK_QUERIES], p.columns[SINK_QUERIES] > 0
+
+
 FORMULAS: Final[dict[str, Formula]] = {
     "mean": _mean,
+    "largest": _largest,
+    "share of heads": _share_of_heads,
+    "mean of sinks": _mean_of_sinks,
     "mean of one matrix": _mean_of_one,
     "root": _root,
     "ratio of roots": _ratio,

@@ -234,11 +234,13 @@ def test_features_prints_what_each_costs_and_what_attention_takes(tmp_path: Path
     rows = {cost["feature"]: cost["rows"] for cost in written["costs"]}
     assert rows == {
         "attention_hook": 1,
+        "attention_head_hook": 3,
         "linear_hook": 5,
         "moe_router_weight_hook": 1,
         "moe_router_logit_hook": 1,
         "attention_hook, all of it": 1,
-        "all four": 8,
+        "attention_head_hook, all rows": 3,
+        "all hooks": 11,
         "mg_direction": 17,
         "update_ratio": 17,
         "ur_distribution": 34,

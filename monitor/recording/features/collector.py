@@ -26,6 +26,7 @@ class FeatureCollector(Collector):
         attached: The context of the attachment.
         modules: Tells which calls belong to training.
         reading: The framework's computation of features.
+        watchers: All watchers, which share what they find.
     """
 
     def __init__(self, attached: Attached, names: ModelNames, modules: ModuleCollector) -> None:
@@ -42,8 +43,8 @@ class FeatureCollector(Collector):
         found = modules_by_hook(names, config, self.reading)
         if (said := warning(found)) is not None:
             LOGGER.warning("[rank %d] %s", ownership.rank, said)
-        self._watchers = [watcher for hook in found for watcher in self._watchers_of(hook, found[hook], config)]
-        for watcher in self._watchers:
+        self.watchers = [watcher for hook in found for watcher in self._watchers_of(hook, found[hook], config)]
+        for watcher in self.watchers:
             watcher.attach(self._hooks)
 
     def series(self, kind: str, parameter: NamedParameter, seen: Any) -> Series | None:
@@ -73,13 +74,13 @@ class FeatureCollector(Collector):
     def remove(self) -> None:
         """Take every hook away."""
         self._hooks.remove()
-        for watcher in self._watchers:
+        for watcher in self.watchers:
             watcher.forget_step()
 
     def _end_collected_step(self) -> None:
         """End a collected step. In the first one, report all modules that have no row."""
         if not self._reported:
-            for watcher in self._watchers:
+            for watcher in self.watchers:
                 if not watcher.called:
                     self.does_not_fit(watcher.kind, watcher.name, NOT_CALLED)
         if self._misfits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -19,6 +19,8 @@ TOKENS: Final = ("input", "hidden_states", "x")
 MATRIX_NAMES: Final = ("weight", "wg")
 
 NO_SCORES: Final = "no Q and K were found"
+NO_SOFTMAX: Final = "no softmax over the product of its Q and K was found"
+NOT_CAUSAL: Final = "its Q and K are arguments, and its mask is not causal"
 OTHER_LENGTHS: Final = "Q and K have different lengths"
 NOT_WHOLE: Final = "its Q and K are split over ranks along the sequence, or have no elements"
 NOT_2D: Final = "it has no floating-point 2-D weight that this rank can read in forward"
@@ -37,6 +39,14 @@ def queries_and_keys(args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: typ
     tensors = [value for value in args if isinstance(value, kind)]
     query, key = (named if named is not None else (tensors.pop(0) if tensors else None) for named in found)
     return query, key
+
+
+def check_causal(kwargs: Mapping[str, Any]) -> None:
+    """Raise ``MisfitError`` if a core attention is called with the type of another mask, as Megatron's is for BERT."""
+    given = kwargs.get("attn_mask_type")
+    name = getattr(given, "name", given)
+    if isinstance(name, str) and "causal" not in name:
+        raise MisfitError(NOT_CAUSAL)
 
 
 def first_named(kwargs: Mapping[str, Any], names: tuple[str, ...], kind: type[T]) -> T | None:
@@ -65,18 +75,32 @@ Number = Any
 """A number, or a tensor with one element."""
 
 
+MASKED: Final = -9e3
+"""A score this far below the greatest of its query belongs to a key that the query does not see: masks add -1e4 or less."""
+
+
 class Spread(NamedTuple):
-    """Sums over the queries of an attention.
+    """Sums over the queries of an attention, of one head or of several. Or arrays of these sums, with an element for each head.
 
     Attributes:
         queries: Number of queries, without those that see no key.
         entropy: Sum of the entropies of each query's attention weights, in nats.
         greatest: Sum of each query's largest attention weight.
+        logit: The greatest score.
+        sink_queries: Number of queries that see an attention sink (one of the first keys) and another key.
+        sink: Sum of the weights of these queries on the sinks.
+        heads: Number of heads.
+        above: Number of heads whose greatest score is above the bound.
     """
 
     queries: Number
     entropy: Number
     greatest: Number
+    logit: Number
+    sink_queries: Number
+    sink: Number
+    heads: Number
+    above: Number
 
 
 class Norms(NamedTuple):
@@ -114,7 +138,9 @@ class Search(Protocol):
     """
 
     saw: bool
-    reason: str
+
+    @property
+    def reason(self) -> str: ...
 
     def enter(self) -> None:
         """Start the search, which lasts until ``leave``."""
@@ -156,7 +182,19 @@ class FeatureReading(Protocol):
         A search takes two callbacks: one receives Q and K, the other the reason why they do not fit.
         """
 
-    def spread(self, scores: Any, heads: int = 1, rows: int = 1) -> Spread: ...
+    def spread(self, scores: Any, heads: int, rows: int, sinks: int, bound: float) -> Spread:
+        """Sums over the queries of each head, for a sample of heads and rows of the batch (0: all), as arrays.
+
+        Args:
+            sinks: The number of first keys that are attention sinks.
+            bound: The greatest score beyond which a head counts as above it.
+        """
+
+    def summed(self, found: Spread, heads: int) -> Spread:
+        """The sums of the first heads; 0 for all."""
+
+    def heads_of(self, found: Spread) -> Sequence[Spread]:
+        """The sums of each head."""
 
     def matrix_of(self, module: Any) -> Any:
         """The attribute ``weight`` or ``wg`` of a module, unchanged; None if it has neither."""

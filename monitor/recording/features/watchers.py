@@ -12,11 +12,12 @@ from monitor.config import MonitorConfig
 from monitor.recording.activations import ModuleCollector
 from monitor.recording.attached_model import Attached, ModelNames, NamedModule, NamedParameter
 from monitor.recording.backend import HookSet
-from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing
+from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing, Spread
 from monitor.recording.module_calls import CallIndex, Calls
 from monitor.recording.recorder import RecordedSeries
 from monitor.selection import Ambiguous, Unmatched, ambiguity_notice, unmatched_text
 from monitor.series import WATCHED_KINDS, Series
+from monitor.stats.features import HEADS, HEADS_ABOVE, SINK_QUERIES
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
 
 _MISSED: Final = "l2_targets that match no module of this model (in a pipeline: of this rank's stages)"
@@ -82,11 +83,15 @@ class FeatureContext(Protocol):
         attached: The context of the attachment.
         modules: Tells which calls belong to training.
         reading: The framework's computation of features.
+        watchers: All watchers, which share what they find.
     """
 
     attached: Attached
     modules: ModuleCollector
     reading: FeatureReading
+
+    @property
+    def watchers(self) -> Sequence[FeatureWatcher]: ...
 
     def series(self, kind: str, parameter: NamedParameter, seen: Any) -> Series | None:
         """The series of a feature of a weight; None if another rank writes it."""
@@ -120,7 +125,7 @@ class FeatureWatcher(ABC):
         self._recorder, self._clock = asked.attached.recorder, asked.attached.clock
         self._due = self._recorder.due("recording_l2_features")
         self._calls = Calls(self._modules.repetitions())
-        self._watched: dict[int, RecordedSeries] = {}
+        self._watched: dict[tuple[int, str], RecordedSeries] = {}
         self._open: list[Any] = []
 
     @abstractmethod
@@ -169,30 +174,44 @@ class FeatureWatcher(ABC):
         self._open.append(None)
         return self._begin(module)
 
-    def _record(self, call: int, numbers: Mapping[int, Any], x: Any, micro_step: int) -> None:
-        watched = self._watched.get(call)
+    def _record(self, place: CallIndex, numbers: Mapping[int, Any], x: Any, part: str = "") -> None:
+        """Record a row of a call.
+
+        Args:
+            part: What the name of a row of a part has, such as ``.3``.
+        """
+        watched = self._watched.get((place.call, part))
         if watched is None:
-            name = f"{self.name}.{WATCHED_KINDS[self.kind].suffix}" + (f"#{call}" if call else "")
-            micro_steps = tuple(range(self._clock.micro_steps))
-            watched = self._watched[call] = RecordedSeries(Series(self.kind, self._chunk, name), micro_steps)
-        self._recorder.record_numbers(watched, numbers, x, micro_step)
+            call = f"#{place.call}" if place.call else ""
+            series = Series(self.kind, self._chunk, f"{self.name}.{WATCHED_KINDS[self.kind].suffix}{part}{call}")
+            watched = RecordedSeries(series, tuple(range(self._clock.micro_steps)))
+            self._watched[place.call, part] = watched
+        self._recorder.record_numbers(watched, numbers, x, place.micro_step)
 
     def _misfit(self, reason: str) -> None:
         self._asked.does_not_fit(self.kind, self.name, reason)
 
 
 class AttentionWatcher(FeatureWatcher):
-    """``attention_hook``: reads Q and K from the module's arguments, or from the operators that its forward calls."""
+    """``attention_hook``: reads Q and K from the module's arguments, or scores from the operators that its forward calls.
+
+    The first watcher of a module reads its attention for all hooks that name the module.
+    """
 
     kind = "attention_hook"
 
     def __init__(self, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> None:
         super().__init__(module, asked, found, config)
         self._searching = asked.reading.searching(module.module)
+        self._heads = config.sa_heads
+        self._sharing: list[AttentionWatcher] = []
 
     def attach(self, hooks: HookSet) -> None:
-        self._before_forward(hooks, "reading Q and K", self._before)
-        self._after_forward(hooks, "leaving an attention", self._after)
+        first = next(one for one in self._asked.watchers if isinstance(one, AttentionWatcher) and one._module is self._module)
+        first._sharing.append(self)
+        if first is self:
+            self._before_forward(hooks, "reading Q and K", self._before)
+            self._after_forward(hooks, "leaving an attention", self._after)
 
     def forget_step(self) -> None:
         for search in reversed(self._open):
@@ -204,6 +223,8 @@ class AttentionWatcher(FeatureWatcher):
         place = self._open_call(module)
         if place is None:
             return
+        for one in self._sharing:
+            one.called = True
         try:
             given = self._reading.given_scores(args, kwargs, self._config.sa_order)
         except MisfitError as misfit:
@@ -230,10 +251,44 @@ class AttentionWatcher(FeatureWatcher):
                 self._misfit(reason)
 
     def _seen(self, place: CallIndex, scores: Any) -> None:
+        config, wanted = self._config, [one._heads for one in self._sharing]
+        heads = 0 if 0 in wanted else max(wanted)
         with self._reading.beneath():
-            found = self._reading.spread(scores, self._config.sa_heads, self._config.sa_batch_rows)
-        numbers = {COUNT: found.queries, SUM: found.entropy, SUMSQ: found.greatest}
-        self._record(place.call, numbers, scores.query, place.micro_step)
+            found = self._reading.spread(scores, heads, config.sa_batch_rows, config.sa_sink_tokens, config.sa_logit_bound)
+        for one in self._sharing:
+            one._write(place, found, scores.measured)
+
+    def _write(self, place: CallIndex, found: Spread, measured: Any) -> None:
+        with self._reading.beneath():
+            total = self._reading.summed(found, self._heads)
+        self._record(place, {COUNT: total.queries, SUM: total.entropy, SUMSQ: total.greatest}, measured)
+
+    def _misfit(self, reason: str) -> None:
+        for one in self._sharing:
+            self._asked.does_not_fit(one.kind, one.name, reason)
+
+
+class AttentionHeadWatcher(AttentionWatcher):
+    """``attention_head_hook``: a row for all heads of a module, and one for each head."""
+
+    kind = "attention_head_hook"
+
+    def __init__(self, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> None:
+        super().__init__(module, asked, found, config)
+        self._heads = 0  # all
+
+    def _write(self, place: CallIndex, found: Spread, measured: Any) -> None:
+        with self._reading.beneath():
+            total, each = self._reading.summed(found, 0), self._reading.heads_of(found)
+        self._record(place, _of_heads(total), measured)
+        for head, one in enumerate(each):
+            self._record(place, _of_heads(one), measured, f".{head}")
+
+
+def _of_heads(found: Spread) -> Mapping[int, Any]:
+    """The numbers of a row of ``attention_head_hook``, by column of partials."""
+    of_queries = {COUNT: found.queries, SUM: found.entropy, SINK_QUERIES: found.sink_queries, SUMSQ: found.sink}
+    return {**of_queries, MAX: found.logit, HEADS: found.heads, HEADS_ABOVE: found.above}
 
 
 class RouterLogitWatcher(FeatureWatcher):
@@ -288,7 +343,7 @@ class RouterLogitWatcher(FeatureWatcher):
             self._misfit(NO_LOGITS)
             return
         for leaf in self._backend.tensors.paths.outputs(result)[:1]:
-            self._record(place.call, {COUNT: formed.tokens, SUM: formed.entropy}, leaf.tensor, place.micro_step)
+            self._record(place, {COUNT: formed.tokens, SUM: formed.entropy}, leaf.tensor)
 
     def _logits(self, result: Any, experts: int | None) -> Any:
         """The logits: a single tensor with a number for each expert. Several tensors cannot be told apart."""

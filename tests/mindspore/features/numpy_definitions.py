@@ -33,9 +33,14 @@ def entropies(shares: np.ndarray) -> np.ndarray:
 
 def attention_weights(query: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Of (batch, heads, sequence, size) and a key of fewer heads: (batch, heads, sequence, sequence), causal."""
+    return softmax(attention_scores(query, key))
+
+
+def attention_scores(query: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """The same before the softmax."""
     key = key.repeat(query.shape[1] // key.shape[1], axis=1)
     scores = query @ key.swapaxes(2, 3) * query.shape[3] ** -0.5
-    return softmax(np.where(np.tri(query.shape[2], dtype=bool), scores, -np.inf))
+    return np.where(np.tri(query.shape[2], dtype=bool), scores, -np.inf)
 
 
 def entropy_and_greatest(weights: np.ndarray, heads: int = 1, rows: int = 1) -> tuple[float, float]:

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from attaching import Output, attached, step_with, warnings_in, with_fixed_weights
 from mindspore import Parameter, Tensor, nn, ops
-from numpy_definitions import attention_weights, entropy_and_greatest, entropy_per_token, exact, similarity
+from numpy_definitions import (
+    attention_scores,
+    attention_weights,
+    entropies,
+    entropy_and_greatest,
+    entropy_per_token,
+    exact,
+    similarity,
+    softmax,
+)
 from training import array
 
 from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, NOT_2D
@@ -90,6 +99,20 @@ def test_attention_that_is_called_with_q_and_k(output: Output) -> None:
         weights = attention_weights(query.transpose(1, 2, 0, 3), key.transpose(1, 2, 0, 3))
         entropy, greatest = entropy_and_greatest(weights)
         assert found["core.attention", step] == pytest.approx({"entropy": entropy, "softmax_max": greatest}, rel=1e-5)
+
+
+def test_each_head_of_an_attention_and_all_of_them(output: Output) -> None:
+    net = trained(output, attention_hook=["core"], attention_head_hook=["core"])
+    found = columns(output, "attention_head_hook")
+    assert list(found) == [(name, step) for step in range(STEPS) for name in ("core.heads", "core.heads.0", "core.heads.1")]
+    for step, (query, key) in enumerate(net.core.called_with):
+        scores = attention_scores(query.transpose(1, 2, 0, 3), key.transpose(1, 2, 0, 3))[:1]
+        for name, heads in (("core.heads", slice(None)), ("core.heads.0", slice(0, 1)), ("core.heads.1", slice(1, 2))):
+            part = scores[:, heads]
+            expected = {"max_logit": part.max(), "heads_above": 0.0, "entropy": entropies(softmax(part)).mean()}
+            expected["sink"] = softmax(part)[:, :, 1:, 0].mean()
+            assert found[name, step] == pytest.approx(expected, rel=1e-5)
+    assert len(output.rows("attention_hook")) == STEPS
 
 
 def test_every_matrix_before_the_first_forward_of_a_step(output: Output) -> None:

@@ -61,6 +61,17 @@ def test_what_cannot_be_read_as_q_and_k_says_why(query: Tensor, key: Tensor, rea
         given_scores((query, key), {}, SBHD)
 
 
+@pytest.mark.parametrize(
+    ("given", "fits"), [("causal", True), ("padding_causal", True), ("no_mask", False), ("padding", False)]
+)
+def test_a_core_attention_that_says_its_mask_must_say_causal(given: str, *, fits: bool) -> None:
+    if fits:
+        assert given_scores((of(5, 2, 4, 8), of(5, 2, 4, 8)), {"attn_mask_type": given}, SBHD) is not None
+        return
+    with pytest.raises(MisfitError, match="not causal"):
+        given_scores((of(5, 2, 4, 8), of(5, 2, 4, 8)), {"attn_mask_type": given}, SBHD)
+
+
 class WithLayer(nn.Cell):
     def __init__(self) -> None:
         super().__init__()

@@ -9,10 +9,20 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
-from numpy_definitions import FLOATS, attention_weights, drawn, entropy_and_greatest, exact, number
+from numpy_definitions import (
+    FLOATS,
+    attention_scores,
+    attention_weights,
+    drawn,
+    entropies,
+    entropy_and_greatest,
+    exact,
+    number,
+    softmax,
+)
 
 from monitor.mindspore import features
-from monitor.mindspore.features import Scores, spread
+from monitor.mindspore.features import Scores, heads_of, spread, summed
 from monitor.stats.mindspore import tensors as mindspore_arithmetic
 
 pytestmark = pytest.mark.usefixtures("where")
@@ -30,7 +40,7 @@ def scores_of(query: Tensor, key: Tensor) -> Scores:
 
 
 def means(scores: Scores, heads: int = 1, rows: int = 1) -> tuple[float, float]:
-    found = spread(scores, heads, rows)
+    found = summed(spread(scores, heads, rows))
     return number(found.entropy) / found.queries, number(found.greatest) / found.queries
 
 
@@ -65,7 +75,7 @@ def test_the_order_of_dimensions_is_that_of_places(places: tuple[int, ...]) -> N
 
 
 def test_a_single_query_sees_itself_alone() -> None:
-    assert spread(scores_of(of(drawn(1, 1, 1, 4)), of(drawn(1, 1, 1, 4)))).queries == 1
+    assert summed(spread(scores_of(of(drawn(1, 1, 1, 4)), of(drawn(1, 1, 1, 4))))).queries == 1
     assert means(scores_of(of(drawn(1, 1, 1, 4)), of(drawn(1, 1, 1, 4)))) == (0.0, 1.0)
 
 
@@ -101,6 +111,36 @@ def test_a_part_that_is_not_looked_at_tells_nothing() -> None:
 def test_a_batch_of_one_goes_with_every_other() -> None:
     query, key = drawn(1, 2, 8, 4), drawn(3, 2, 8, 4, seed=1)
     assert expected(of(query.repeat(3, axis=0)), of(key), 0, 0) == means(scores_of(of(query), of(key)), 0, 0)
+
+
+@pytest.mark.parametrize(("block", "keys"), [(1 << 16, 1024), (64, 8), (5, 3)])
+@pytest.mark.parametrize("sinks", [1, 4, 12])
+def test_each_head_has_the_numbers_of_its_definition(
+    where: str, monkeypatch: pytest.MonkeyPatch, block: int, keys: int, sinks: int
+) -> None:
+    monkeypatch.setattr(mindspore_arithmetic.HOST if where == "host" else mindspore_arithmetic.DEVICE, "block", block)
+    monkeypatch.setattr(features, "KEYS", keys)
+    query, key = of(4 * drawn(2, 4, 13, 8)), of(drawn(2, 2, 13, 8, seed=1))
+    scores = attention_scores(exact(query), exact(key))
+    bound = float(np.median(scores.max((0, 2, 3))))
+    found = spread(scores_of(query, key), 0, 0, sinks, bound)
+    for one, heads in [(summed(found), slice(None)), *((one, slice(i, i + 1)) for i, one in enumerate(heads_of(found)))]:
+        part = scores[:, heads]
+        weights, greatest = softmax(part), part.max((0, 2, 3))
+        assert number(one.logit) == pytest.approx(greatest.max(), rel=ROUNDING)
+        assert (number(one.above), one.heads) == ((greatest > bound).sum(), part.shape[1])
+        assert number(one.entropy) / one.queries == pytest.approx(entropies(weights).mean(), rel=1e-5)
+        share = weights[:, :, sinks:, :sinks].sum(-1)  # earlier queries see no other key
+        assert number(one.sink) / one.sink_queries == pytest.approx(share.mean(), rel=1e-5)
+
+
+def test_a_head_that_is_not_finite_spoils_no_other() -> None:
+    query, key = drawn(1, 3, 8, 4), of(drawn(1, 3, 8, 4, seed=1))
+    query[0, 1, 7, 2] = math.nan
+    found = spread(scores_of(of(query), key), 0)
+    spoilt = [[math.isnan(number(getattr(one, name))) for name in ("logit", "entropy", "sink")] for one in heads_of(found)]
+    assert spoilt == [[False] * 3, [True] * 3, [False] * 3]
+    assert math.isnan(number(summed(found).logit))
 
 
 @pytest.mark.parametrize("where", ["host"], indirect=True)

@@ -39,3 +39,25 @@ def similarity(weight: Tensor) -> float:
 def entropy_per_token(logits: Tensor) -> float:
     """The mean entropy of the softmax over the last dimension."""
     return torch.special.entr(torch.softmax(logits.detach().double(), -1)).sum(-1).mean().item()
+
+
+def head_numbers(scores: Tensor, *, bound: float = 100.0, sinks: int = 1) -> dict[str, float | None]:
+    """What ``attention_head_hook`` records of scores (b, h, q, k), float64, -Inf where a query does not see a key.
+
+    Every query sees a key.
+    """
+    weights, seen = torch.softmax(scores, -1), scores > -math.inf
+    both = seen[..., :sinks].any(-1) & seen[..., sinks:].any(-1)
+    greatest = scores.amax((0, 2, 3))
+    return {
+        "max_logit": greatest.max().item(),
+        "heads_above": (greatest > bound).double().mean().item(),
+        "entropy": torch.special.entr(weights).sum(-1).mean().item(),
+        "sink": weights[..., :sinks].sum(-1)[both].mean().item() if both.any() else None,
+    }
+
+
+def rows_of_heads(scores: Tensor, name: str, **how: float) -> dict[str, dict[str, float | None]]:
+    """The rows of a module: one of all heads, and one of each."""
+    each = {f"{name}.heads.{head}": head_numbers(scores[:, head : head + 1], **how) for head in range(scores.shape[1])}
+    return {f"{name}.heads": head_numbers(scores, **how), **each}

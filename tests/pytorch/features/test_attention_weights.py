@@ -12,8 +12,8 @@ import torch
 from definitions import attention_weights, entropy_and_greatest
 from torch import Tensor
 
-from monitor.pytorch.features import reading
-from monitor.pytorch.features.reading import Scores, spread
+from monitor.pytorch.features import attention
+from monitor.pytorch.features.attention import Scores, spread, summed
 
 MEMORY = Path(__file__).parent / "scripts" / "attention_memory.py"
 
@@ -23,7 +23,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def means(scores: Scores, heads: int = 1, rows: int = 1) -> tuple[float, float]:
-    found = spread(scores, heads, rows)
+    found = summed(spread(scores, heads, rows))
     return found.entropy.item() / int(found.queries), found.greatest.item() / int(found.queries)
 
 
@@ -46,8 +46,8 @@ def test_a_causal_attention_is_spread_as_defined(
 @pytest.mark.parametrize(("block", "keys"), [(1, 1), (64, 8), (100, 7), (1 << 18, 1024)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_size_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch, block: int, keys: int, *, causal: bool) -> None:
-    monkeypatch.setattr(reading, "BLOCK", block)
-    monkeypatch.setattr(reading, "KEYS", keys)
+    monkeypatch.setattr(attention, "BLOCK", block)
+    monkeypatch.setattr(attention, "KEYS", keys)
     query, key = 2 * drawn(2, 3, 29, 4), drawn(2, 3, 29, 4, seed=1)
     expected = entropy_and_greatest(attention_weights(query, key, causal=causal), 0, 0)
     assert means(scores_of(query, key, causal=causal), 0, 0) == pytest.approx(expected, rel=2e-6)
@@ -75,7 +75,7 @@ def test_a_mask_is_applied_as_it_is(shape: tuple[int, ...], *, boolean: bool) ->
 def test_a_query_that_sees_no_key_has_no_weights_and_is_left_out() -> None:
     query, key = drawn(1, 1, 4, 4), drawn(1, 1, 4, 4, seed=1)
     mask = torch.ones(4, 4, dtype=torch.bool).tril(-1)  # the first sees none
-    assert int(spread(scores_of(query, key, causal=False, mask=mask)).queries) == 3
+    assert int(summed(spread(scores_of(query, key, causal=False, mask=mask))).queries) == 3
     weights = attention_weights(query, key, causal=False, mask=mask)[:, :, 1:]
     assert means(scores_of(query, key, causal=False, mask=mask)) == pytest.approx(entropy_and_greatest(weights), rel=2e-6)
 

@@ -79,7 +79,7 @@ def features_of(model: nn.Module) -> dict[str, Any]:
     attentions = [name for name in names if name.endswith("attn") or isinstance(names[name], Block)]
     gates = [name for name in names if name.endswith(("gate", "proj"))]
     routers = {"moe_router_weight_hook": gates, "moe_router_logit_hook": gates}
-    targets = {"attention_hook": attentions, "linear_hook": [], **routers}
+    targets = {"attention_hook": attentions, "attention_head_hook": attentions, "linear_hook": [], **routers}
     return {"recording_l2_features": True, "l2_targets": targets, "sa_heads": 0, "sa_batch_rows": 0}
 
 
@@ -110,5 +110,5 @@ def test_training_is_the_same_bit_for_bit(case: tuple[Callable[[], nn.Module], C
     for what, expected in unmonitored.items():
         for one, other in zip(expected, monitored[what], strict=True):
             assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), what
-    for kind in ("attention_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook"):
+    for kind in ("attention_hook", "attention_head_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook"):
         assert {row.step for row in output.rows(kind)} == {0, 1, 2}

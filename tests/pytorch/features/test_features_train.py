@@ -118,6 +118,20 @@ def test_q_and_k_are_what_a_core_attention_is_called_with(
     assert spread_of(row) == pytest.approx(expected, rel=2e-6)
 
 
+@pytest.mark.parametrize("given", ["no_mask", "padding"])
+def test_a_core_attention_with_another_mask_than_a_causal_one_has_no_row(
+    output: Output, caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    class Masked(CoreAttention):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_mask_type: str) -> Tensor:
+            del attn_mask_type
+            return super().forward(query, key, value)
+
+    model, x = nn.ModuleDict({"core": Masked()}), seeded(5, 5, 4, 8).requires_grad_()
+    assert attention_rows(output, model, lambda: model["core"](x, x, x, attn_mask_type=given).sum().backward(), "core") == []
+    assert "its Q and K are arguments, and its mask is not causal: 'core'" in warnings_in(caplog)[0]
+
+
 HOW: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], dict[str, Any]]] = {
     "causal": (causal, {}),
     "not causal": (SDPA, {"causal": False}),
@@ -128,8 +142,15 @@ HOW: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], dict[str, Any]]
     ),
     "added mask": (lambda q, k, v: SDPA(q, k, v, seeded(6, 6)), {"causal": False, "mask": seeded(6, 6)}),
     "written out": (written_out, {}),
-    "torch.matmul": (lambda q, k, v: torch.matmul(torch.softmax(torch.matmul(q, k.mT) / 2, -1), v), {}),
-    "Tensor.matmul": (lambda q, k, v: q.matmul(k.transpose(-1, -2)).softmax(-1).matmul(v), {}),
+    "torch.matmul": (lambda q, k, v: torch.matmul(torch.softmax(torch.matmul(q, k.mT) / 2, -1), v), {"causal": False}),
+    "Tensor.matmul": (
+        lambda q, k, v: q.matmul(k.transpose(-1, -2)).softmax(-1).matmul(v),
+        {"causal": False, "scale": 1.0},
+    ),
+    "F.softmax": (
+        lambda q, k, v: F.softmax((q @ k.mT).add(seeded(6, 6)), dim=3, dtype=torch.float64).float() @ v,
+        {"causal": False, "scale": 1.0, "mask": seeded(6, 6)},
+    ),
 }
 
 
@@ -378,7 +399,7 @@ def test_what_does_not_fit_is_named_in_one_warning(output: Output, caplog: pytes
             optimizer.step()
     (said,) = warnings_in(caplog)
     for part in (
-        "attention_hook: Q and K have different lengths: 'cross'",
+        "attention_hook: no softmax over the product of its Q and K was found: 'cross'",
         "attention_hook: no Q and K were found: 'norm'",
         "linear_hook: it has no floating-point 2-D weight that this rank can read in forward: 'norm'",
         "linear_hook: it was not called, or is compiled: 'unused'",

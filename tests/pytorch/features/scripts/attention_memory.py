@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from monitor.pytorch.features.reading import Scores, spread
+from monitor.pytorch.features.attention import Scores, spread, summed
 
 
 def peak() -> int:
@@ -23,6 +23,6 @@ short = Scores(query[:, :, :1], key[:, :, :1], True, 0.125)
 spread(short)  # what the first products of a process need is no part of it
 torch.bmm(torch.randn(1, 64, 64), torch.randn(1, 64, 64))
 before = peak()
-found = spread(Scores(query, key, True, 0.125), heads=2)
+found = summed(spread(Scores(query, key, True, 0.125), heads=2))
 assert found.queries == 2 * 8192
 print((peak() - before) / 1024)
