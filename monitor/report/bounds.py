@@ -22,6 +22,7 @@ class Bound(NamedTuple):
         means: What such a value says, after "its entropy is 0.001: ".
         then: What to do.
         source: A paper or a thread, or ``MEASURED``.
+        ends: What the names of the rows end with; empty: all rows.
     """
 
     kinds: tuple[str, ...]
@@ -31,6 +32,7 @@ class Bound(NamedTuple):
     means: str
     then: str = ""
     source: str = ""
+    ends: str = ""
 
 
 class BoundGroup(NamedTuple):
@@ -67,6 +69,25 @@ GROUPS: Final = (
         (
             Bound(("attention_hook",), "entropy", 0.01, False, "attention has collapsed onto single tokens"),
             Bound(("attention_hook",), "softmax_max", 0.99, True, "attention has collapsed onto single tokens"),
+            Bound(
+                ("attention_head_hook",),
+                "max_logit",
+                100.0,
+                True,
+                "scores of attention are so large that training may diverge",
+                "See whether they keep growing. Normalise Q and K, clip them (QK-clip), or lower the learning rate.",
+                "QK-clip acts from 100 on: Kimi K2, https://arxiv.org/abs/2507.20534",
+            ),
+            Bound(
+                ("attention_head_hook",),
+                "entropy",
+                0.01,
+                False,
+                "all heads of the module attend to single tokens",
+                "Lower the learning rate, or normalise the weights of Q and K.",
+                "Entropy collapse: Zhai et al., https://arxiv.org/abs/2303.06296. The limit is our measurement",
+                ".heads",  # a single head may do so in a healthy model, such as one that attends to a sink
+            ),
         ),
     ),
     BoundGroup(
@@ -130,6 +151,8 @@ def beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyon
         wanted = ("step", "rank", "name", GLOBAL_NAME, column)
         rows = facts.source.rows(RowChoice(kind, steps=range(span.first, span.last + 1), columns=wanted))
         rows = rows.filter(rows[column].is_valid())
+        if bound.ends:
+            rows = rows.filter([name.endswith(bound.ends) for name in rows["name"].to_pylist()])
         values = rows[column].to_numpy().astype(float)
         outside = values >= bound.limit if bound.high else values <= bound.limit
         there = (outside | np.isnan(values)).nonzero()[0]

@@ -15,7 +15,7 @@ from monitor.report import history
 from monitor.report.checks import CHECKS
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
 from monitor.report.model import model_of, verdict_for_programs
-from monitor.stats.partials import COUNT, SUM, SUMSQ
+from monitor.stats.partials import COUNT, MAX, NANS, POSINFS, SUM, SUMSQ
 
 
 def planted(rank: int | None, kind: str, name: str, change: float, once: bool = False) -> Fault:
@@ -223,6 +223,31 @@ def test_collapsed_attention_is_named_and_healthy_attention_is_good(tmp_path: Pa
             if name == "bad":
                 assert (verdict.place.kind, verdict.place.name) == ("attention_hook", "h.0.attention")
                 assert "attention has collapsed onto single tokens" in verdict.says
+
+
+@pytest.mark.parametrize(
+    ("head", "entropy", "logit", "says"),
+    [
+        ("", 6.0, 120.0, "its max_logit is 120"),
+        (".3", 6.0, 120.0, "its max_logit is 120"),
+        ("", 0.0, 20.0, "its entropy is 0: all heads"),
+        (".3", 0.0, 20.0, ""),  # one head may attend to the first token alone
+        ("", 6.0, 20.0, ""),
+    ],
+)
+def test_large_scores_and_collapsed_modules_are_named_and_a_single_sure_head_is_not(
+    tmp_path: Path, head: str, entropy: float, logit: float, says: str
+) -> None:
+    one = RecordedRank(tmp_path, micro_step_kinds=["attention_head_hook"])
+    for step in range(3):
+        numbers = {COUNT: 4, SUM: entropy if step else 6.0, MAX: logit if step else 20.0, NANS: 1, POSINFS: 0}
+        one.write(step, {"attention_head_hook": [Measured(f"h.0.heads{head}", micro_step=0, numbers=numbers)]})
+    one.close()
+    with reported(tmp_path) as (_, checks, verdict):
+        assert next(one for one in checks if one.name == "Attention").state == (BAD if says else GOOD)
+        if says:
+            assert (verdict.place.name, verdict.place.step) == (f"h.0.heads{head}", 1)
+            assert says in verdict.says
 
 
 def test_numbers_that_overflow_a_format_are_named(tmp_path: Path) -> None:
