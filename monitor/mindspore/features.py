@@ -139,11 +139,13 @@ def _sampled(on: Arithmetic, scores: Scores, heads: int, rows: int) -> _Sample:
 
 
 def _queries_at_once(on: Arithmetic, sample: _Sample) -> int:
-    return max(1, min(sample.query.shape[2], on.block // min(sample.key.shape[2], KEYS)))
+    queries, keys = int(sample.query.shape[2]), int(sample.key.shape[2])
+    return max(1, min(queries, on.block // min(keys, KEYS)))
 
 
 def _heads_at_once(on: Arithmetic, sample: _Sample) -> int:
-    return max(1, on.block // (min(sample.key.shape[2], KEYS) * _queries_at_once(on, sample)))
+    keys = min(int(sample.key.shape[2]), KEYS)
+    return max(1, on.block // (keys * _queries_at_once(on, sample)))
 
 
 def _of_heads(on: Arithmetic, sample: _Sample, first: int, sinks: int) -> _Sums:
@@ -175,8 +177,8 @@ def _by_head(on: Arithmetic, sums: _Sums, counts: tuple[int, int], bound: float)
         entropy, greatest, sink, logit = (on.sum(on.part(one, 1, head, 1)) for one in sums)
         logit = on.floats(logit) + entropy * 0.0  # NaN if an input is not finite
         above = on.where(logit > bound, 1.0, 0.0)
-        numbers = [on.number(one) for one in (entropy, greatest, logit, sink, above)]
-        yield reading.Spread(counts[0], *numbers[:3], counts[1], numbers[3], 1, numbers[4])
+        entropy, greatest, logit, sink, above = map(on.number, (entropy, greatest, logit, sink, above))
+        yield reading.Spread(counts[0], entropy, greatest, logit, counts[1], sink, 1, above)
 
 
 def _of_queries(on: Arithmetic, part: _Part, first: int, sinks: int) -> _Sums:
@@ -195,8 +197,9 @@ def _of_queries(on: Arithmetic, part: _Part, first: int, sinks: int) -> _Sums:
     entropy, greatest = on.log(running.total) - running.weighted / running.total, 1.0 / running.total
     behind = min(length, max(0, sinks - first))  # the first queries see no key besides the sinks
     share = on.part(running.sink / running.total, 2, behind, length - behind)
-    sums = (on.sum(one, 2) + unusable for one in (entropy, greatest))
-    return _Sums(*sums, (on.sum(share, 2) if behind < length else 0.0) + unusable, on.amax(running.greatest, 2))
+    entropy, greatest = (on.sum(one, 2) + unusable for one in (entropy, greatest))
+    sink = unusable + (on.sum(share, 2) if behind < length else 0.0)
+    return _Sums(entropy, greatest, sink, on.amax(running.greatest, 2))
 
 
 def _over_both(on: Arithmetic, x: Array) -> Array:
