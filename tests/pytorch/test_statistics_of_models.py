@@ -65,7 +65,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, T
 
 
 def assert_statistics(values: dict[str, Any], x: Tensor, *, rounded: float = 0.0) -> None:
-    """Args: rounded: How far elements may be from those of ``x``, as a share of the greatest: compiled code rounds otherwise."""
+    """The row is that of ``x``.
+
+    Args:
+        rounded: How far elements may be from those of ``x``, as a share of the greatest: compiled code rounds otherwise.
+    """
     a = x.double().numpy().ravel()
     off = a - a.mean()
     spread = np.square(off).mean()
