@@ -81,14 +81,15 @@ class Column:
         formula: A name in ``FORMULAS`` of ``monitor/stats/features.py``: how partials give the column.
         partial: The partial that the formula reads, if it reads a single one.
         combines: How values of CSV rows combine, since these rows have no partials: as means weighted with the count, as norms,
-            or as the ratio of ``update_norm`` and ``weight_norm``. ``never``: not even partials give the number of a whole from
-            those of its parts. None: the weights are in partials only.
+            sums or maxima, or as the ratio of ``update_norm`` and ``weight_norm``. ``experts``: computed anew from the rows of
+            experts. ``never``: not even partials give the number of a whole from those of its parts. None: the weights are in
+            partials only.
     """
 
     name: str
     formula: str
     partial: str = ""
-    combines: Literal["weighted", "norm", "ratio", "never"] | None = None
+    combines: Literal["weighted", "norm", "sum", "max", "ratio", "experts", "never"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +295,24 @@ KIND_TABLE: Final = (
         "watchers:RouterLogitWatcher",
         "moe_router",
         Column("per_token_expert_entropy", "mean", "sum"),
+    ),
+    # Of a router: tokens, the sum of their squared log-sums of exponentials, the greatest logit, and counts of assignments. Of
+    # an expert: the assignments of its router, and those to it.
+    _feature(
+        "moe_router_load_hook",
+        "forward",
+        "watchers:RouterLoadWatcher",
+        "experts",
+        Column("assigned", "count", "posinfs", "sum"),  # first, since all rows have it: reports judge it
+        Column("load", "load of an expert", "posinfs", "experts"),
+        Column("load_p05", "of the experts of one router", "min", "experts"),
+        Column("load_p50", "of the experts of one router", "sumsq", "experts"),
+        Column("load_p95", "of the experts of one router", "m2", "experts"),
+        Column("imbalance", "of the experts of one router", "m3", "experts"),
+        Column("dead_experts", "of the experts of one router", "m4", "experts"),
+        Column("dropped", "share dropped"),
+        Column("z_loss", "mean of a router", "sum"),
+        Column("logit_max", "of a router", "max", "max"),
     ),
     # Elements, the squares of the norms of the update and of the weight before it.
     _of_step(

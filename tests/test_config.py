@@ -100,6 +100,7 @@ class TestDefaults:
                 "linear_hook": None,
                 "moe_router_weight_hook": [],
                 "moe_router_logit_hook": [],
+                "moe_router_load_hook": [],
             },
             "sa_order": "s,b,h,d",
             "sa_heads": 1,

@@ -363,6 +363,8 @@ class L2Targets(_StrictModel):
     """Routers whose weights are compared, by full or short name. Empty: none."""
     moe_router_logit_hook: Strings = ()
     """Routers whose logits are looked at, by full or short name. Empty: none."""
+    moe_router_load_hook: Strings = ()
+    """Routers whose choices are counted, for each expert, by full or short name. Empty: none."""
 
 
 class Forward(_StrictModel):

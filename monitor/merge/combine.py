@@ -20,13 +20,15 @@ from monitor.coordinator.ownership import OF_PARAMETERS
 from monitor.merge import outputs, tables
 from monitor.merge.bits import BitDifference, compare_bits
 from monitor.merge.discovery import SetAside
+from monitor.merge.expert_loads import fill_loads
 from monitor.merge.rows import Rows, Share, Source, Told, counts_elements, gathered, of_piece, put_in_order, read
-from monitor.merge.statistics import WEIGHTED, WHOLE_ONLY, Flags, Index, Statistics, combined
+from monitor.merge.statistics import FROM_EXPERTS, WEIGHTED, WHOLE_ONLY, Flags, Index, Statistics, combined
 from monitor.merge.tensors import UNKNOWN, Catalogue
 from monitor.series import CHECKED_KINDS, KINDS_OF_RANKS, NO_MICRO_STEP, REPLICA_KIND
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import FEATURES, own_columns
 from monitor.stats.histograms import MAGNITUDES, histogram_text
+from monitor.stats.loads import LOAD_KIND
 from monitor.stats.ops import CALLS, CHECKSUM
 from monitor.stats.partials import Floats
 
@@ -38,17 +40,18 @@ NOT_WEIGHTED: Final = "how much each part weighs is not known: record hdf5 or pa
 OF_A_WHOLE: Final = "of a matrix that is cut no rank knows it, and what ranks know of their parts does not make it up"
 
 
-def missing_ops(tensors: Statistics, several: Flags) -> Counter[tuple[str, str]]:
+def missing_ops(tensors: Statistics, several: Flags, recorded: Flags) -> Counter[tuple[str, str]]:
     """How often an op has no value, by op and reason.
 
     Args:
         several: Whether a tensor is of several parts, shape ``(rows,)``.
+        recorded: Whether any part has a value, shape ``(ops,)``.
     """
     found: Counter[tuple[str, str]] = Counter()
     rounded = ~tensors.exact & ~(tensors.count == 0)
-    for op, known in zip(tensors.ops, tensors.known, strict=True):
-        if op == CHECKSUM:
-            continue  # of parts that are not ranges of the whole
+    for op, known, there in zip(tensors.ops, tensors.known, recorded, strict=True):
+        if op in (CHECKSUM, *FROM_EXPERTS) or (op in FEATURES and not there):
+            continue  # of parts that are not ranges of the whole; of routers or of experts only; of no part
         if op in WHOLE_ONLY or rounded.any():
             found.update({(op, reason): int(which.sum()) for reason, which in _lacking(op, tensors, ~known, rounded, several)})
     return +found
@@ -294,10 +297,13 @@ def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome)
         found = _by_name(rows, starts[which])
         outcome.without_global |= {(name, reason): steps for name, steps in found.items()}
     whole = complete & ~terms & ~unlike
-    made, several = _global(piece.columns, rows, starts, tensors), np.diff(starts, append=len(rows)) > 1
+    several = np.diff(starts, append=len(rows)) > 1
+    if piece.kind == LOAD_KIND:
+        several &= fill_loads(rows, starts, tensors)
+    made = _global(piece.columns, rows, starts, tensors)
     if not whole.all():
         made, tensors, several = made.filter(whole), tensors.take(whole), several[whole]
-    outcome.missing = missing_ops(tensors, several)
+    outcome.missing = missing_ops(tensors, several, statistics.known.any(axis=1))
     return made
 
 

@@ -29,6 +29,9 @@ WHOLE_ONLY: Final = tuple(name for name, how in _COMBINES.items() if how == "nev
 """Of a matrix that is cut no rank knows it, and what ranks know of their parts does not make it up."""
 _NORMS: Final = ("norm", *(name for name, how in _COMBINES.items() if how == "norm"))
 _RATIO: Final = ("update_norm", "weight_norm")
+_OTHERS: Final = ("ratio", "sum", "max")
+FROM_EXPERTS: Final = tuple(name for name, how in _COMBINES.items() if how == "experts")
+"""Of the load of experts: computed anew from the counts of all ranks (``monitor/merge/expert_loads.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +184,23 @@ class _OpsOfRuns:
             return np.add.reduceat(self._values(op, 0.0), self._starts), self._there(self._known(op))
         if op in _NORMS:
             return self._norm(op)
-        if _COMBINES.get(op) == "ratio":
-            return self._ratio()
+        if _COMBINES.get(op) in _OTHERS:
+            return self._other(op)
         if op in WEIGHTED:
             return self._weighted(op)
         if op == "rms":
             return self._root_mean_square()
         return self._std() if op == "std" else self._none()  # of a checksum of parts, too, whose places are not known
+
+    def _other(self, op: str) -> tuple[Floats, Flags]:
+        """An op of a feature that combines in a way of its own."""
+        how = _COMBINES[op]
+        if how == "ratio":
+            return self._ratio()
+        known = self._known(op)
+        if how == "max":
+            return np.maximum.reduceat(self._values(op, -np.inf), self._starts), self._all(known)
+        return np.add.reduceat(self._values(op, 0.0), self._starts), self._all(known)
 
     def _none(self) -> tuple[Floats, Flags]:
         """What is not to be had from numbers of parts alone."""

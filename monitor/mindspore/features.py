@@ -11,6 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
 
+from monitor.mindspore.choices import choices_of
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.features import krylov, reading
 from monitor.recording.features.krylov import CERTAIN, FARTHEST, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
@@ -447,15 +448,11 @@ def entropy_of(logits: Tensor) -> reading.Routing:
         EarlierFailure: An earlier operation of training has failed.
     """
     with computing() as on:
-        total: Array = 0.0
-        for block in _tokens(on, logits):
-            total = total + on.sum(_entropies(on, on.floats(block)))
-        return reading.Routing(math.prod(logits.shape[:-1]), on.number(total))
+        return _entropy(on, _parts_of(on, logits), math.prod(logits.shape[:-1]))
 
 
 def entropy_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any) -> reading.Routing:
-    """The entropy of the logits ``tokens @ weight^T + bias``, computed as in the router from numbers rounded to ``dtype``. It
-    reads some tokens at a time.
+    """The entropy of the logits ``tokens @ weight^T + bias``, computed in the router's precision, in blocks of tokens.
 
     Args:
         tokens: The last dimension is the hidden size.
@@ -465,14 +462,52 @@ def entropy_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any
         EarlierFailure: An earlier operation of training has failed.
     """
     with computing() as on:
-        transposed = on.swapped(on.rounded(on.of(weight), dtype))
-        added = None if bias is None else on.rounded(on.of(bias), dtype)
-        total: Array = 0.0
-        for block in _tokens(on, tokens):
-            logits = on.matmul(on.rounded(block, dtype), transposed)
-            logits = on.rounded(logits if added is None else logits + added, dtype)
-            total = total + on.sum(_entropies(on, logits))
-        return reading.Routing(math.prod(tokens.shape[:-1]), on.number(total))
+        return _entropy(on, _parts_from(on, tokens, weight, bias, dtype), math.prod(tokens.shape[:-1]))
+
+
+def logit_sums_of(logits: Tensor) -> reading.Logits:
+    """The sums for z-loss and the greatest of logits, whose last dimension is the experts."""
+    with computing() as on:
+        return _logit_sums(on, _parts_of(on, logits), math.prod(logits.shape[:-1]))
+
+
+def logit_sums_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any) -> reading.Logits:
+    """The same of logits that are computed, as in ``entropy_from``."""
+    with computing() as on:
+        return _logit_sums(on, _parts_from(on, tokens, weight, bias, dtype), math.prod(tokens.shape[:-1]))
+
+
+def _parts_of(on: Arithmetic, logits: Tensor) -> Iterator[Array]:
+    return (on.floats(block) for block in _tokens(on, logits))
+
+
+def _parts_from(on: Arithmetic, tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any) -> Iterator[Array]:
+    transposed = on.swapped(on.rounded(on.of(weight), dtype))
+    added = None if bias is None else on.rounded(on.of(bias), dtype)
+    for block in _tokens(on, tokens):
+        logits = on.matmul(on.rounded(block, dtype), transposed)
+        yield on.rounded(logits if added is None else logits + added, dtype)
+
+
+def _entropy(on: Arithmetic, parts: Iterator[Array], tokens: int) -> reading.Routing:
+    total: Array = 0.0
+    for logits in parts:
+        total = total + on.sum(_entropies(on, logits))
+    return reading.Routing(tokens, on.number(total))
+
+
+def _logit_sums(on: Arithmetic, parts: Iterator[Array], tokens: int) -> reading.Logits:
+    total: Array = 0.0
+    greatest: Array | None = None
+    for logits in parts:
+        of_token = on.amax(logits, -1)
+        exponents = on.sum(on.exp(on.at_least(logits - of_token, OUT_OF_SIGHT)), -1)
+        exact = on.wide(of_token + on.log(exponents))
+        total = total + on.sum(exact * exact)
+        here, nans = on.amax(of_token), on.sum(on.floats(logits != logits))
+        here = on.where(nans == 0, here, nans * math.nan)  # NaN need not reach a maximum
+        greatest = here if greatest is None else on.maximum(greatest, here)
+    return reading.Logits(tokens, on.number(total), on.number(greatest))
 
 
 def dtype_of_routing(cell: nn.Cell, tokens: Tensor, weight: Tensor) -> Any:
@@ -590,6 +625,7 @@ def _places(cell: nn.Cell) -> tuple[Mapping[str, Any], ...]:
 __all__ = [
     "beneath",
     "bias_of",
+    "choices_of",
     "dtype_of_routing",
     "embeds",
     "entropy_from",
@@ -599,6 +635,8 @@ __all__ = [
     "is_floating_point",
     "is_linear",
     "local_matrix",
+    "logit_sums_from",
+    "logit_sums_of",
     "matrix_of",
     "norms_of",
     "searching",

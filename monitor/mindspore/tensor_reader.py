@@ -152,6 +152,16 @@ class MindSporeTensorReader:
             _write_numbers(slot.page.memory, slot.local_row + offset, numbers)
             self.rows.table.note(slot.row + offset, self._layout(x))
 
+    def record_block(self, watched: Sequence[RecordedSeries], numbers: Mapping[int, Any], x: Any, micro_step: int = 0) -> None:
+        if not has_data(x):
+            return
+        if self.device == HOST:
+            numbers = {column: on_host(one) if isinstance(one, Tensor) else one for column, one in numbers.items()}
+        with self.rows.lock, beneath():
+            block = self.rows.block(watched, self.device, micro_step)
+            _write_block(block.page.memory, block.local, numbers)
+            self.rows.table.note_block(block.rows, self._layout(x))
+
     def read_into(self, x: Any, slot: RowSlot) -> bool:
         if not _reduce(self._kernel, x, slot.page, slot.local_row):
             return False
@@ -204,6 +214,30 @@ def _write_numbers(page: PageMemory, row: int, numbers: Mapping[int, Any]) -> No
     assert isinstance(page, MindSporeDevicePage)
     there = [one.reshape(1).to(ms.float32) for column, one in numbers.items() if column not in fixed]
     page.write(row, mint.cat(there) if there else Tensor([0.0], ms.float32), read)
+
+
+def _write_block(page: PageMemory, rows: range, numbers: Mapping[int, Any]) -> None:
+    """``_write_numbers`` for several rows, with one element of each tensor for each row, or one for all of them."""
+    fixed = {column: one for column, one in numbers.items() if not isinstance(one, Tensor)}
+    several = {column: one.reshape(-1) for column, one in numbers.items() if column not in fixed}
+    read = partial(_block, len(rows), {WRITES: 1.0, **fixed}, {column: one.shape[0] for column, one in several.items()})
+    if isinstance(page, HostPage):
+        page.numbers[rows.start : rows.stop : rows.step] = read(np.empty(0))
+        return
+    assert isinstance(page, MindSporeDevicePage)
+    there = [one.to(ms.float32) for one in several.values()]
+    page.write(rows, mint.cat(there) if there else Tensor([0.0], ms.float32), read)
+
+
+def _block(rows: int, fixed: Mapping[int, Any], sizes: Mapping[int, int], numbers: Raw) -> Floats:
+    block = np.zeros((rows, len(COLUMNS)))
+    for column, number in fixed.items():
+        block[:, column] = number
+    start = 0
+    for column, size in sizes.items():
+        block[:, column] = numbers[start : start + size]
+        start += size
+    return block
 
 
 def _row(fixed: Mapping[int, float], columns: Sequence[int], numbers: Raw) -> Floats:

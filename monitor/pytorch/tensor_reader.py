@@ -19,7 +19,7 @@ from monitor.stats.table import NOT_AN_ALIAS, HostPage, Page, PageMemory, RowSlo
 from monitor.stats.torch.device_kernel import count_magnitudes_on_device
 from monitor.stats.torch.dispatch import DEVICE_KERNELS, ListedTensor, reduce_into, reduce_listed
 from monitor.stats.torch.host_kernel import TorchHostKernel, count_magnitudes
-from monitor.stats.torch.memory import TorchDevicePage, persistent, write_histogram, write_numbers
+from monitor.stats.torch.memory import TorchDevicePage, persistent, write_block, write_histogram, write_numbers
 from monitor.stats.torch.tensors import (
     BYPASSED_KEYS,
     SCALAR,
@@ -365,6 +365,16 @@ class TorchTensorReader(Reader):
                         write_histogram(self.rows.histograms(slot.page, device), slot.local_row + offset, histogram)
                     write_numbers(slot.page.memory, slot.local_row + offset, numbers)
             self._table.note(slot.row + offset, self._layout(x), NOT_AN_ALIAS)
+
+    def record_block(
+        self, watched: Sequence[RecordedSeries], numbers: Mapping[int, Any], x: Tensor, micro_step: int = 0
+    ) -> None:
+        if not has_data(x) or self.device_steps.captures(x.device):  # as for ``record_numbers``
+            return
+        with self._lock, torch._C._ExcludeDispatchKeyGuard(BYPASSED_KEYS), unseen():
+            block = self.rows.block(watched, HOST if is_plain(x) else x.device, micro_step)
+            write_block(block.page.memory, block.local, numbers)
+            self._table.note_block(block.rows, self._layout(x))
 
     def _count_magnitudes(self, x: Tensor, page: Page, local_row: int) -> None:
         counts = count_magnitudes(x) if isinstance(page.memory, HostPage) else count_magnitudes_on_device(x)

@@ -61,6 +61,19 @@ NewMemory = Callable[[int, Device, int, int | slice], PageMemory]
 """Returns the memory of a page: from its number of rows, its device, its number of columns, and the columns to clear."""
 
 
+class RowBlock(NamedTuple):
+    """Rows of several series.
+
+    Attributes:
+        local: The rows within the page.
+        rows: The rows within the table.
+    """
+
+    page: Page
+    local: range
+    rows: NDArray[np.int64]
+
+
 @final
 class LiveRows:
     """The rows of every series in the live table.
@@ -75,6 +88,7 @@ class LiveRows:
         self.table = StatsTable(series)
         self.lock = threading.Lock()
         self.slots: dict[tuple[Series, Device, tuple[int, ...]], RowSlot] = {}
+        self._blocks: dict[tuple[Series, int, Device, tuple[int, ...]], RowSlot] = {}
         self._new_memory = new_memory
         self._open_pages: dict[Device, Page] = {}
 
@@ -90,6 +104,27 @@ class LiveRows:
             late = watched.late[device, micro_step] = self._allot(watched.series, device, (micro_step,))
         return late, 0
 
+    def block(self, watched: Sequence[RecordedSeries], device: Device, micro_step: int) -> RowBlock:
+        """The rows of several series for one micro-step. They stand at equal distances on one page, so that a single operation
+        writes them.
+
+        Args:
+            watched: Series with the same micro-steps, always the same ones after the first.
+        """
+        micro_steps = watched[0].micro_steps
+        offset = micro_step
+        if micro_step >= len(micro_steps):
+            micro_steps, offset = (micro_step,), 0
+        key = watched[0].series, len(watched), device, micro_steps
+        first = self._blocks.get(key)
+        if first is None:
+            page = self._page_for(device, len(watched) * len(micro_steps))
+            slots = [self.table.allot(page, one.series, micro_steps) for one in watched]
+            first = self._blocks[key] = slots[0]
+        distances = np.arange(len(watched)) * len(micro_steps) + offset
+        local = range(first.local_row + offset, first.local_row + len(watched) * len(micro_steps), len(micro_steps))
+        return RowBlock(first.page, local, first.row + distances)
+
     def _allot(self, series: Series, device: Device, micro_steps: tuple[int, ...]) -> RowSlot:
         slot = self.slots.get((series, device, micro_steps))
         if slot is None:
@@ -98,12 +133,16 @@ class LiveRows:
 
     def new_slot(self, series: Series, device: Device, micro_steps: tuple[int, ...]) -> RowSlot:
         """New rows on ``device``, one for each of ``micro_steps``."""
+        return self.table.allot(self._page_for(device, len(micro_steps)), series, micro_steps)
+
+    def _page_for(self, device: Device, rows: int) -> Page:
+        """A page on ``device`` with room for so many rows."""
         page = self._open_pages.get(device)
-        if page is None or page.used + len(micro_steps) > page.rows:
-            rows = max(PAGE_ROWS, len(micro_steps))
+        if page is None or page.used + rows > page.rows:
+            rows = max(PAGE_ROWS, rows)
             page = self.table.add_page(self._new_memory(rows, device, len(COLUMNS), WRITES), rows)
             self._open_pages[device] = page
-        return self.table.allot(page, series, micro_steps)
+        return page
 
     def histograms(self, page: Page, device: Device) -> PageMemory:
         """The histograms of a page on ``device``."""
@@ -155,6 +194,16 @@ class TensorReader(Protocol):
                 device of ``x``, and are read asynchronously.
             x: The measured tensor. The row has the shape and dtype of its local part.
             histogram: Number of elements in each bin, shape of at most ``(BINS,)``, on the device of ``x``.
+        """
+
+    def record_block(self, watched: Sequence[RecordedSeries], numbers: Mapping[int, Any], x: Any, micro_step: int = 0) -> None:
+        """Write a row of computed numbers for each of several series, with few operations whatever their number.
+
+        Args:
+            watched: See ``LiveRows.block``.
+            numbers: By column of partials; the others are 0. A tensor with one element for each series, on the device of ``x``,
+                or one element or number for all of them.
+            x: As for ``record_numbers``.
         """
 
     def read_into(self, x: Any, slot: RowSlot) -> bool:
@@ -220,7 +269,8 @@ class NoLateRows:
 class Recorder:
     """Records the tensors of a rank, step by step. Every hook calls it.
 
-    ``record``, ``record_all``, ``record_numbers`` and ``micro_step_begins`` are the methods of ``TensorReader``.
+    ``record``, ``record_all``, ``record_numbers``, ``record_block`` and ``micro_step_begins`` are the methods of
+    ``TensorReader``.
 
     Attributes:
         active: Whether the step in progress is collected.
@@ -236,6 +286,7 @@ class Recorder:
         self.table, self.lock = reader.rows.table, reader.rows.lock
         # Methods here that call the reader's would be a further call for each tensor.
         self.record, self.record_all, self.record_numbers = reader.record, reader.record_all, reader.record_numbers
+        self.record_block = reader.record_block
         self.micro_step_begins = reader.micro_step_begins
         self.steps = 0
         self.late: LateRows = NoLateRows()

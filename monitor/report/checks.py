@@ -15,6 +15,7 @@ from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.coordinator.manifest_format import THINNED
 from monitor.report.bounds import GROUPS, Bound, beyond, first_beyond, within
+from monitor.report.expert_load import load_of_experts
 from monitor.report.facts import NOT_PICTURED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place, State
 from monitor.report.history import WARM_UP, Sudden
@@ -367,6 +368,7 @@ CHECKS: Final = (
     CheckEntry("Loss", _loss, "TrainerMon.log(loss=...)"),
     CheckEntry("Total gradient norm", _total_norm, '"wg_distribution": true'),
     *(CheckEntry(one.check, partial(within, one), one.look) for one in GROUPS),
+    CheckEntry("Load of experts", load_of_experts, '"recording_l2_features": true and l2_targets'),
     CheckEntry("Monitoring itself", _monitor, "manifest.json of each rank", False, False),
 )
 """In the order in which the page shows them. Where no alert rule fired, the verdict is the bad check of the earliest step.

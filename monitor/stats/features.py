@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.series import DIRECTION_KIND, FEATURE_KINDS, KIND_TABLE
+from monitor.stats import partials
 from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, NANS, POSINFS, SMALLS, SUM, SUMSQ, WRITES, Floats, Partials
 
 Valid = NDArray[np.bool_]
@@ -25,6 +26,16 @@ MATRICES: Final = SMALLS
 
 SINK_QUERIES, HEADS, HEADS_ABOVE = SMALLS, NANS, POSINFS
 """Columns of ``attention_head_hook``, which add: queries of which the sinks' weights are, heads, and those above the bound."""
+ASSIGNED, DROPPED, UNKNOWN_DROPS, ROUTERS = partials.POSINFS, partials.NEGINFS, NANS, SMALLS
+"""Of a router or expert: assignments, and those that a capacity refused. ``UNKNOWN_DROPS`` is not 0 if that is not known.
+``ROUTERS`` is the number of rows of routers that a row combines, and 0 in rows of experts.
+"""
+
+_IMBALANCE: Final = partials.M3
+SUMMARY: Final = (MIN, SUMSQ, partials.M2, _IMBALANCE, partials.M4)
+"""In a row of a router, what compares its experts: three percentiles of their loads, the greatest over the mean, and the number
+without assignments. The row of a single router has them if the greatest over the mean is not 0.
+"""
 
 LEAST_SQUARES: Final = 1e-280
 """Smaller sums of squares may have lost terms that are too small for float64."""
@@ -83,6 +94,37 @@ def _mean_of_sinks(column: int, p: Partials) -> Derived:
     return p.columns[column] / p.columns[SINK_QUERIES], p.columns[SINK_QUERIES] > 0
 
 
+def _count(column: int, p: Partials) -> Derived:
+    return p.columns[column], np.ones(len(p), dtype=np.bool_)
+
+
+def _load(column: int, p: Partials) -> Derived:
+    load, there = _mean(column, p)
+    return load, there & (p.columns[ROUTERS] == 0)
+
+
+def _of_router(column: int, p: Partials) -> Derived:
+    return p.columns[column], _has_logits(p)
+
+
+def _mean_of_router(column: int, p: Partials) -> Derived:
+    return _mean(column, p)[0], _has_logits(p)
+
+
+def _has_logits(p: Partials) -> Valid:
+    found: Valid = (p.columns[ROUTERS] > 0) & (p.columns[COUNT] > 0)
+    return found
+
+
+def _dropped(_column: int, p: Partials) -> Derived:
+    every = p.columns[ASSIGNED] + p.columns[DROPPED]
+    return p.columns[DROPPED] / every, (p.columns[ROUTERS] > 0) & (p.columns[UNKNOWN_DROPS] == 0) & (every > 0)
+
+
+def _summary(column: int, p: Partials) -> Derived:
+    return p.columns[column], (p.columns[ROUTERS] == 1) & (p.columns[_IMBALANCE] > 0)
+
+
 FORMULAS: Final[dict[str, Formula]] = {
     "mean": _mean,
     "largest": _largest,
@@ -94,6 +136,12 @@ FORMULAS: Final[dict[str, Formula]] = {
     "spectral norm": _spectral,
     "Frobenius norm": _frobenius,
     "stable rank": _stable_rank,
+    "count": _count,
+    "load of an expert": _load,
+    "of a router": _of_router,
+    "mean of a router": _mean_of_router,
+    "share dropped": _dropped,
+    "of the experts of one router": _summary,
 }
 """The formulas that columns of kinds name in ``monitor/series.py``."""
 

@@ -110,7 +110,8 @@ def _skewness(p: Partials, _special: bool) -> Floats:
 
 def _rms(p: Partials, special: bool) -> Floats:
     """The root mean square."""
-    return _norm(p, special) / np.sqrt(np.maximum(p.finite if special else p.columns[COUNT], 1))
+    root: Floats = _norm(p, special) / np.sqrt(np.maximum(p.finite if special else p.columns[COUNT], 1))
+    return root
 
 
 def _absmean(p: Partials, special: bool) -> Floats:
@@ -125,7 +126,8 @@ def _smallest_nonzero(p: Partials, _special: bool) -> Floats:
 
 
 def _has_absmean(p: Partials) -> Valid:
-    return knows_magnitudes(p.columns) & (p.columns[COUNT] > 0)
+    known: Valid = knows_magnitudes(p.columns) & (p.columns[COUNT] > 0)
+    return known
 
 
 def _has_nonzero(p: Partials) -> Valid:

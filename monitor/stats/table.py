@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.series import KINDS, NO_MICRO_STEP, REPLICA_KIND, RUN_KIND, SIGNED_KINDS, Series, SeriesTable, shown_kind
+from monitor.stats import loads
 from monitor.stats.features import COLUMNS_OF, as_scalar
 from monitor.stats.ops import CALLS, CHECKSUM, has_op, total_norm
 from monitor.stats.partials import COLUMNS, COUNT, SUM, SUMSQ, WRITES, Floats, Partials, combine_groups
@@ -191,6 +192,7 @@ class StatsTable:
 
     Attributes:
         row_order: The order of the step that was read last. Used by the writer only.
+        experts: The routers and experts among the series. Used by the writer only.
         native: For code in C: the addresses of the columns that ``note`` fills in, and of the number of writes.
     """
 
@@ -200,6 +202,7 @@ class StatsTable:
         self.pages: list[Page] = []
         self.identity = RowIdentity.of(0)
         self.row_order: RowOrder | None = None
+        self.experts = loads.ExpertIndex()
         self._count: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
         self._writes = self._count.data
         self._use(HostColumns.of(0))
@@ -284,6 +287,12 @@ class StatsTable:
         self.columns.layout[rows] = layouts
         self.columns.alias[rows] = NOT_AN_ALIAS
 
+    def note_block(self, rows: NDArray[np.int64], layout: int) -> None:
+        """``note`` for rows that were written together."""
+        before = self._writes[0]
+        self._writes[0] = before + len(rows)
+        self.note_rows(rows, np.arange(before + 1, before + 1 + len(rows)), np.full(len(rows), layout))
+
     def seal(self, into: SealedTable) -> None:
         """Copy everything into ``into`` and start the next step. Does not wait for the device."""
         into.take(self)
@@ -306,7 +315,8 @@ class StatsTable:
         numbers = np.concatenate([page.memory.rows_now() for page in self.pages] or [np.zeros((0, len(COLUMNS)))])
         counted = [None if page.histogram is None else page.histogram.rows_now() for page in self.pages]
         histograms = _whole(counted, [page.rows for page in self.pages])
-        return measured(numbers, self.columns, self.identity, histograms)[0]
+        kinds = measured(numbers, self.columns, self.identity, histograms)[0]
+        return with_loads(kinds, self.series, loads.ExpertIndex())
 
 
 @dataclass
@@ -361,7 +371,7 @@ class SealedTable:
         histograms, table = _whole(counted, self._lengths), self._table
         kinds, table.row_order = measured(numbers, self._columns, self._identity, histograms, table.row_order)
         kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
-        kinds = with_total(kinds, self.total)
+        kinds = with_loads(with_total(kinds, self.total), table.series, table.experts)
         by_configuration = self.micro_step_kinds, self.counted_kinds, self.checked_kinds
         return StepRows(self.step, self.ops, kinds, table.layouts, self.status, *by_configuration)
 
@@ -481,6 +491,15 @@ def with_total(kinds: dict[str, KindRows], total: TotalNorm | None) -> dict[str,
         numbers = replace(numbers, partials=Partials(columns))
     numbers = _take(numbers, np.flatnonzero(~waiting | filled))
     return {kind: rows for kind, rows in {**kinds, RUN_KIND: numbers}.items() if len(rows)}
+
+
+def with_loads(kinds: dict[str, KindRows], series: SeriesTable, experts: loads.ExpertIndex) -> dict[str, KindRows]:
+    """``kinds``, with what compares the experts of each router in the row of the router."""
+    rows = kinds.get(loads.LOAD_KIND)
+    if rows is None:
+        return kinds
+    partials = loads.with_summaries(experts.of(series), rows.series, rows.micro_step, rows.partials)
+    return {**kinds, loads.LOAD_KIND: replace(rows, partials=partials)}
 
 
 def _are_intact(total: TotalNorm, reduced: KindRows, unreduced: KindRows | None) -> bool:

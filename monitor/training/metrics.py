@@ -31,10 +31,6 @@ from monitor.training.tensor_monitor import NormRecording
 # --- The adapter interface that a framework implements for training metrics.
 
 
-class NotARouterError(Exception):
-    """The result of a module does not show which experts were chosen."""
-
-
 class Routers(Protocol):
     """Counts what the routers of a model choose."""
 

@@ -17,6 +17,7 @@ from mindspore.train import Callback, FixedLossScaleManager, Model
 from ranks import Ranks, run_ranks, running
 
 from monitor.failures import LOGGER
+from monitor.mindspore.choices import chosen_in, count_on_host
 from monitor.mindspore.training import (
     MFLossMonitor,
     RunEnded,
@@ -25,9 +26,8 @@ from monitor.mindspore.training import (
     TrainingMetricsCallback,
     TrainingStateMonitor,
 )
-from monitor.mindspore.training.backend import _of_call, chosen_in
+from monitor.recording.features.reading import NotARouterError
 from monitor.training.expert_load import combined
-from monitor.training.metrics import NotARouterError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 
@@ -264,7 +264,7 @@ class TestOneRank:
 
 
 def test_a_token_without_an_expert_counts_for_none() -> None:
-    assert _of_call(np.array([[0, -1], [1, 2], [1, 0]]), 2).tolist() == [2, 2]
+    assert count_on_host(np.array([[0, -1], [1, 2], [1, 0]]), 2).tolist() == [2, 2]
 
 
 def test_of_several_tensors_of_integers_the_one_of_as_many_as_are_chosen_is_taken() -> None:

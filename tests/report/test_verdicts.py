@@ -187,7 +187,15 @@ def test_a_healthy_run_has_nothing_bad_and_says_what_was_not_looked_at(seed: int
     assert verdict.says.startswith("Healthy: ")
     assert [one.name for one in checks if one.state == BAD] == []
     unseen = [one.name for one in checks if one.state == NOT_LOOKED_AT]
-    assert unseen == ["Alert rules", "Unchanged between steps", "Loss", "Low precision", "Attention", "Experts"]
+    assert unseen == [
+        "Alert rules",
+        "Unchanged between steps",
+        "Loss",
+        "Low precision",
+        "Attention",
+        "Experts",
+        "Load of experts",
+    ]
     assert all(name in verdict.then for name in unseen)
     for kind in NAMES:
         assert cells(model, kind).max() < history.INFINITE

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from monitor.failures import LOGGER, Failures
+from monitor.pytorch.features.choices import counts_of
 from monitor.pytorch.training import TrainingMetrics
-from monitor.pytorch.training.backend import TorchRouters, counts_of
-from monitor.training.metrics import NotARouterError
+from monitor.pytorch.training.backend import TorchRouters
+from monitor.recording.features.reading import NotARouterError
 
 EXPERTS, CHOSEN = 4, 2
 SMALL = {

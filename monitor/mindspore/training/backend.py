@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 from numpy.typing import NDArray
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
+from monitor.mindspore.choices import ChosenExperts, chosen_in, count_on_host
 from monitor.mindspore.hooks import after_forward
 from monitor.mindspore.process_group import place
 from monitor.mindspore.trainer_mon import TrainerMon
 from monitor.recording.backend import HookSet
 from monitor.stats.mindspore.tensors import on_host
-from monitor.training.metrics import NotARouterError
 from monitor.training.step import NoCounterError, Number, Tokens
 
 # --- The factor by which an optimizer divides its gradients inside its step: the constant loss scale.
@@ -62,13 +61,6 @@ def _description(x: Any) -> str:
 
 # --- Routers of mixtures of experts: their choices are counted after the step has ended.
 
-EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "expert_num")
-CHOSEN_NAMES: Final = ("top_k", "topk", "num_experts_per_tok")
-INTEGERS: Final = (mindspore.int32, mindspore.int64)
-
-ChosenExperts = tuple[Tensor, int]
-"""The result of a router's call, indices or a boolean map, and the number of experts."""
-
 
 class MindSporeRouters:
     """Keeps the choices of a router in every training call until the step ends.
@@ -104,53 +96,9 @@ class MindSporeRouters:
             self._chosen.setdefault(name, []).append(chosen_in(cell, result))
 
 
-def chosen_in(cell: nn.Cell, result: Any) -> ChosenExperts:
-    """The choices of a router's call.
-
-    Raises:
-        NotARouterError: The result does not show them.
-    """
-    found = [one for one in _tensors(result) if one.ndim > 0]
-    maps = [one for one in found if one.dtype == mindspore.bool_]
-    if maps:
-        return maps[-1], int(maps[-1].shape[-1])
-    indices = [one for one in found if one.dtype in INTEGERS]
-    floats = [one for one in found if one.dtype not in INTEGERS]
-    known = next((value for name in EXPERTS_NAMES if isinstance(value := getattr(cell, name, None), int)), None)
-    experts = known or (int(floats[0].shape[-1]) if floats else None)
-    if not indices or not experts:
-        raise NotARouterError("it does not return the numbers of the chosen experts")
-    top = next((value for name in CHOSEN_NAMES if isinstance(value := getattr(cell, name, None), int)), None)
-    return _fitting_indices(indices, top), experts
-
-
-def _fitting_indices(indices: Sequence[Tensor], top: int | None) -> Tensor:
-    """The tensor with as many indices for each token as the router chooses, if there are several."""
-    fitting = [one for one in indices if top is not None and one.shape[-1] == top] if len(indices) > 1 else indices
-    if len(fitting) != 1:
-        raise NotARouterError(
-            "it returns several tensors of integers, and it is unclear which of them holds the chosen experts"
-        )
-    return fitting[0]
-
-
 def _counted(calls: Sequence[ChosenExperts]) -> list[int]:
-    counts: NDArray[np.int64] = np.sum([_of_call(on_host(chosen), experts) for chosen, experts in calls], axis=0)
+    counts: NDArray[np.int64] = np.sum([count_on_host(on_host(chosen), experts) for chosen, experts in calls], axis=0)
     return [int(count) for count in counts]
-
-
-def _of_call(chosen: Any, experts: int) -> NDArray[np.int64]:
-    if chosen.dtype == np.bool_:
-        by_token: NDArray[np.int64] = chosen.reshape(-1, experts).sum(0)
-        return by_token
-    # Only valid indices: a dropped token has another number.
-    return np.bincount(chosen[(chosen >= 0) & (chosen < experts)], minlength=experts)
-
-
-def _tensors(result: Any) -> Iterator[Tensor]:
-    for one in result if isinstance(result, tuple | list) else (result,):
-        if isinstance(one, Tensor):
-            yield one
 
 
 __all__ = ["counting_flops", "gradient_scale", "kept", "learning_rate", "monitor_of", "place", "routers", "trainable_names"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from monitor.recording.features import krylov
 from monitor.recording.features.krylov import CERTAIN, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
-from monitor.recording.features.reading import Norms, Routing, Similarity
+from monitor.recording.features.reading import Logits, Norms, Routing, Similarity
 from monitor.stats.torch.memory import sent
 from monitor.stats.torch.tensors import working_precision
 
@@ -210,11 +210,7 @@ DTYPES: Final = {"fp32": torch.float32, "fp64": torch.float64}
 
 def entropy_of(logits: Tensor) -> Routing:
     """The entropy of routing from logits, whose last dimension is the experts."""
-    flat = logits.flatten(0, -2)
-    total = torch.zeros((), dtype=torch.float64, device=logits.device)
-    for block in flat.split(max(1, BLOCK // max(1, flat.shape[1]))):
-        total += _entropies(block).sum(dtype=torch.float64)
-    return Routing(flat.shape[0], total)
+    return _entropy(logits.device, _parts_of(logits))
 
 
 def entropy_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Routing:
@@ -225,12 +221,47 @@ def entropy_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
         tokens: Last dimension the hidden size.
         weight: Shape ``(experts, hidden size)``.
     """
+    return _entropy(tokens.device, _parts_from(tokens, weight, bias, dtype))
+
+
+def logit_sums_of(logits: Tensor) -> Logits:
+    """The sums for z-loss and the greatest of logits, whose last dimension is the experts."""
+    return _logit_sums(logits.device, _parts_of(logits))
+
+
+def logit_sums_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Logits:
+    """The same of logits that are computed, as in ``entropy_from``."""
+    return _logit_sums(tokens.device, _parts_from(tokens, weight, bias, dtype))
+
+
+def _parts_of(logits: Tensor) -> Iterator[Tensor]:
+    flat = logits.flatten(0, -2)
+    yield from flat.split(max(1, BLOCK // max(1, flat.shape[1])))
+
+
+def _parts_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Iterator[Tensor]:
     flat, weight = tokens.flatten(0, -2), weight.to(dtype)
-    total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     for block in flat.split(max(1, BLOCK // max(1, *weight.shape))):
-        logits = torch.nn.functional.linear(block.to(dtype), weight, None if bias is None else bias.to(dtype))
+        yield torch.nn.functional.linear(block.to(dtype), weight, None if bias is None else bias.to(dtype))
+
+
+def _entropy(device: torch.device, parts: Iterable[Tensor]) -> Routing:
+    tokens, total = 0, torch.zeros((), dtype=torch.float64, device=device)
+    for logits in parts:
+        tokens += logits.shape[0]
         total += _entropies(logits).sum(dtype=torch.float64)
-    return Routing(flat.shape[0], total)
+    return Routing(tokens, total)
+
+
+def _logit_sums(device: torch.device, parts: Iterable[Tensor]) -> Logits:
+    tokens, squares = 0, torch.zeros((), dtype=torch.float64, device=device)
+    greatest = torch.full_like(squares, -torch.inf)
+    for logits in parts:
+        tokens += logits.shape[0]
+        exact = logits.to(working_precision(logits.dtype))
+        squares += torch.logsumexp(exact, -1).double().square().sum()
+        greatest = torch.maximum(greatest, exact.amax().double())
+    return Logits(tokens, squares, greatest)
 
 
 def dtype_of_routing(module: torch.nn.Module, tokens: Tensor, weight: Tensor) -> torch.dtype:

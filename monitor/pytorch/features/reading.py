@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from monitor.coordinator.ownership import alike_over
-from monitor.pytorch.features import attention
+from monitor.pytorch.features import attention, choices, matrices
 from monitor.pytorch.features.attention import AttentionSearch, given_scores, heads_of, spread, summed
-from monitor.pytorch.features.matrices import dtype_of_routing, entropy_from, entropy_of, norms_of, similarity_of_rows
 from monitor.pytorch.frameworks.dtensor import placement_of
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.recording.attached_model import NamedParameter
@@ -107,9 +106,16 @@ def weight_placement(framework: Framework, rank: int, parameter: NamedParameter,
     return replace(part, partial=False, data_parallel=kept.data_parallel)
 
 
+choices_of = choices.choices_of
+dtype_of_routing = matrices.dtype_of_routing
+entropy_of, entropy_from = matrices.entropy_of, matrices.entropy_from
+logit_sums_of, logit_sums_from = matrices.logit_sums_of, matrices.logit_sums_from
+norms_of, similarity_of_rows = matrices.norms_of, matrices.similarity_of_rows
+
 __all__ = [
     "beneath",
     "bias_of",
+    "choices_of",
     "dtype_of_routing",
     "embeds",
     "entropy_from",
@@ -119,6 +125,8 @@ __all__ = [
     "is_floating_point",
     "is_linear",
     "local_matrix",
+    "logit_sums_from",
+    "logit_sums_of",
     "matrix_of",
     "norms_of",
     "searching",

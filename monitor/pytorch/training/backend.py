@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.pytorch import modules, tensors
+from monitor.pytorch.features.choices import counts_of
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.optimizer_steps import optimizers_in
 from monitor.pytorch.process_group import place
@@ -26,8 +27,6 @@ from monitor.recording.backend import HookSet
 from monitor.recording.patches import CallListener
 from monitor.selection import clean_name, without_module
 from monitor.stats.torch.memory import arriving
-from monitor.stats.torch.tensors import local_shard
-from monitor.training.metrics import NotARouterError
 from monitor.training.step import NoCounterError, Number, Tokens
 
 # --- Copies of current values, which another thread reads later.
@@ -64,9 +63,6 @@ def _description(x: Any) -> str:
 
 RECOGNISED: Final = frozenset({"MixtralTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"})
 """Classes whose forward returns logits, scores and the indices of the chosen experts."""
-
-EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "num_local_experts")
-TOP_K_NAMES: Final = ("top_k", "topk", "num_experts_per_tok")
 
 
 class TorchRouters:
@@ -106,53 +102,6 @@ class TorchRouters:
             counts = counts_of(module, result)
             known = self._counts.get(name)
             self._counts[name] = counts if known is None else known.add_(counts)
-
-
-def counts_of(module: nn.Module, result: Any) -> Tensor:
-    """How many tokens go to each expert, int64, shape ``(experts,)``, on the device of a router's result.
-
-    Raises:
-        NotARouterError: The result does not show it.
-    """
-    found = [one for one in _result_tensors(result) if one.dim() > 0]
-    maps = [one for one in found if one.dtype == torch.bool]
-    if maps:
-        return maps[-1].flatten(0, -2).sum(0)
-    floats = [one for one in found if one.is_floating_point()]
-    indices = [one for one in found if not one.is_floating_point() and not one.is_complex()]
-    experts = _number(module, EXPERTS_NAMES) or (floats[0].shape[-1] if floats else None)
-    top = _number(module, TOP_K_NAMES)
-    if indices and experts:
-        return _count_indices(_expert_indices(indices, top), experts)
-    if len(floats) == 1 and top:
-        return _count_indices(floats[0].topk(top, -1).indices, floats[0].shape[-1])
-    raise NotARouterError("it returns neither the indices of the chosen experts nor logits with a top_k")
-
-
-def _expert_indices(indices: Sequence[Tensor], top: int | None) -> Tensor:
-    """The index tensor: of several, the one whose last dimension is ``top``."""
-    fitting = [one for one in indices if top is not None and one.shape[-1] == top] if len(indices) > 1 else indices
-    if len(fitting) != 1:
-        raise NotARouterError("it returns several integer tensors, and it is unknown which one holds the chosen experts")
-    return fitting[0]
-
-
-def _count_indices(indices: Tensor, experts: int) -> Tensor:
-    """Count valid indices only: a dropped token has an index out of range, at which a device kernel would fail fatally."""
-    flat = indices.flatten().to(torch.int64)
-    there = ((flat >= 0) & (flat < experts)).to(torch.int64)
-    zeros = torch.zeros(experts, dtype=torch.int64, device=flat.device)
-    return zeros.scatter_add_(0, flat.clamp(0, experts - 1), there)
-
-
-def _result_tensors(result: Any) -> Iterator[Tensor]:
-    for one in result if isinstance(result, tuple | list) else (result,):
-        if isinstance(one, Tensor) and (local := local_shard(one)) is not None:
-            yield local
-
-
-def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
 
 
 def _chosen(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -15,7 +15,7 @@ from monitor.recording.backend import HookSet
 from monitor.recording.features.reading import NOT_CALLED
 from monitor.recording.features.watchers import FeatureWatcher, HookModules, modules_by_hook, warning
 from monitor.recording.phases import Collector
-from monitor.series import LOCAL, WATCHED_KINDS, Series
+from monitor.series import LOCAL, WATCHED_KINDS, Placement, Series, Shard, ranks_of
 
 
 @final
@@ -60,6 +60,20 @@ class FeatureCollector(Collector):
         series = Series(kind, parameter.chunk, parameter.name)
         self.attached.recorder.table.series.place(series, placement)
         return series
+
+    def data_parallel(self, module: Any, chunk: int, experts: int) -> Placement:
+        """The placement of counts that add up over the data-parallel ranks of a router: each rank's are a part.
+
+        ``LOCAL`` if these ranks are not known. Tensor-parallel ranks route the same tokens, and are not among them.
+        """
+        weight = self.reading.matrix_of(module)
+        parameter = NamedParameter(chunk, "", weight)
+        known = LOCAL if weight is None else self._framework.placement("grad_reduced", parameter)
+        passed, seen = self._ownership.dp_group, self._framework.groups().get("dp", ())
+        ranks = known.data_parallel or ranks_of(passed or seen) or known.unclaimed
+        if len(ranks) < 2 or self._ownership.rank not in ranks:
+            return LOCAL
+        return Placement(shard=Shard(ranks, (experts,)))
 
     def does_not_fit(self, kind: str, name: str, reason: str) -> None:
         """Report at the end of the step that a module has no row."""

@@ -29,8 +29,17 @@ ONE_EXPERT: Final = "it has fewer than two experts"
 NOT_CALLED: Final = "it was not called, or is compiled"
 
 
+PADDED: Final = "it pads the tokens of each expert to its capacity, so that its map does not show what it chose"
+ANOTHER_CHOICE: Final = "it returns logits only, and does not choose the greatest of them"
+NOT_WHOLE_CHOICE: Final = "what it chose is split over ranks"
+
+
 class MisfitError(Exception):
     """A module does not have the feature of its hook. The message gives the reason."""
+
+
+class NotARouterError(MisfitError):
+    """The result of a module does not show which experts were chosen."""
 
 
 def queries_and_keys(args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: type[T]) -> tuple[T | None, T | None]:
@@ -129,6 +138,28 @@ class Routing(NamedTuple):
     entropy: Number
 
 
+class Logits(NamedTuple):
+    """The number of tokens, the sum of the squares of log Σ exp(logit) over the experts of each, and the greatest logit."""
+
+    tokens: int
+    squares: Number
+    greatest: Number
+
+
+class Choices(NamedTuple):
+    """What a router chose in a call.
+
+    Attributes:
+        counts: Assignments to each expert, shape ``(experts,)``, without those that a capacity refused.
+        total: Their sum.
+        dropped: Assignments that a capacity refused; None if the router does not show them.
+    """
+
+    counts: Any
+    total: Number
+    dropped: Number | None
+
+
 class Search(Protocol):
     """A search for Q and K in the calls that a module makes.
 
@@ -219,3 +250,8 @@ class FeatureReading(Protocol):
 
     def entropy_of(self, logits: Any) -> Routing: ...
     def entropy_from(self, tokens: Any, weight: Any, bias: Any, dtype: Any) -> Routing: ...
+    def logit_sums_of(self, logits: Any) -> Logits: ...
+    def logit_sums_from(self, tokens: Any, weight: Any, bias: Any, dtype: Any) -> Logits: ...
+
+    def choices_of(self, module: Any, result: Any) -> Choices:
+        """What a router chose, by its result. Does not wait for a device."""

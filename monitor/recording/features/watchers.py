@@ -12,11 +12,13 @@ from monitor.config import MonitorConfig
 from monitor.recording.activations import ModuleCollector
 from monitor.recording.attached_model import Attached, ModelNames, NamedModule, NamedParameter
 from monitor.recording.backend import HookSet
+from monitor.recording.features import reading
 from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing, Spread
 from monitor.recording.module_calls import CallIndex, Calls
 from monitor.recording.recorder import RecordedSeries
 from monitor.selection import Ambiguous, Unmatched, ambiguity_notice, unmatched_text
-from monitor.series import WATCHED_KINDS, Series
+from monitor.series import WATCHED_KINDS, Placement, Series
+from monitor.stats import features, loads
 from monitor.stats.features import HEADS, HEADS_ABOVE, SINK_QUERIES
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
 
@@ -95,6 +97,9 @@ class FeatureContext(Protocol):
 
     def series(self, kind: str, parameter: NamedParameter, seen: Any) -> Series | None:
         """The series of a feature of a weight; None if another rank writes it."""
+
+    def data_parallel(self, module: Any, chunk: int, experts: int) -> Placement:
+        """The placement of counts that add up over the data-parallel ranks of a router."""
 
     def does_not_fit(self, kind: str, name: str, reason: str) -> None:
         """Report at the end of the step that a module has no row."""
@@ -182,11 +187,14 @@ class FeatureWatcher(ABC):
         """
         watched = self._watched.get((place.call, part))
         if watched is None:
-            call = f"#{place.call}" if place.call else ""
-            series = Series(self.kind, self._chunk, f"{self.name}.{WATCHED_KINDS[self.kind].suffix}{part}{call}")
-            watched = RecordedSeries(series, tuple(range(self._clock.micro_steps)))
-            self._watched[place.call, part] = watched
+            watched = self._watched[place.call, part] = self._new_series(self._row_name(place.call, part))
         self._recorder.record_numbers(watched, numbers, x, place.micro_step)
+
+    def _row_name(self, call: int, part: str = "") -> str:
+        return f"{self.name}.{WATCHED_KINDS[self.kind].suffix}{part}" + (f"#{call}" if call else "")
+
+    def _new_series(self, name: str) -> RecordedSeries:
+        return RecordedSeries(Series(self.kind, self._chunk, name), tuple(range(self._clock.micro_steps)))
 
     def _misfit(self, reason: str) -> None:
         self._asked.does_not_fit(self.kind, self.name, reason)
@@ -291,13 +299,11 @@ def _of_heads(found: Spread) -> Mapping[int, Any]:
     return {**of_queries, MAX: found.logit, HEADS: found.heads, HEADS_ABOVE: found.above}
 
 
-class RouterLogitWatcher(FeatureWatcher):
-    """``moe_router_logit_hook``: a linear layer returns the logits. For other routers they are computed from input and weight.
+class LogitWatcher(FeatureWatcher):
+    """Finds the logits of a router. A linear layer returns them. For other routers they are computed from input and weight.
 
     The weight is read before the forward, since it may be gathered only for the forward.
     """
-
-    kind = "moe_router_logit_hook"
 
     def __init__(self, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> None:
         super().__init__(module, asked, found, config)
@@ -306,6 +312,18 @@ class RouterLogitWatcher(FeatureWatcher):
     def attach(self, hooks: HookSet) -> None:
         self._before_forward(hooks, "reading a router", self._before)
         self._after_forward(hooks, "reading logits", self._after)
+
+    @abstractmethod
+    def _sums_of(self, logits: Any) -> Any:
+        """The feature's sums over tokens with these logits."""
+
+    @abstractmethod
+    def _sums_from(self, tokens: Any, weight: Any, bias: Any, dtype: Any) -> Any:
+        """The feature's sums over these tokens, whose logits are computed."""
+
+    @abstractmethod
+    def _record_call(self, place: CallIndex, sums: Any, result: Any) -> None:
+        """Record the row of a call. ``sums`` is None if logits were not found."""
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         place = self._open_call(module)
@@ -317,15 +335,14 @@ class RouterLogitWatcher(FeatureWatcher):
         if not self._returns_logits and weight is not None and experts is not None:
             self._open[-1] = place, experts, self._formed(module, args, kwargs, weight)
 
-    def _formed(self, module: Any, args: Any, kwargs: Any, weight: Any) -> Routing | None:
-        """The routing, computed from the tokens that the router receives; None if they or a whole weight are missing."""
+    def _formed(self, module: Any, args: Any, kwargs: Any, weight: Any) -> Any:
+        """The sums, computed from the tokens that the router receives; None if they or a whole weight are missing."""
         tokens, whole = self._reading.tokens_of(args, kwargs, weight.shape[1]), self._reading.whole_rows(weight)
         if tokens is None or whole is None or whole.shape != weight.shape or not prod(tokens.shape):
             return None
-        reading = self._reading
-        with reading.beneath():
-            bias, dtype = reading.bias_of(module, whole.shape[0]), reading.dtype_of_routing(module, tokens, weight)
-            return reading.entropy_from(tokens, whole, bias, dtype)
+        with self._reading.beneath():
+            bias, dtype = self._reading.bias_of(module, whole.shape[0]), self._reading.dtype_of_routing(module, tokens, weight)
+            return self._sums_from(tokens, whole, bias, dtype)
 
     def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         if not self._open or module is not self._module:
@@ -338,12 +355,8 @@ class RouterLogitWatcher(FeatureWatcher):
         logits = self._logits(result, experts) if formed is None else None
         if logits is not None:
             with self._reading.beneath():
-                formed = self._reading.entropy_of(logits)
-        if formed is None:
-            self._misfit(NO_LOGITS)
-            return
-        for leaf in self._backend.tensors.paths.outputs(result)[:1]:
-            self._record(place, {COUNT: formed.tokens, SUM: formed.entropy}, leaf.tensor)
+                formed = self._sums_of(logits)
+        self._record_call(place, formed, result)
 
     def _logits(self, result: Any, experts: int | None) -> Any:
         """The logits: a single tensor with a number for each expert. Several tensors cannot be told apart."""
@@ -352,6 +365,80 @@ class RouterLogitWatcher(FeatureWatcher):
         if experts is None or experts < 2 or result.shape[-1] != experts:
             return None
         return self._reading.whole_rows(result)
+
+
+class RouterLogitWatcher(LogitWatcher):
+    """``moe_router_logit_hook``: the entropy of the softmax of the logits."""
+
+    kind = "moe_router_logit_hook"
+
+    def _sums_of(self, logits: Any) -> Routing:
+        return self._reading.entropy_of(logits)
+
+    def _sums_from(self, tokens: Any, weight: Any, bias: Any, dtype: Any) -> Routing:
+        return self._reading.entropy_from(tokens, weight, bias, dtype)
+
+    def _record_call(self, place: CallIndex, sums: Routing | None, result: Any) -> None:
+        if sums is None:
+            self._misfit(NO_LOGITS)
+            return
+        for leaf in self._backend.tensors.paths.outputs(result)[:1]:
+            self._record(place, {COUNT: sums.tokens, SUM: sums.entropy}, leaf.tensor)
+
+
+class RouterLoadWatcher(LogitWatcher):
+    """``moe_router_load_hook``: how many tokens go to each expert, and how large the logits are.
+
+    Rows of the ranks of a data-parallel group are parts of one whole: a merge adds their counts.
+    """
+
+    kind = loads.LOAD_KIND
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._experts: dict[tuple[int, int], list[RecordedSeries]] = {}
+
+    def _sums_of(self, logits: Any) -> reading.Logits:
+        return self._reading.logit_sums_of(logits)
+
+    def _sums_from(self, tokens: Any, weight: Any, bias: Any, dtype: Any) -> reading.Logits:
+        return self._reading.logit_sums_from(tokens, weight, bias, dtype)
+
+    def _record_call(self, place: CallIndex, sums: reading.Logits | None, result: Any) -> None:
+        try:
+            with self._reading.beneath():
+                chosen = self._reading.choices_of(self._module, result)
+        except MisfitError as misfit:
+            self._misfit(str(misfit))
+            return
+        experts = self._experts_of(place.call, chosen.counts.shape[0])
+        self._record(place, _of_router(chosen, sums), chosen.counts)
+        numbers = {COUNT: chosen.total, features.ASSIGNED: chosen.counts}
+        self._recorder.record_block(experts, numbers, chosen.counts, place.micro_step)
+
+    def _experts_of(self, call: int, experts: int) -> list[RecordedSeries]:
+        """The series of the experts, made in the first call with so many experts, and placed with that of the router."""
+        known = self._experts.get((call, experts))
+        if known is None:
+            router = self._row_name(call)
+            names = [loads.expert_name(router, expert) for expert in range(experts)]
+            known = self._experts[call, experts] = [self._new_series(name) for name in names]
+            parts = self._asked.data_parallel(self._module, self._chunk, experts)
+            for name in (router, *names):
+                self._recorder.table.series.place(Series(self.kind, self._chunk, name), parts)
+        return known
+
+
+def _of_router(chosen: reading.Choices, sums: reading.Logits | None) -> dict[int, Any]:
+    """The sums of the row of a router, by column of partials."""
+    numbers = {features.ROUTERS: 1.0, features.ASSIGNED: chosen.total}
+    if chosen.dropped is None:
+        numbers[features.UNKNOWN_DROPS] = 1.0
+    else:
+        numbers[features.DROPPED] = chosen.dropped
+    if sums is not None:
+        numbers |= {COUNT: sums.tokens, SUM: sums.squares, MAX: sums.greatest}
+    return numbers
 
 
 MATRICES: Final = SMALLS

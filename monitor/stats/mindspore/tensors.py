@@ -59,7 +59,10 @@ def on_host(x: Tensor) -> Raw:
 # device; the writer waits for them and makes rows.
 
 Read = Callable[[Raw], Floats]
-"""Makes a row of the page from the tensor's elements, on the host."""
+"""Makes a row of the page from the tensor's elements, on the host, or several rows."""
+
+Place = int | range
+"""A row of a page, or several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +76,12 @@ class MindSporeDevicePage:
 
     def __init__(self, rows: int, columns: int = len(COLUMNS)) -> None:
         self.shape = rows, columns
-        self._written: dict[int, _PageEntry] = {}
+        self._written: dict[Place, _PageEntry] = {}
 
-    def write(self, row: int, tensor: Tensor, read: Read) -> None:
-        """Set a row to ``read(tensor)``, evaluated later. ``tensor`` has one dimension and must not change. Does not wait."""
+    def write(self, row: Place, tensor: Tensor, read: Read) -> None:
+        """Set a row, or several, to ``read(tensor)``, evaluated later. ``tensor`` has one dimension and must not change. Does
+        not wait.
+        """
         self._written[row] = _PageEntry(tensor, read)
 
     def address(self, row: int) -> int:
@@ -129,8 +134,8 @@ class _JoinedTensors:
         nbytes: Size of all tensors.
     """
 
-    def __init__(self, written: dict[int, _PageEntry]) -> None:
-        by_dtype: dict[object, dict[int, _PageEntry]] = {}
+    def __init__(self, written: dict[Place, _PageEntry]) -> None:
+        by_dtype: dict[object, dict[Place, _PageEntry]] = {}
         for row, one in written.items():
             by_dtype.setdefault(one.tensor.dtype, {})[row] = one
         self._groups = [(mint.cat([one.tensor for one in group.values()]), _sources(group)) for group in by_dtype.values()]
@@ -147,7 +152,7 @@ class _JoinedTensors:
         return numbers
 
 
-def _sources(group: dict[int, _PageEntry]) -> list[tuple[int, int, Read]]:
+def _sources(group: dict[Place, _PageEntry]) -> list[tuple[Place, int, Read]]:
     """Rows and sizes without the tensors, so that their memory is free as soon as they are joined."""
     return [(row, one.tensor.size, one.read) for row, one in group.items()]
 

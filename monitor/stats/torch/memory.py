@@ -209,6 +209,24 @@ def write_numbers(page: PageMemory, row: int, numbers: Mapping[int, float | torc
             place.copy_(number) if isinstance(number, torch.Tensor) else place.fill_(number)
 
 
+def write_block(page: PageMemory, rows: range, numbers: Mapping[int, float | torch.Tensor]) -> None:
+    """``write_numbers`` for several rows at equal distances. A tensor has one element for each row, or one for all."""
+    part = slice(rows.start, rows.stop, rows.step)
+    if isinstance(page, HostPage):
+        page.numbers[part] = 0.0
+        page.numbers[part, WRITES] = 1.0
+        for column, number in numbers.items():
+            page.numbers[part, column] = number.numpy() if isinstance(number, torch.Tensor) else number
+        return
+    assert isinstance(page, TorchDevicePage)
+    with page.written():
+        page.tensor[part].zero_()
+        page.tensor[part, WRITES].fill_(1.0)
+        for column, number in numbers.items():
+            place = page.tensor[part, column]
+            place.copy_(number) if isinstance(number, torch.Tensor) else place.fill_(number)
+
+
 def write_histogram(page: PageMemory, row: int, counts: NDArray[np.int64] | torch.Tensor) -> None:
     """Write the bins of a row, with 0 in bins beyond ``counts``."""
     if isinstance(page, HostPage):

@@ -1,0 +1,94 @@
+"""Whether the experts of each router share its tokens, over the last recorded steps."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from monitor.query.sources import RowChoice
+from monitor.report.facts import GLOBAL_NAME, Facts
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
+from monitor.stats.loads import LOAD_KIND, NO_EXPERT, router_and_expert
+
+STEPS: Final = 100
+"""Most steps of the window."""
+
+LEAST_TOKENS: Final = 100
+"""Assignments of an even share, from which on a router is judged. If routing were even, an expert would have none of them with
+a probability of about e^-100.
+"""
+
+IMBALANCE: Final = 8.0
+"""The greatest load over the mean that is a fault: MaxVio + 1 of Wang et al. 2024 (arXiv 2408.15664). The limit is our choice.
+In pytorch/torchtitan issue 1246, a collapsed router sends most tokens to one expert.
+"""
+
+STARVED: Final = 0.1
+"""Experts with less than this part of an even share are counted, and said. They are no fault by themselves: in large trained
+models the least loaded expert can have a millionth of the greatest load (arXiv 2506.21328, abstract).
+"""
+
+MOST_NAMED: Final = 5
+_THEN: Final = "Raise the coefficient of the load-balancing loss, or the update rate of the balancing bias."
+
+
+class RouterLoad(NamedTuple):
+    """The assignments of a router in the window, by expert, as shares of an even load."""
+
+    name: str
+    even: float
+    shares: np.ndarray[Any, np.dtype[np.float64]]
+
+
+def load_of_experts(facts: Facts) -> CheckFinding:
+    """Judge the sums over all ranks, micro-steps and steps of the window, so that a small batch is no fault."""
+    if LOAD_KIND not in facts.kinds:
+        return CheckFinding(NOT_LOOKED_AT, "It was not recorded.")
+    span = facts.kinds[LOAD_KIND].spans[-1]
+    wanted = range(max(span.first, span.last - STEPS + 1), span.last + 1)
+    columns = ("step", "name", GLOBAL_NAME, "assigned")
+    rows = facts.source.rows(RowChoice(LOAD_KIND, steps=wanted, columns=columns))
+    judged = [one for one in _routers(rows) if one.even >= LEAST_TOKENS]
+    if not judged:
+        return CheckFinding(NOT_LOOKED_AT, f"There are fewer than {LEAST_TOKENS} assignments an expert in the last file.")
+    step = rows["step"].to_numpy()
+    for one in judged:
+        if said := _fault(one):
+            says = f"{LOAD_KIND} {one.name}, in steps {step.min()} to {step.max()}: {said}."
+            return CheckFinding(BAD, says, Place(int(step.max()), None, LOAD_KIND, one.name), _THEN)
+    return CheckFinding(GOOD, _summary(judged))
+
+
+def _routers(rows: pa.Table) -> list[RouterLoad]:
+    counts: dict[str, dict[int, float]] = {}
+    for one in rows.group_by(["name", GLOBAL_NAME]).aggregate([("assigned", "sum")]).to_pylist():
+        router, expert = router_and_expert(one[GLOBAL_NAME] or one["name"])
+        if expert != NO_EXPERT:
+            of_router = counts.setdefault(router, {})
+            of_router[expert] = of_router.get(expert, 0.0) + (one["assigned_sum"] or 0.0)
+    return [_of(name, counts[name]) for name in sorted(counts)]
+
+
+def _of(name: str, counts: dict[int, float]) -> RouterLoad:
+    assigned = np.array([counts.get(expert, 0.0) for expert in range(max(counts) + 1)])
+    even = float(assigned.mean())
+    return RouterLoad(name, even, assigned / even if even else assigned)
+
+
+def _fault(one: RouterLoad) -> str:
+    dead = np.flatnonzero(one.shares == 0).tolist()
+    if dead:
+        named = ", ".join(map(str, dead[:MOST_NAMED])) + (" ..." if len(dead) > MOST_NAMED else "")
+        return f"{len(dead)} of its {len(one.shares)} experts got no token, where an even share is {one.even:.0f}: {named}"
+    if one.shares.max() >= IMBALANCE:
+        return f"expert {int(one.shares.argmax())} got {one.shares.max():.3g} times an even share"
+    return ""
+
+
+def _summary(judged: list[RouterLoad]) -> str:
+    least, most = (min(one.shares.min() for one in judged), max(one.shares.max() for one in judged))
+    starved = sum(int((one.shares < STARVED).sum()) for one in judged)
+    few = f"; {starved} have less than {STARVED} of it" if starved else ""
+    return f"Every expert got tokens, from {least:.2g} to {most:.2g} times an even share{few}."

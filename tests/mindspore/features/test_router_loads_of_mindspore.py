@@ -1,0 +1,109 @@
+"""How many tokens go to each expert of a MindSpore router, on the host and with the operations of a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from attaching import Output, as_measured, attached, step_with, warnings_in, with_fixed_weights
+from mindspore import Parameter, Tensor, nn, ops
+from numpy_definitions import exact
+
+from monitor.mindspore.choices import choices_of
+from monitor.mindspore.features import logit_sums_of
+from monitor.recording.features.reading import PADDED, NotARouterError
+
+KIND = "moe_router_load_hook"
+EXPERTS, TOP, STEPS = 5, 2, 2
+
+
+class Choosing(nn.Cell):
+    """Gives weights and numbers of experts, or a map of them. Keeps what it was called with and what it chose."""
+
+    def __init__(self, capacity: int | None, by_map: bool) -> None:
+        super().__init__()
+        self.weight = Parameter(Tensor(np.zeros((EXPERTS, 4), np.float32)))
+        self.num_experts, self.top_k, self.capacity, self.by_map = EXPERTS, TOP, capacity, by_map
+        self.tokens: list[np.ndarray] = []
+        self.chosen: list[np.ndarray] = []
+
+    def construct(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = ops.topk(ops.softmax(ops.matmul(x, self.weight.T)), TOP)
+        self.tokens.append(exact(x))
+        if self.capacity is not None:
+            chosen = ms.mint.where(chosen == self.capacity, -1, chosen)  # one expert has no room at all
+        self.chosen.append(chosen.asnumpy())
+        if self.by_map:
+            chosen = (chosen.expand_dims(-1) == Tensor(np.arange(EXPERTS))).any(axis=-2)
+        return weights, chosen
+
+
+class Model(nn.Cell):
+    def __init__(self, capacity: int | None, by_map: bool) -> None:
+        super().__init__()
+        self.gate = Choosing(capacity, by_map)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.gate(ops.cat([x, x * 0.3 - 1.0, 2.0 - x]))[0].sum()
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("by_map", [False, True], ids=["indices", "map"])
+@pytest.mark.parametrize("capacity", [None, 1])
+def test_experts_have_the_tokens_that_the_router_sends_them(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, there: bool, by_map: bool, capacity: int | None
+) -> None:
+    output = as_measured(tmp_path, monkeypatch, there=there)
+    net = with_fixed_weights(Model(capacity, by_map))
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    weights = []
+    with attached(output, net, optimizer, recording_l2_features=True, l2_targets={KIND: ["gate"]}, ndigits=17):
+        for number in range(STEPS):
+            weights.append(exact(net.gate.weight))
+            step_with(net, optimizer, number)
+    rows = output.rows(KIND)
+    assert len(rows) == STEPS * (1 + EXPERTS)
+    for step in range(STEPS):
+        router, *experts = rows[step * (1 + EXPERTS) : (step + 1) * (1 + EXPERTS)]
+        counts = [int((net.gate.chosen[step] == expert).sum()) for expert in range(EXPERTS)]
+        assert [row.name for row in experts] == [f"gate.experts.{expert}" for expert in range(EXPERTS)]
+        assert [row.values["assigned"] for row in experts] == counts
+        assert [row.values["load"] for row in experts] == pytest.approx([one / sum(counts) for one in counts])
+        logits = net.gate.tokens[step] @ weights[step].T
+        exponents = np.log(np.exp(logits).sum(-1))
+        dropped = None if capacity is None else pytest.approx(1 - sum(counts) / (len(logits) * TOP))
+        assert {name: value for name, value in router.values.items() if not name.startswith("load")} == {
+            "assigned": sum(counts),
+            "imbalance": pytest.approx(max(counts) * EXPERTS / sum(counts)),
+            "dead_experts": counts.count(0),
+            "dropped": dropped,
+            "z_loss": pytest.approx((exponents**2).mean(), rel=1e-5),
+            "logit_max": pytest.approx(logits.max(), rel=1e-5),
+        }
+
+
+def test_a_router_that_pads_is_not_counted_and_says_why(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    net = with_fixed_weights(Model(None, True))
+    net.gate.moe_pad_expert_input_to_capacity = True
+    with pytest.raises(NotARouterError, match="pads the tokens"):
+        choices_of(net.gate, ())
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    with attached(output, net, optimizer, recording_l2_features=True, l2_targets={KIND: ["gate"]}):
+        step_with(net, optimizer)
+    assert f"{KIND}: {PADDED}: 'gate'" in warnings_in(caplog)[0]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["host", "device"])
+def test_an_expert_out_of_reach_changes_nothing_and_nan_is_seen(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    as_measured(tmp_path, monkeypatch, there=there)
+    logits = np.array([[1.0, 2.0, -np.inf], [0.5, -3.0, 0.25]], np.float32)
+    found = logit_sums_of(Tensor(logits))
+    expected = (np.log(np.exp(logits.astype(np.float64)).sum(-1)) ** 2).sum()
+    assert (found.tokens, float(found.squares), float(found.greatest)) == (2, pytest.approx(expected, rel=1e-6), 2.0)
+    logits[1, 1] = np.nan
+    broken = logit_sums_of(Tensor(logits))
+    assert np.isnan([float(broken.squares), float(broken.greatest)]).all()
