@@ -2,6 +2,9 @@
 
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from monitor.stats.partials import Floats
 
 FLOAT32: Final[int]
@@ -14,3 +17,5 @@ CHECK_SUMS: Final[int]
 def reduce(format: int, bound: float, wanted: int, source: Any, count: int, page: Floats, row: int, /) -> bool: ...  # noqa: A002
 def kernels() -> list[str]: ...
 def choose(name: str, /) -> None: ...
+def exponents(format: int, source: Any, count: int, counts: NDArray[np.int64], /) -> None: ...  # noqa: A002
+def within(format: int, source: Any, count: int, low: int, high: int, /) -> int: ...  # noqa: A002
