@@ -368,8 +368,11 @@ _SMALLEST_NORMAL: Final = -126
 _EXPONENTS: Final = np.searchsorted(UPPER, 2.0 ** np.arange(_SMALLEST_NORMAL, 129.0))
 """The bin of each exponent from 2**-126 on; if an overflow edge splits the exponent's range, the last of its bins."""
 
-_SPLITS: Final = sorted(int(np.searchsorted(UPPER, one.overflows)) for one in FORMATS.values())
-"""The bins that end where a format begins to overflow."""
+_SPLITS: Final = [
+    (place, int(_EXPONENTS[np.searchsorted(_EXPONENTS, place)]))
+    for place in sorted(int(np.searchsorted(UPPER, one.overflows)) for one in FORMATS.values())
+]
+"""The bins that end where a format begins to overflow, each with the last bin of its exponent."""
 
 with np.errstate(over="ignore"):
     _BITS: Final = UPPER.astype(np.float32).view(np.uint32).tolist()
@@ -442,8 +445,7 @@ def _in_bins(by_exponent: NDArray[np.int64], within: Within) -> NDArray[np.int64
             _move(counts, place, first, within(_BITS[place - 1], _BITS[place]))
     if by_exponent[_INFINITE]:
         counts[last] -= within(_BITS[-1] - 1, _BITS[-1])
-    for place in _SPLITS:
-        whole = int(_EXPONENTS[np.searchsorted(_EXPONENTS, place)])
+    for place, whole in _SPLITS:
         if counts[whole]:
             _move(counts, place, whole, within(_BITS[place - 1], _BITS[place]))
     return counts
