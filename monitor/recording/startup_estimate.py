@@ -14,14 +14,13 @@ from monitor.config import MonitorConfig
 from monitor.coordinator.estimate import Bounds, KindLoad, estimate
 from monitor.failures import LOGGER, Failures
 from monitor.formats import Histogram
-from monitor.recording.attached_model import AttachmentSpec, ModelNames, NamedModule, NamedParameter
+from monitor.recording.attached_model import AttachmentSpec, ModelNames, NamedParameter
 from monitor.recording.backend import RecordingBackend
-from monitor.recording.features.watchers import modules_by_hook
+from monitor.recording.features.watchers import modules_by_hook, series_of
 from monitor.selection import ModuleSelection
 from monitor.series import KIND_TABLE, MICRO_STEP_KINDS, REPLICA_KIND, RUN_KIND, Kind, Ranks, Series, SeriesTable
 from monitor.stats.features import own_columns
 from monitor.stats.histograms import MAGNITUDES
-from monitor.stats.loads import LOAD_KIND
 from monitor.stats.ops import has_op
 from monitor.stats.table import StepRows
 
@@ -292,16 +291,11 @@ class _Job:
             loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
             loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)
         for hook, found in modules_by_hook(names, config, self._backend.features).items():
-            series = sum(self._of_hook(hook, one) for one in found.modules)
+            series = series_of(hook, found, self._backend.features)
             loads[hook] = self._of_modules(series, each if hook in MICRO_STEP_KINDS else 1)
         if config.counts_magnitudes:
             loads |= {kind: replace(load, histogram="magnitudes") for kind, load in loads.items() if has_op(MAGNITUDES, kind)}
         return {kind: _thinned(load, getattr(config.intervals, _FIELDS.get(kind, ""), 1)) for kind, load in loads.items()}
-
-    def _of_hook(self, hook: str, module: NamedModule) -> int:
-        """The series of a module. A counted router has one for each expert as well, if its weight shows their number."""
-        weight = self._backend.features.matrix_of(module.module) if hook == LOAD_KIND else None
-        return 1 if weight is None or len(weight.shape) != 2 else 1 + int(weight.shape[0])
 
     def _of_modules(self, series: int, rows_each: int) -> KindLoad:
         ranks = len(self._monitored)

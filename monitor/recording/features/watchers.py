@@ -25,6 +25,10 @@ from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
 _MISSED: Final = "l2_targets that match no module of this model (in a pipeline: of this rank's stages)"
 
 
+_HEADS: Final = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+"""Attributes of attention modules, or of their configurations, that give the number of heads."""
+
+
 class HookModules(NamedTuple):
     """The modules of a hook.
 
@@ -50,6 +54,23 @@ def modules_by_hook(names: ModelNames, config: MonitorConfig, reading: FeatureRe
         inner = [_unwrapped(one, reading) for one in names.modules()]
         found["linear_hook"] = HookModules([one for one in inner if _has_matrix(one, reading)], named=False)
     return found
+
+
+def series_of(hook: str, found: HookModules, reading: FeatureReading) -> int:
+    """An estimate of the series of a hook. Heads and experts count as far as a module says their number."""
+    parts = {AttentionHeadWatcher.kind: _heads_of, RouterLoadWatcher.kind: partial(_experts_of, reading)}.get(hook)
+    return len(found.modules) + (sum(parts(one.module) for one in found.modules) if parts else 0)
+
+
+def _heads_of(module: Any) -> int:
+    places = (module, getattr(module, "config", None))
+    said = [getattr(place, name, None) for place in places for name in _HEADS]
+    return next((heads for heads in said if isinstance(heads, int)), 0)
+
+
+def _experts_of(reading: FeatureReading, module: Any) -> int:
+    weight = reading.matrix_of(module)
+    return 0 if weight is None or len(weight.shape) != 2 else int(weight.shape[0])
 
 
 def warning(found: Mapping[str, HookModules]) -> str | None:

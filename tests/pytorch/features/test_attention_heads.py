@@ -167,14 +167,14 @@ class Attention(nn.Module):
     def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], heads: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.qkv, self.attend, self.heads = nn.Linear(8, 24), attend, heads
+        self.qkv, self.attend, self.num_heads = nn.Linear(8, 24), attend, heads
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(x)
         return x + self.attend(q, k, v).transpose(1, 2).reshape(x.shape)
 
     def split(self, x: Tensor) -> Tensor:
-        return self.qkv(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        return self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
 
     def scores(self, x: Tensor) -> Tensor:
         """By definition, causal."""
@@ -214,6 +214,12 @@ def approximately(scores: Tensor, micro_step: int | None = 0, **how: float) -> d
 def test_a_module_has_a_row_for_all_heads_and_one_for_each(output: Output, attend: Any) -> None:
     model, x = Attention(attend), 9 * drawn(3, 6, 8)
     assert rows(output, model, [x], sa_logit_bound=3.0) == approximately(model.scores(x), bound=3.0)
+
+
+def test_heads_are_counted_before_training_begins(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    rows(output, Attention(causal), [drawn(3, 6, 8)])
+    (said,) = [one.getMessage() for one in caplog.records if "each collected step" in one.getMessage()]
+    assert "3 rows of 3 series" in said
 
 
 def test_the_sample_has_rows_of_the_batch_and_all_heads(output: Output) -> None:
