@@ -85,7 +85,7 @@ GROUPS: Final = (
                 False,
                 "all heads of the module attend to single tokens",
                 "Lower the learning rate, or normalise the weights of Q and K.",
-                "Entropy collapse: Zhai et al., https://arxiv.org/abs/2303.06296. The limit is our measurement",
+                "Entropy collapse: Zhai et al., https://arxiv.org/abs/2303.06296. The limit: our measurement, docs/features.md",
                 ".heads",  # a single head may do so in a healthy model, such as one that attends to a sink
             ),
         ),

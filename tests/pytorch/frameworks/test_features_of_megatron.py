@@ -16,6 +16,7 @@ FEATURES: dict[str, Any] = {
     "recording_l2_features": True,
     "l2_targets": {
         "attention_hook": [ATTENTION],
+        "attention_head_hook": [ATTENTION],
         "linear_hook": [],
         "moe_router_weight_hook": [ROUTER],
         "moe_router_logit_hook": [ROUTER],
@@ -43,6 +44,10 @@ def test_core_attention_and_router_are_recorded_on_every_rank(jobs: dict[str, Jo
         assert told["heads"] == ([2, 1] if how == "tp" else [4, 2])
         (attention,) = jobs[how].rows("attention_hook", rank)
         assert (attention.values["entropy"], attention.values["softmax_max"]) == pytest.approx(told["spread"], rel=1e-5)
+        whole, *each = jobs[how].rows("attention_head_hook", rank)
+        assert [row.name.rpartition(".heads.")[2] for row in each] == [str(head) for head in range(told["heads"][0])]
+        assert whole.values["entropy"] == pytest.approx(told["spread"][0], rel=1e-5)
+        assert whole.values["max_logit"] == max(row.values["max_logit"] for row in each)
         routers = [row.values["per_token_expert_entropy"] for row in jobs[how].rows("moe_router_logit_hook", rank)]
         assert routers == ([] if how == "tp" else [pytest.approx(told["entropy"], rel=1e-5)])
 
