@@ -555,7 +555,7 @@ def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -
     query, key = reading.queries_and_keys(args, kwargs, Tensor)
     if query is None or key is None or len(query.shape) != 4 or len(key.shape) != 4:
         return None
-    reading.check_causal(kwargs)
+    reading.says_causal(kwargs)
     if not all(has_data(one) and one.size for one in (query, key)):
         raise reading.MisfitError(reading.NOT_WHOLE)
     places = reading.places_of(order)

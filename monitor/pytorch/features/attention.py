@@ -107,6 +107,7 @@ class Scores(NamedTuple):
         mask: Boolean (False where a query does not see a key), or a float that is added to the scores. Its shape broadcasts to
             ``(batch, heads, queries, keys)``.
         rounded: The dtype to which autocast rounds ``query``, ``key`` and ``mask``; None without it.
+        certain: Whether mask and scale are known, not assumed, where they are not those of a call.
     """
 
     query: Tensor
@@ -116,10 +117,16 @@ class Scores(NamedTuple):
     mask: Tensor | None = None
     rounded: torch.dtype | None = None
     modification: Modification | None = None
+    certain: bool = False
 
     @property
     def measured(self) -> Tensor:
         return self.query
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Changes when the program changes ``query`` or ``key`` in place."""
+        return tuple(one._version for one in (self.query, self.key) if not one.is_inference())
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -370,12 +377,11 @@ def given_scores(args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -
     query, key = reading.queries_and_keys(args, kwargs, Tensor)
     if query is None or key is None or query.dim() != 4 or key.dim() != 4:
         return None
-    reading.check_causal(kwargs)
-    places = reading.places_of(order)
-    query, key = (_whole(one, (places[2],)).permute(places) for one in (query, key))
+    certain, places = reading.says_causal(kwargs), reading.places_of(order)
+    query, key = (_whole(one, (places[2],)).detach().permute(places) for one in (query, key))
     if query.shape[2] != key.shape[2]:
         raise reading.MisfitError(reading.OTHER_LENGTHS)
-    return _checked(Scores(query, key, True, query.shape[-1] ** -0.5))
+    return _checked(Scores(query, key, True, query.shape[-1] ** -0.5, certain=certain))
 
 
 def called_scores(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], products: Shapes) -> Source | None:

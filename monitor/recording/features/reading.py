@@ -50,12 +50,19 @@ def queries_and_keys(args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: typ
     return query, key
 
 
-def check_causal(kwargs: Mapping[str, Any]) -> None:
-    """Raise ``MisfitError`` if a core attention is called with the type of another mask, as Megatron's is for BERT."""
+def says_causal(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a core attention is called with the type of a causal mask, as Megatron's is; False if nothing is said.
+
+    Raises:
+        MisfitError: It is called with the type of another mask.
+    """
     given = kwargs.get("attn_mask_type")
     name = getattr(given, "name", given)
-    if isinstance(name, str) and "causal" not in name:
+    if not isinstance(name, str):
+        return False
+    if "causal" not in name:
         raise MisfitError(NOT_CAUSAL)
+    return True
 
 
 def first_named(kwargs: Mapping[str, Any], names: tuple[str, ...], kind: type[T]) -> T | None:
@@ -205,7 +212,11 @@ class FeatureReading(Protocol):
         """The placement of a weight as it is in forward (``seen``)."""
 
     def given_scores(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], order: str) -> Any:
-        """Q and K, if they are arguments of the module; else None."""
+        """Q and K, if they are arguments of the module; else None.
+
+        Their ``measured`` is the tensor whose shape a row has. If there is a search, they also say whether their mask is
+        ``certain``, and their ``version``, which changes with the numbers.
+        """
 
     def searching(self, module: Any) -> Callable[[Callable[[Any], object], Callable[[str], object]], Search] | None:
         """Creates searches in calls of the module; None if its calls cannot be observed.

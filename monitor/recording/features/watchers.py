@@ -221,6 +221,22 @@ class FeatureWatcher(ABC):
         self._asked.does_not_fit(self.kind, self.name, reason)
 
 
+class _OpenSearch(NamedTuple):
+    """A search in a call of a module.
+
+    Attributes:
+        given: Scores of the module's arguments, for the case that the search finds nothing.
+        version: Their version before the call.
+        reason: Why the arguments do not fit, if they are there.
+    """
+
+    search: Any
+    place: CallIndex
+    given: Any
+    version: Any
+    reason: str
+
+
 class AttentionWatcher(FeatureWatcher):
     """``attention_hook``: reads Q and K from the module's arguments, or scores from the operators that its forward calls.
 
@@ -243,9 +259,9 @@ class AttentionWatcher(FeatureWatcher):
             self._after_forward(hooks, "leaving an attention", self._after)
 
     def forget_step(self) -> None:
-        for search in reversed(self._open):
-            if search is not None:
-                search.leave()
+        for entry in reversed(self._open):
+            if entry is not None:
+                entry.search.leave()
         super().forget_step()
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -254,30 +270,42 @@ class AttentionWatcher(FeatureWatcher):
             return
         for one in self._sharing:
             one.called = True
-        try:
-            given = self._reading.given_scores(args, kwargs, self._config.sa_order)
-        except MisfitError as misfit:
-            self._misfit(str(misfit))
-            return
-        if given is not None:
+        given, reason = self._given(args, kwargs)
+        if given is not None and (self._searching is None or given.certain):
             self._seen(place, given)
         elif self._searching is None:
-            self._misfit(NO_SCORES)
+            self._misfit(reason or NO_SCORES)
         else:
             seen = self._failures.guarded("reading Q and K", self._seen, of=self.name)
-            self._open[-1] = mode = self._searching(partial(seen, place), self._misfit)
-            mode.enter()  # `_after` leaves it
+            search = self._searching(partial(seen, place), self._misfit)
+            version = None if given is None else given.version
+            self._open[-1] = _OpenSearch(search, place, given, version, reason)
+            search.enter()  # `_after` leaves it
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
+        """Scores of the module's arguments, and the reason why they do not fit."""
+        try:
+            return self._reading.given_scores(args, kwargs, self._config.sa_order), ""
+        except MisfitError as misfit:
+            return None, str(misfit)
 
     def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Also called when forward raised, then without a result."""
         if not self._open or module is not self._module:
             return
-        call = self._open.pop()
-        if call is not None:
-            found, reason = call.saw, call.reason
-            call.leave()
-            if not found and result is not None:
-                self._misfit(reason)
+        entry: _OpenSearch | None = self._open.pop()
+        if entry is None:
+            return
+        found, reason = entry.search.saw, entry.reason or entry.search.reason
+        entry.search.leave()
+        if found or result is None:
+            return
+        if entry.given is None:
+            self._misfit(reason)
+        elif entry.given.version != entry.version:
+            self._misfit("its Q and K were changed in its forward")
+        else:
+            self._seen(entry.place, entry.given)
 
     def _seen(self, place: CallIndex, scores: Any) -> None:
         config, wanted = self._config, [one._heads for one in self._sharing]

@@ -132,6 +132,40 @@ def test_a_core_attention_with_another_mask_than_a_causal_one_has_no_row(
     assert "its Q and K are arguments, and its mask is not causal: 'core'" in warnings_in(caplog)[0]
 
 
+class ComputingCore(nn.Module):
+    """Is called with Q, K and V of shape (b, s, h, d), and computes an attention that is not causal."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_mask_type: str = "") -> Tensor:
+        del attn_mask_type
+        q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+        return torch.softmax(q @ k.mT * 0.7, -1) @ v
+
+
+@pytest.mark.parametrize("given", [{}, {"attn_mask_type": "padding"}])
+@pytest.mark.parametrize("keys", [5, 7])
+def test_a_core_attention_that_computes_its_scores_is_read_where_it_does(output: Output, given: Any, keys: int) -> None:
+    model, q, k = nn.ModuleDict({"core": ComputingCore()}), seeded(2, 5, 4, 8).requires_grad_(), seeded(2, keys, 4, 8, seed=2)
+    asked = {"sa_order": "b,s,h,d", "sa_heads": 0, "sa_batch_rows": 0}
+    (row,) = attention_rows(output, model, lambda: model["core"](q, k, k, **given).sum().backward(), "core", **asked)
+    weights = attention_weights(q.transpose(1, 2), k.transpose(1, 2), causal=False, scale=0.7)
+    assert spread_of(row) == pytest.approx(entropy_and_greatest(weights, 0, 0), rel=2e-6)
+
+
+def test_q_and_k_that_a_core_attention_changes_are_not_read_afterwards(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Rotating(CoreAttention):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            with torch.no_grad():
+                query.neg_()
+            return super().forward(query, key, value)
+
+    model, x = nn.ModuleDict({"core": Rotating()}), seeded(5, 5, 4, 8)
+    key = seeded(5, 5, 4, 8, seed=2).requires_grad_()
+    assert attention_rows(output, model, lambda: model["core"](x, key, key).sum().backward(), "core") == []
+    assert "its Q and K were changed in its forward: 'core'" in warnings_in(caplog)[0]
+
+
 HOW: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], dict[str, Any]]] = {
     "causal": (causal, {}),
     "not causal": (SDPA, {"causal": False}),
