@@ -15,10 +15,10 @@ from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.coordinator.manifest_format import THINNED
 from monitor.report.bounds import GROUPS, Bound, beyond, first_beyond, within
-from monitor.report.expert_load import load_of_experts
 from monitor.report.facts import NOT_PICTURED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place, State
 from monitor.report.history import WARM_UP, Sudden
+from monitor.report.load_of_experts import load_of_experts
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
 from monitor.series import CLIPPED_NORM, GRAD_NORM, REPLICA_KIND, RUN_KIND
 
