@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from jobs import Job
 
-from monitor.series import Placement
+from monitor.recording.features.reading import PADDED
+from monitor.series import Placement, Shard
 
 ATTENTION, ROUTER = "decoder.layers.0.self_attention.core_attention", "decoder.layers.1.mlp.router"
 FEATURES: dict[str, Any] = {
@@ -20,6 +21,7 @@ FEATURES: dict[str, Any] = {
         "linear_hook": [],
         "moe_router_weight_hook": [ROUTER],
         "moe_router_logit_hook": [ROUTER],
+        "moe_router_load_hook": [ROUTER],
     },
     "sa_heads": 0,
     "sa_batch_rows": 0,
@@ -27,7 +29,7 @@ FEATURES: dict[str, Any] = {
     "param_distribution": False,
     "mv_distribution": False,
 }
-HOWS = ("plain", "distributed", "tp")
+HOWS = ("plain", "distributed", "tp", "capacity", "padded")
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +76,22 @@ def test_what_is_cut_says_which_part_it_is_of(jobs: dict[str, Job]) -> None:
     assert (cut.shard.ranks, cut.shard.flat) == ((0, 1), False)
     whole = jobs["distributed"].series(0)["linear_hook", "module.decoder.layers.0.self_attention.linear_qkv.linear"].placement
     assert whole == Placement(replicas=(0, 1))
+
+
+@pytest.mark.parametrize("how", ["plain", "distributed", "capacity"])
+def test_experts_have_the_tokens_of_the_map_that_the_router_returns(jobs: dict[str, Job], how: str) -> None:
+    for rank in range(2):
+        told = jobs[how].monitored[rank]
+        router, *experts = jobs[how].rows("moe_router_load_hook", rank)
+        assert [row.values["assigned"] for row in experts] == told["counts"]
+        assert router.values["z_loss"] == pytest.approx(told["z_loss"], rel=1e-5)
+        dropped = 1 - sum(told["counts"]) / told["asked"]
+        assert router.values["dropped"] == (pytest.approx(dropped) if how == "capacity" else None)
+        assert (dropped > 0) == (how == "capacity")
+        placement = jobs[how].series(rank)["moe_router_load_hook", experts[0].name].placement
+        assert placement == Placement(shard=Shard((0, 1), (4,)))
+
+
+def test_a_map_that_is_padded_is_not_counted(jobs: dict[str, Job]) -> None:
+    assert jobs["padded"].rows("moe_router_load_hook", 0) == []
+    assert [said for said in jobs["padded"].warnings if PADDED in said]

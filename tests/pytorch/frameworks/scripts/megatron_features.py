@@ -1,7 +1,7 @@
 """Features of Megatron-core on two ranks; ``megatron_features.py HOW...``
 
 ``tp`` has no experts, which Megatron takes with sequence parallelism alone; the others are data-parallel, one of them with the
-``distributed`` optimizer.
+``distributed`` optimizer, one with a ``capacity`` of experts, and one that is ``padded`` to it.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def built(how: str) -> tuple[Any, Any]:
     torch.manual_seed(0)
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
     model = GPTModel(config, spec, VOCABULARY, LENGTH).bfloat16()
+    if words & {"capacity", "padded"}:  # Megatron wants a dispatcher of CUDA with it; the router needs none
+        config.moe_expert_capacity_factor, config.moe_pad_expert_input_to_capacity = 0.75, "padded" in words
     distributed = "distributed" in words
     wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     wrapped = DistributedDataParallel(config, wrapping, model)
@@ -106,11 +108,17 @@ def told(how: str) -> dict[str, Any]:
     def routes(module: Any, args: Any) -> None:
         logits = linear(args[0].detach().float(), module.weight.detach().float()).double()
         found["entropy"] = torch.special.entr(logits.softmax(-1)).sum(-1).mean().item()
+        found["z_loss"] = logits.logsumexp(-1).square().mean().item()
+        found["asked"] = logits[..., 0].numel() * module.topk
+
+    def routed(_module: Any, _args: Any, result: Any) -> None:
+        found["counts"] = [sum(row) for row in zip(*result[1].int().tolist(), strict=True)]
 
     module = model.module
     module.get_submodule(ATTENTION).register_forward_pre_hook(attends, with_kwargs=True)
     if how != "tp":
         module.get_submodule(ROUTER).register_forward_pre_hook(routes)
+        module.get_submodule(ROUTER).register_forward_hook(routed)
     named = {name: one.weight for name, one in module.named_modules() if isinstance(getattr(one, "weight", None), Tensor)}
     found["norms"] = {
         name: torch.linalg.svdvals(weight.detach().double()).tolist()
