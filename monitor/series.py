@@ -314,6 +314,20 @@ KIND_TABLE: Final = (
         Column("z_loss", "mean of a router", "sum"),
         Column("logit_max", "of a router", "max", "max"),
     ),
+    # Tokens, and over them the sum of their norms; forwards (1), the sum of their effective ranks, the largest ratio of the
+    # largest magnitude and the median, the channel of the largest magnitude and its square; forwards with a share of active
+    # units (1 or 0), and that share.
+    _feature(
+        "activation_hook",
+        "forward",
+        "activations:ActivationWatcher",
+        "activation",
+        Column("massive", "largest ratio", "max"),
+        Column("massive_channel", "channel of all"),
+        Column("dead_units", "rest of one share", "min"),
+        Column("effective_rank", "mean of forwards", "sumsq"),
+        Column("residual_norm", "mean", "sum"),
+    ),
     # Elements, the squares of the norms of the update and of the weight before it.
     _of_step(
         "update_ratio",

@@ -365,6 +365,8 @@ class L2Targets(_StrictModel):
     """Routers whose logits are looked at, by full or short name. Empty: none."""
     moe_router_load_hook: Strings = ()
     """Routers whose choices are counted, for each expert, by full or short name. Empty: none."""
+    activation_hook: Strings = ()
+    """Modules whose outputs are looked at, by full or short name. Empty: none."""
 
 
 class Forward(_StrictModel):
@@ -485,6 +487,8 @@ class Settings(_StrictModel):
     """`heads_above` of `attention_head_hook` is the share of heads whose greatest attention score is above this."""
     sa_sink_tokens: Annotated[Positive, FEATURES] = 1
     """`sink` of `attention_head_hook` is the attention weight on this many keys, from the first on."""
+    dead_after_steps: Annotated[Positive, FEATURES] = 10
+    """A unit is dead for `activation_hook` if it was not active in this many collected steps."""
     micro_steps: Annotated[Literal["each", "combined"], ACTIVATIONS] = "each"
     """A row for each micro-step, or one for the step that combines them."""
     queue_bytes: Annotated[int, Field(ge=MIB, le=INT64_MAX), LIMITS] = 256 * MIB

@@ -11,6 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
 
+from monitor.mindspore.activations import activation_of, active_share, last_active
 from monitor.mindspore.choices import choices_of
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.features import krylov, reading
@@ -623,6 +624,8 @@ def _places(cell: nn.Cell) -> tuple[Mapping[str, Any], ...]:
 
 
 __all__ = [
+    "activation_of",
+    "active_share",
     "beneath",
     "bias_of",
     "choices_of",
@@ -634,6 +637,7 @@ __all__ = [
     "heads_of",
     "is_floating_point",
     "is_linear",
+    "last_active",
     "local_matrix",
     "logit_sums_from",
     "logit_sums_of",

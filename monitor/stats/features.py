@@ -125,6 +125,36 @@ def _summary(column: int, p: Partials) -> Derived:
     return p.columns[column], (p.columns[ROUTERS] == 1) & (p.columns[_IMBALANCE] > 0)
 
 
+FORWARDS: Final = "smalls"
+"""The number of forwards in a row of activations."""
+
+MOST_EXACT: Final = 2.0**53
+"""Sums of integers are exact up to here."""
+
+
+def _mean_of_forwards(column: int, p: Partials) -> Derived:
+    return p.columns[column] / p[FORWARDS], p[FORWARDS] > 0
+
+
+def _largest_ratio(column: int, p: Partials) -> Derived:
+    """Missing if no forward has a median that is not 0."""
+    return p.columns[column], ~np.isneginf(p.columns[column])
+
+
+def _channel_of_all(_column: int, p: Partials) -> Derived:
+    """The channel, if it is the same in all forwards: only then is the sum of its squares that of equal numbers."""
+    ratio, known = _largest_ratio(MAX, p)
+    channel, squares = p["posinfs"] / p[FORWARDS], p["neginfs"]
+    alike = (squares < MOST_EXACT) & (squares == channel * channel * p[FORWARDS]) & (channel % 1 == 0)
+    return channel, known & np.isfinite(ratio) & ((p[FORWARDS] == 1) | alike)
+
+
+def _rest_of_one(column: int, p: Partials) -> Derived:
+    """Shares of several forwards do not combine, unless all are 1: nothing says whether their units are the same."""
+    share, number = p.columns[column], p.columns[NANS]
+    return 1.0 - share, (number == 1) | ((number > 1) & (share == 1))
+
+
 FORMULAS: Final[dict[str, Formula]] = {
     "mean": _mean,
     "largest": _largest,
@@ -142,6 +172,10 @@ FORMULAS: Final[dict[str, Formula]] = {
     "mean of a router": _mean_of_router,
     "share dropped": _dropped,
     "of the experts of one router": _summary,
+    "mean of forwards": _mean_of_forwards,
+    "largest ratio": _largest_ratio,
+    "channel of all": _channel_of_all,
+    "rest of one share": _rest_of_one,
 }
 """The formulas that columns of kinds name in ``monitor/series.py``."""
 

@@ -9,8 +9,9 @@ OF_WEIGHTS = {"linear_hook", "moe_router_weight_hook"}
 OF_AN_UPDATE = {"update_ratio", "mg_direction", "adam_update", "adam_ratio"}
 LEFT = {f"{kind}_updated" for kind in MOMENTS}
 REPLICAS_AFTER_REDUCTION = {"grad_reduced", "param_origin", "param_updated", *MOMENTS, *LEFT, *OF_WEIGHTS, *OF_AN_UPDATE}
+OF_ATTENTION = {"attention_hook", "attention_head_hook"}
 OF_ROUTERS = {"moe_router_logit_hook", "moe_router_load_hook"}
-OF_THE_RANK = {"actv", "actv_grad", "other", "replica", "run", "attention_hook", *OF_ROUTERS}
+OF_THE_RANK = {"actv", "actv_grad", "other", "replica", "run", "activation_hook", *OF_ATTENTION, *OF_ROUTERS}
 
 
 def writers(groups, kind, module_ranks=(), known=lambda _: LOCAL, **tensor):

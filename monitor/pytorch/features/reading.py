@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from monitor.coordinator.ownership import alike_over
 from monitor.pytorch.features import attention, choices, matrices
+from monitor.pytorch.features.activations import activation_of, active_share, last_active
 from monitor.pytorch.features.attention import AttentionSearch, given_scores, heads_of, spread, summed
 from monitor.pytorch.frameworks.dtensor import placement_of
 from monitor.pytorch.frameworks.framework import Framework
@@ -113,6 +114,8 @@ logit_sums_of, logit_sums_from = matrices.logit_sums_of, matrices.logit_sums_fro
 norms_of, similarity_of_rows = matrices.norms_of, matrices.similarity_of_rows
 
 __all__ = [
+    "activation_of",
+    "active_share",
     "beneath",
     "bias_of",
     "choices_of",
@@ -124,6 +127,7 @@ __all__ = [
     "heads_of",
     "is_floating_point",
     "is_linear",
+    "last_active",
     "local_matrix",
     "logit_sums_from",
     "logit_sums_of",

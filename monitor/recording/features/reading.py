@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from math import ceil, gcd
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from monitor.recording.attached_model import NamedParameter
@@ -27,6 +28,9 @@ NOT_2D: Final = "it has no floating-point 2-D weight that this rank can read in 
 NO_LOGITS: Final = "its logits were not found"
 ONE_EXPERT: Final = "it has fewer than two experts"
 NOT_CALLED: Final = "it was not called, or is compiled"
+NO_OUTPUT: Final = "its output has no floating-point tensor with channels"
+NO_ELEMENTS: Final = "its output has no elements, or they are not in memory"
+CHANNELS_SPLIT: Final = "the channels of its output are split over ranks, its numbers are terms of a sum, or it has none"
 
 
 PADDED: Final = "it pads the tokens of each expert to its capacity, so that its map does not show what it chose"
@@ -167,6 +171,66 @@ class Choices(NamedTuple):
     dropped: Number | None
 
 
+class Activation(NamedTuple):
+    """What a forward shows of a module's output, whose last dimension is the channels and whose others are the tokens.
+
+    NaN or Inf in the output makes all sums and ratios NaN.
+
+    Attributes:
+        tokens: The number of tokens.
+        norms: The sum of the Euclidean norms of the tokens.
+        ratio: The largest magnitude over the median magnitude of sampled elements; -Inf if the median is 0.
+        channel: The channel of the largest magnitude.
+        channel_squared: Its square.
+        rank: The effective rank of sampled tokens (``TOKENS_AT_MOST``): T² / Σ cos²(x_i, x_j) over all pairs of the T tokens
+            that are not 0. It is 0 if all of them are.
+        seen: For each channel whether it was active (``QUIET``), and last, whether the output has NaN or Inf. An array of the
+            framework with one dimension, on the device of the output.
+    """
+
+    tokens: int
+    norms: Number
+    ratio: Number
+    channel: Number
+    channel_squared: Number
+    rank: Number
+    seen: Any
+
+
+ELEMENTS_AT_MOST: Final = 1 << 14
+"""Elements of which quantiles of the magnitudes are taken."""
+
+TOKENS_AT_MOST: Final = 64
+"""Tokens of which the effective rank is taken."""
+
+TYPICAL: Final = 0.9
+"""The quantile of the magnitudes with which units are compared. A mean would be that of massive activations, and a median that
+of dead units."""
+
+QUIET: Final = 0.01
+"""A unit is active in a forward if its magnitude exceeds this times the typical one in any token."""
+
+
+def distance_of_elements(elements: int, channels: int) -> int:
+    """The distance of sampled elements, which are at most ``ELEMENTS_AT_MOST``. It has no factor in common with the number of
+    channels, so all channels are sampled alike.
+    """
+    distance = -(-elements // ELEMENTS_AT_MOST)
+    while gcd(distance, channels) > 1:
+        distance += 1
+    return distance
+
+
+def distance_of_tokens(tokens: int) -> int:
+    """The distance of sampled tokens, which are at most ``TOKENS_AT_MOST``."""
+    return -(-tokens // TOKENS_AT_MOST)
+
+
+def rank_of_quantile(elements: int, quantile: float) -> int:
+    """Which of the elements is the quantile, counted from 1 in ascending order: the lower one of two."""
+    return max(1, ceil(elements * quantile))
+
+
 class Search(Protocol):
     """A search for Q and K in the calls that a module makes.
 
@@ -266,3 +330,19 @@ class FeatureReading(Protocol):
 
     def choices_of(self, module: Any, result: Any) -> Choices:
         """What a router chose, by its result. Does not wait for a device."""
+
+    def activation_of(self, x: Any) -> Activation: ...
+
+    def last_active(self, before: Any, seen: Any, step: int) -> Any:
+        """The last step in which each entry of ``seen`` was true, if this is true in ``step``, and before as ``before`` says.
+
+        Args:
+            before: An earlier result of this function; None for the first step.
+        """
+
+    def active_share(self, last: Any, units: int, step: int) -> Number:
+        """The share of units that were active after ``step``; NaN if there was NaN or Inf since.
+
+        Args:
+            units: Their number. Asking an array for its shape may wait.
+        """

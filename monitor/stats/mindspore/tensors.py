@@ -273,6 +273,15 @@ class Arithmetic(Protocol):
     def amax(self, x: Array, dim: int | None = None) -> Array:
         """The maximum of all elements, or over one dimension, which stays with length 1. NaN need not propagate."""
 
+    def every(self, x: Array, distance: int) -> Array:
+        """Every n-th of the first dimension, beginning with the first."""
+
+    def largest(self, x: Array, number: int) -> Array:
+        """The largest elements of a vector, in descending order."""
+
+    def joined(self, parts: Sequence[Array]) -> Array:
+        """Vectors, one after the other."""
+
     def number(self, x: Array) -> Number:
         """A result of one element as a ``Number``."""
 
@@ -350,6 +359,15 @@ class OnHost:
 
     def amax(self, x: Array, dim: int | None = None) -> Array:
         return np.max(x) if dim is None else np.max(x, axis=dim, keepdims=True)
+
+    def every(self, x: Array, distance: int) -> Array:
+        return x[::distance]
+
+    def largest(self, x: Array, number: int) -> Array:
+        return np.sort(x)[::-1][:number]
+
+    def joined(self, parts: Sequence[Array]) -> Array:
+        return np.concatenate(parts)
 
     def number(self, x: Array) -> Number:
         return float(x)
@@ -431,6 +449,15 @@ class OnDevice:
 
     def amax(self, x: Array, dim: int | None = None) -> Array:
         return mint.amax(x) if dim is None else mint.amax(x, dim, True)
+
+    def every(self, x: Array, distance: int) -> Array:
+        return x[::distance]
+
+    def largest(self, x: Array, number: int) -> Array:
+        return ms.ops.topk(x, number)[0]  # sorting converts to float16 on some devices
+
+    def joined(self, parts: Sequence[Array]) -> Array:
+        return mint.cat(list(parts))
 
     def number(self, x: Array) -> Number:
         return x

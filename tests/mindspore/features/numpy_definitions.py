@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
@@ -59,3 +62,36 @@ def similarity(weight: np.ndarray) -> float:
 def entropy_per_token(logits: np.ndarray) -> float:
     """The mean entropy of the softmax over the last dimension."""
     return entropies(softmax(logits)).mean()
+
+
+def sampled_elements(x: np.ndarray) -> np.ndarray:
+    """Every n-th element in the order of the dimensions: at most 16,384, where n and the number of channels are coprime."""
+    distance = next(n for n in itertools.count(1) if x.size <= n * 16_384 and math.gcd(n, x.shape[-1]) == 1)
+    return x.ravel()[::distance]
+
+
+def sampled_tokens(x: np.ndarray) -> np.ndarray:
+    """Every n-th token, at most 64."""
+    tokens = x.reshape(-1, x.shape[-1])
+    return tokens[:: next(n for n in itertools.count(1) if len(tokens) <= n * 64)]
+
+
+def health(x: np.ndarray) -> dict[str, float]:
+    """The columns of ``activation_hook`` that a single forward gives, without those that have no number."""
+    ordered, tokens = np.sort(np.abs(sampled_elements(x))), sampled_tokens(x)
+    lengths = np.linalg.norm(tokens, axis=1, keepdims=True)
+    energies = np.linalg.svd(tokens / np.where(lengths > 0, lengths, 1.0), compute_uv=False) ** 2
+    median = ordered[(len(ordered) - 1) // 2]
+    place = np.unravel_index(np.abs(x).argmax(), x.shape)
+    massive = {"massive": np.abs(x).max() / median, "massive_channel": int(place[-1])} if median else {}
+    return {
+        **massive,
+        "effective_rank": energies.sum() ** 2 / (energies**2).sum() if energies.any() else 0.0,
+        "residual_norm": np.linalg.norm(x, axis=-1).mean(),
+    }
+
+
+def active_units(x: np.ndarray) -> np.ndarray:
+    """Which channels exceed a hundredth of the 90th percentile of the magnitudes in any token."""
+    ordered = np.sort(np.abs(sampled_elements(x)))
+    return np.abs(x).reshape(-1, x.shape[-1]).max(0) > 0.01 * ordered[math.ceil(0.9 * len(ordered)) - 1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,3 +63,40 @@ def rows_of_heads(scores: Tensor, name: str, **how: float) -> dict[str, dict[str
     """The rows of a module: one of all heads, and one of each."""
     each = {f"{name}.heads.{head}": head_numbers(scores[:, head : head + 1], **how) for head in range(scores.shape[1])}
     return {f"{name}.heads": head_numbers(scores, **how), **each}
+
+
+def sampled_elements(x: np.ndarray) -> np.ndarray:
+    """Every n-th element in the order of the dimensions: at most 16,384, where n and the number of channels are coprime."""
+    distance = next(n for n in itertools.count(1) if x.size <= n * 16_384 and math.gcd(n, x.shape[-1]) == 1)
+    return x.ravel()[::distance]
+
+
+def sampled_tokens(x: np.ndarray) -> np.ndarray:
+    """Every n-th token, at most 64."""
+    tokens = x.reshape(-1, x.shape[-1])
+    return tokens[:: next(n for n in itertools.count(1) if len(tokens) <= n * 64)]
+
+
+def health(x: Tensor) -> dict[str, float]:
+    """The columns of ``activation_hook`` that a single forward gives, from singular values and sorted magnitudes. Without those
+    that have no number.
+    """
+    numbers = x.detach().double().numpy()
+    ordered, tokens = np.sort(np.abs(sampled_elements(numbers))), sampled_tokens(numbers)
+    lengths = np.linalg.norm(tokens, axis=1, keepdims=True)
+    energies = np.linalg.svd((tokens / np.where(lengths > 0, lengths, 1.0)), compute_uv=False) ** 2
+    median = ordered[(len(ordered) - 1) // 2]
+    place = np.unravel_index(np.abs(numbers).argmax(), numbers.shape)
+    massive = {"massive": np.abs(numbers).max() / median, "massive_channel": int(place[-1])} if median else {}
+    return {
+        **massive,
+        "effective_rank": energies.sum() ** 2 / (energies**2).sum() if energies.any() else 0.0,
+        "residual_norm": np.linalg.norm(numbers, axis=-1).mean(),
+    }
+
+
+def active_units(x: Tensor) -> np.ndarray:
+    """Which channels exceed a hundredth of the 90th percentile of the magnitudes in any token."""
+    numbers = np.abs(x.detach().double().numpy())
+    ordered = np.sort(sampled_elements(numbers))
+    return numbers.reshape(-1, numbers.shape[-1]).max(0) > 0.01 * ordered[math.ceil(0.9 * len(ordered)) - 1]

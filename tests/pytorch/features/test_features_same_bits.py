@@ -79,8 +79,11 @@ def features_of(model: nn.Module) -> dict[str, Any]:
     attentions = [name for name in names if name.endswith("attn") or isinstance(names[name], Block)]
     gates = [name for name in names if name.endswith(("gate", "proj"))]
     routers = {"moe_router_weight_hook": gates, "moe_router_logit_hook": gates}
-    targets = {"attention_hook": attentions, "attention_head_hook": attentions, "linear_hook": [], **routers}
-    return {"recording_l2_features": True, "l2_targets": targets, "sa_heads": 0, "sa_batch_rows": 0}
+    outputs = [name for name in names if name and not name.endswith("blocks")]
+    attending = {"attention_hook": attentions, "attention_head_hook": attentions}
+    targets = {**attending, "linear_hook": [], "activation_hook": outputs, **routers}
+    sampled = {"sa_heads": 0, "sa_batch_rows": 0, "dead_after_steps": 1}
+    return {"recording_l2_features": True, "l2_targets": targets, **sampled}
 
 
 def result_of(build: Callable[[], nn.Module], inputs: Callable[[], Tensor], output: Output | None) -> dict[str, Any]:
@@ -110,5 +113,6 @@ def test_training_is_the_same_bit_for_bit(case: tuple[Callable[[], nn.Module], C
     for what, expected in unmonitored.items():
         for one, other in zip(expected, monitored[what], strict=True):
             assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), what
-    for kind in ("attention_hook", "attention_head_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook"):
+    attending = ("attention_hook", "attention_head_hook")
+    for kind in (*attending, "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook", "activation_hook"):
         assert {row.step for row in output.rows(kind)} == {0, 1, 2}
