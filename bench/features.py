@@ -46,6 +46,9 @@ HOOKS = {
 }
 """What of each block a hook is given; of a GPT without experts, a layer of it takes the place of a router."""
 
+ACTIVATIONS = {"activation_hook, units": "h.{}.mlp.1", "activation_hook, blocks": "h.{}"}
+"""The outputs that are looked at in each block: those of the activation in its MLP, and its own."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -88,6 +91,8 @@ def configured(workload: Workload, directory: Path) -> Mapping[str, Path]:
     wanted: dict[str, dict[str, Any]] = {hook: {"l2_targets": targets} for hook, targets in every.items()}
     wanted["attention_hook, all of it"] = {"l2_targets": every["attention_hook"], "sa_heads": 0, "sa_batch_rows": 0}
     wanted["attention_head_hook, all rows"] = {"l2_targets": every["attention_head_hook"], "sa_batch_rows": 0}
+    for name, output in ACTIVATIONS.items():
+        wanted[name] = {"l2_targets": {"activation_hook": [output.format(layer) for layer in range(layers)]}}
     wanted["all hooks"] = {"l2_targets": {hook: names for targets in every.values() for hook, names in targets.items()}}
     wanted |= OF_THE_STEP
     paths = {name: directory / f"config-{number}.json" for number, name in enumerate(wanted)}

@@ -28,7 +28,7 @@ def activation_of(x: Tensor) -> reading.Activation:
         ratio = on.where(median > 0, largest / median, -math.inf) + wrong
         active = on.where(peaks > reading.QUIET * typical, 1.0, 0.0).reshape(-1)
         seen = on.joined([active, on.where(wrong == 0, 0.0, 1.0).reshape(-1)])
-        rank = _effective_rank(on, on.every(tokens, reading.distance_of_tokens(shape[0]))) + wrong
+        rank = _effective_rank(on, on.every(tokens, reading.distance_of_tokens(shape[0])), shape[1]) + wrong
         norms, ratio, channel, squared, rank = (
             on.number(one.reshape(())) for one in (norms + wrong, ratio, channel, channel * channel, rank)
         )
@@ -75,14 +75,16 @@ def _quantiles(on: Arithmetic, elements: Array, shape: tuple[int, int]) -> tuple
     return median, typical
 
 
-def _effective_rank(on: Arithmetic, sample: Array) -> Array:
+def _effective_rank(on: Arithmetic, sample: Array, channels: int) -> Array:
+    """That of sampled tokens, from the matrix of their cosines."""
     numbers = on.wide(on.floats(sample))
     numbers = numbers / _unless_zero(on, on.amax(on.abs(numbers), -1))
     squares = on.sum(numbers * numbers, -1)
     units = numbers / on.sqrt(_unless_zero(on, squares))
     cosines = on.matmul(units, on.swapped(units))
     number = on.sum(on.where(squares == 0, 0.0, 1.0))
-    return number * number / on.at_least(on.sum(cosines * cosines), 1.0)
+    rank = on.where(number > 1, number * number / on.sum(cosines * cosines), -math.inf)
+    return rank if channels > 1 else on.where(number > 1, -math.inf, rank)
 
 
 def _unless_zero(on: Arithmetic, x: Array) -> Array:

@@ -17,7 +17,7 @@ class Bound(NamedTuple):
 
     Attributes:
         kinds: The kinds with the column; empty: all that have it.
-        column: The beginning of its name.
+        column: Its name; if that ends in ``_``, the beginning of the name.
         high: Whether values from ``limit`` on are a fault; otherwise values up to ``limit``.
         means: What such a value says, after "its entropy is 0.001: ".
         then: What to do.
@@ -33,6 +33,11 @@ class Bound(NamedTuple):
     then: str = ""
     source: str = ""
     ends: str = ""
+
+    def is_of(self, kind: str, column: str) -> bool:
+        """Whether a column of a kind has this bound."""
+        named = column.startswith(self.column) if self.column.endswith("_") else column == self.column
+        return named and (not self.kinds or kind in self.kinds)
 
 
 class BoundGroup(NamedTuple):
@@ -129,6 +134,40 @@ GROUPS: Final = (
             ),
         ),
     ),
+    BoundGroup(
+        "Activations",
+        "The outputs of no module were looked at.",
+        _FEATURES,
+        (
+            Bound(
+                ("activation_hook",),
+                "massive",
+                1000,
+                True,
+                "activations are massive, so 8 bits with one scale for the tensor leave nothing of most of its elements",
+                "Training need not suffer. Quantise it with a scale for each channel or token, or keep it in bfloat16.",
+                "Sun et al. 2024, arXiv:2402.17762; Owen et al. 2025, arXiv:2503.22329",
+            ),
+            Bound(
+                ("activation_hook",),
+                "dead_units",
+                0.5,
+                True,
+                "most of its units are dead: they compute nothing and receive no gradient",
+                "Look at the learning rate before this step, and at the bias in front of the activation.",
+                "Lu et al. 2019, arXiv:1903.06733; Voita et al. 2023, arXiv:2309.04827",
+            ),
+            Bound(
+                ("activation_hook",),
+                "effective_rank",
+                1.001,
+                False,
+                "all tokens point in the same direction",
+                "Look at the residual connections and norms in front of it, and at the scale of the weights.",
+                "Dong et al. 2021, arXiv:2103.03404; Noci et al. 2022, arXiv:2206.03126",
+            ),
+        ),
+    ),
 )
 """In the order in which the page shows them."""
 
@@ -153,7 +192,7 @@ def within(group: BoundGroup, facts: Facts) -> CheckFinding:
         for kind, rows in facts.kinds.items()
         for column in rows.ops
         for bound in group.bounds
-        if column.startswith(bound.column) and (not bound.kinds or kind in bound.kinds)
+        if bound.is_of(kind, column)
     ]
     found = [one for each in asked for one in beyond(facts, *each)]
     if found:

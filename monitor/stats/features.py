@@ -133,11 +133,12 @@ MOST_EXACT: Final = 2.0**53
 
 
 def _mean_of_forwards(column: int, p: Partials) -> Derived:
-    return p.columns[column] / p[FORWARDS], p[FORWARDS] > 0
+    """Missing if a forward has none, which -Inf says."""
+    return p.columns[column] / p[FORWARDS], ~np.isneginf(p.columns[column])
 
 
 def _largest_ratio(column: int, p: Partials) -> Derived:
-    """Missing if no forward has a median that is not 0."""
+    """Missing if no forward has one, which -Inf says: their medians are 0."""
     return p.columns[column], ~np.isneginf(p.columns[column])
 
 

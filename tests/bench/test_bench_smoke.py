@@ -240,6 +240,8 @@ def test_features_prints_what_each_costs_and_what_attention_takes(tmp_path: Path
         "moe_router_logit_hook": 1,
         "attention_hook, all of it": 1,
         "attention_head_hook, all rows": 3,
+        "activation_hook, units": 1,
+        "activation_hook, blocks": 1,
         "all hooks": 11,
         "mg_direction": 17,
         "update_ratio": 17,

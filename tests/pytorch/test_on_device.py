@@ -37,7 +37,8 @@ RECORDED: dict[str, Any] = {
     "ur_distribution": True,
     "format": ["csv", "parquet"],
     "recording_l2_features": True,
-    "l2_targets": {"linear_hook": []},
+    "l2_targets": {"linear_hook": [], "activation_hook": ["h.0", "h.1.mlp.1"]},
+    "dead_after_steps": 1,
 }
 
 Place = tuple[str, str, int, int | None]

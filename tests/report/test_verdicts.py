@@ -194,6 +194,7 @@ def test_a_healthy_run_has_nothing_bad_and_says_what_was_not_looked_at(seed: int
         "Low precision",
         "Attention",
         "Experts",
+        "Activations",
         "Load of experts",
     ]
     assert all(name in verdict.then for name in unseen)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from monitor.recording.features import reading
-from monitor.stats.torch.tensors import has_memory, working_precision
+from monitor.stats.torch.tensors import capturing, has_memory, working_precision
 
 BLOCK: Final = 1 << 17
 """Elements that are converted to float64 at once on the host, which fit a core's cache."""
@@ -23,8 +23,10 @@ def activation_of(x: Tensor) -> reading.Activation:
     """What a strided floating-point tensor with elements shows. Waits for no device.
 
     Raises:
-        MisfitError: Its elements are not in memory.
+        MisfitError: Its elements are not in memory, or a graph is captured, which would overwrite what is kept of it.
     """
+    if capturing(x.device):
+        raise reading.MisfitError(reading.CAPTURED)
     if x.is_nested or x.is_meta or not has_memory(x):
         raise reading.MisfitError(reading.NO_ELEMENTS)
     x = x.unsqueeze(0) if x.dim() == 1 else x
@@ -104,7 +106,8 @@ def _effective_rank(x: Tensor) -> Tensor:
     inverse = torch.where(squares == 0, 0.0, squares.rsqrt())
     cosines = products * inverse * inverse.unsqueeze(1)
     number = (squares != 0).sum()
-    return number * number / cosines.square().sum().clamp(min=1.0)
+    rank = number * number / cosines.square().sum()
+    return torch.where(number > 1, rank, -math.inf) if x.shape[-1] > 1 else torch.full_like(rank, -math.inf)
 
 
 def _places(index: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:

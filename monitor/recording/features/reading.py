@@ -29,6 +29,7 @@ NO_LOGITS: Final = "its logits were not found"
 ONE_EXPERT: Final = "it has fewer than two experts"
 NOT_CALLED: Final = "it was not called, or is compiled"
 NO_OUTPUT: Final = "its output has no floating-point tensor with channels"
+CAPTURED: Final = "it is called while a graph of the device is captured"
 NO_ELEMENTS: Final = "its output has no elements, or they are not in memory"
 CHANNELS_SPLIT: Final = "the channels of its output are split over ranks, its numbers are terms of a sum, or it has none"
 
@@ -183,7 +184,7 @@ class Activation(NamedTuple):
         channel: The channel of the largest magnitude.
         channel_squared: Its square.
         rank: The effective rank of sampled tokens (``TOKENS_AT_MOST``): T² / Σ cos²(x_i, x_j) over all pairs of the T tokens
-            that are not 0. It is 0 if all of them are.
+            that are not 0. -Inf if there are fewer than two of these, or one channel.
         seen: For each channel whether it was active (``QUIET``), and last, whether the output has NaN or Inf. An array of the
             framework with one dimension, on the device of the output.
     """

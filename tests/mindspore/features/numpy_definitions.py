@@ -81,12 +81,13 @@ def health(x: np.ndarray) -> dict[str, float]:
     ordered, tokens = np.sort(np.abs(sampled_elements(x))), sampled_tokens(x)
     lengths = np.linalg.norm(tokens, axis=1, keepdims=True)
     energies = np.linalg.svd(tokens / np.where(lengths > 0, lengths, 1.0), compute_uv=False) ** 2
+    directed = (lengths > 0).sum() > 1 and x.shape[-1] > 1
     median = ordered[(len(ordered) - 1) // 2]
     place = np.unravel_index(np.abs(x).argmax(), x.shape)
     massive = {"massive": np.abs(x).max() / median, "massive_channel": int(place[-1])} if median else {}
     return {
         **massive,
-        "effective_rank": energies.sum() ** 2 / (energies**2).sum() if energies.any() else 0.0,
+        **({"effective_rank": energies.sum() ** 2 / (energies**2).sum()} if directed else {}),
         "residual_norm": np.linalg.norm(x, axis=-1).mean(),
     }
 

@@ -25,7 +25,7 @@ def columns(x: Tensor) -> dict[str, float]:
     assert number(found.channel_squared) == number(found.channel) ** 2
     return {
         **({} if number(found.ratio) == -math.inf else massive),
-        "effective_rank": number(found.rank),
+        **({} if number(found.rank) == -math.inf else {"effective_rank": number(found.rank)}),
         "residual_norm": number(found.norms) / found.tokens,
     }
 

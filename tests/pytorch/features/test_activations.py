@@ -25,7 +25,7 @@ def columns(x: Tensor) -> dict[str, float]:
     massive = {"massive": float(found.ratio), "massive_channel": int(found.channel)}
     return {
         **({} if found.ratio == -math.inf else massive),
-        "effective_rank": float(found.rank),
+        **({} if found.rank == -math.inf else {"effective_rank": float(found.rank)}),
         "residual_norm": float(found.norms) / found.tokens,
     }
 
@@ -81,7 +81,7 @@ def test_numbers_that_are_not_finite_are_never_hidden(wrong: float) -> None:
 
 
 def test_zeros_have_no_ratio_and_no_rank() -> None:
-    assert columns(torch.zeros(4, 5)) == {"effective_rank": 0.0, "residual_norm": 0.0}
+    assert columns(torch.zeros(4, 5)) == {"residual_norm": 0.0}
 
 
 def test_the_rank_counts_directions_and_not_lengths() -> None:
