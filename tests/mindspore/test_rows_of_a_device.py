@@ -22,7 +22,13 @@ ALL: dict[str, Any] = {
     "update_ratio": True,
     "mg_direction": True,
     "recording_l2_features": True,
-    "l2_targets": {"linear_hook": [], "moe_router_weight_hook": ["b"], "moe_router_logit_hook": ["b"]},
+    "l2_targets": {
+        "linear_hook": [],
+        "moe_router_weight_hook": ["b"],
+        "moe_router_logit_hook": ["b"],
+        "activation_hook": ["a", "b"],
+    },
+    "dead_after_steps": 1,
     "ops": list(OPS),
     "ndigits": 12,
 }

@@ -31,7 +31,13 @@ CONFIG: dict[str, Any] = {
     "mg_direction": True,
     "ur_distribution": True,
     "recording_l2_features": True,
-    "l2_targets": {"linear_hook": [], "moe_router_weight_hook": ["block.b"], "moe_router_logit_hook": ["block.b"]},
+    "l2_targets": {
+        "linear_hook": [],
+        "moe_router_weight_hook": ["block.b"],
+        "moe_router_logit_hook": ["block.b"],
+        "activation_hook": ["block.a", "block.act"],
+    },
+    "dead_after_steps": 2,
     "ops": ["min", "max", "mean", "norm", "std", "zeros", "nans", "infs", "absmax", "shape"],
     "ndigits": 12,
     "format": ["csv", "hdf5"],
@@ -39,7 +45,7 @@ CONFIG: dict[str, Any] = {
 KINDS = {
     "actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq",
     "max_exp_avg_sq", "update_ratio", "other", "adam_update", "adam_ratio", "linear_hook", "moe_router_weight_hook",
-    "moe_router_logit_hook",
+    "moe_router_logit_hook", "activation_hook",
 }  # fmt: skip
 STEPS, MICRO_STEPS = 4, 2
 BETAS = (0.75, 0.96875)  # MindSpore's optimizers compute 1 - beta in float32, which of these is exact

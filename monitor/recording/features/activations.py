@@ -10,6 +10,7 @@ from monitor.config import MonitorConfig
 from monitor.recording.attached_model import NamedModule
 from monitor.recording.backend import HookSet
 from monitor.recording.features import reading, watchers
+from monitor.recording.module_calls import CallIndex
 from monitor.stats import partials
 
 
@@ -42,7 +43,7 @@ class ActivationWatcher(watchers.FeatureWatcher):
         try:
             x = self._output(result)
             with self._reading.beneath():
-                numbers = self._numbers(place.call, x.shape[-1], self._reading.activation_of(x))
+                numbers = self._numbers(place, x.shape[-1], self._reading.activation_of(x))
             self._record(place.call, numbers, x, place.micro_step)
         except reading.MisfitError as misfit:
             self._misfit(str(misfit))
@@ -65,8 +66,8 @@ class ActivationWatcher(watchers.FeatureWatcher):
             raise reading.MisfitError(reading.NO_ELEMENTS)
         return local
 
-    def _numbers(self, call: int, channels: int, found: reading.Activation) -> Mapping[int, Any]:
-        active = self._active_units(call, channels, found.seen)
+    def _numbers(self, place: CallIndex, channels: int, found: reading.Activation) -> Mapping[int, Any]:
+        active = self._active_units(place, channels, found.seen)
         return {
             partials.COUNT: found.tokens,
             partials.SUM: found.norms,
@@ -79,18 +80,17 @@ class ActivationWatcher(watchers.FeatureWatcher):
             partials.MIN: partials.EMPTY[partials.MIN] if active is None else active,
         }
 
-    def _active_units(self, call: int, channels: int, seen: Any) -> reading.Number | None:
-        """The share of units that are not dead, in the first forward of a step that follows enough others; else None."""
-        units = self._units.get(call)
+    def _active_units(self, place: CallIndex, channels: int, seen: Any) -> reading.Number | None:
+        """The share of units that are not dead, in the first micro-step of a step that follows enough others; else None."""
+        units = self._units.get(place.call)
         if units is None or units.number != channels:
-            units = self._units[call] = _Units(channels)
-        share = None
+            units = self._units[place.call] = _Units(channels)
         if units.step != self._clock.step:
-            if units.steps >= self._config.dead_after_steps:
-                share = self._reading.active_share(units.last, channels, units.steps - self._config.dead_after_steps)
-            units.step, units.steps = self._clock.step, units.steps + 1
+            since = units.steps - self._config.dead_after_steps
+            units.active = self._reading.active_share(units.last, channels, since) if since >= 0 else None
+            units.step, units.steps, units.first = self._clock.step, units.steps + 1, place.micro_step
         units.last = self._reading.last_active(units.last, seen, units.steps)
-        return share
+        return units.active if place.micro_step == units.first else None  # a forward that raised may be repeated
 
 
 class _Units:
@@ -100,11 +100,14 @@ class _Units:
         number: Their number.
         steps: The number of collected steps in which the call was made.
         step: The last of them, as training counts steps.
+        first: Its first micro-step with the call.
+        active: The share of units that were active in enough steps before it; None if there were too few.
         last: For each unit, in which of the ``steps`` it was last active, counted from 1; 0 if in none. An array of the
             framework.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.steps, self.step = 0, -1
+        self.steps, self.step, self.first = 0, -1, 0
+        self.active: reading.Number | None = None
         self.last: Any = None

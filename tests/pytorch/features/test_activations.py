@@ -117,6 +117,12 @@ def test_units_are_active_up_to_the_step_in_which_they_were_last_seen() -> None:
     assert float(active_share(spoiled, 3, 4)) == 0.0
 
 
+def test_nothing_is_kept_of_a_graph_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "capturing", lambda device: device.type == "cpu")
+    with pytest.raises(reading.MisfitError, match=reading.CAPTURED):
+        activation_of(drawn(4, 5))
+
+
 def test_no_copy_is_larger_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "BLOCK", 512)
     for x in (drawn(64, 8, 16), drawn(64, 8, 16).transpose(0, 1), drawn(9, 70, 33)[1:, 3:, :16], drawn(8, 16, 64).mT):

@@ -297,6 +297,33 @@ def test_only_training_calls_count(output: Output) -> None:
     assert [*rows(output).values()] == [pytest.approx(health(model(x)), rel=1e-9)]
 
 
+def test_a_forward_that_raised_and_is_repeated_has_the_same_dead_units(output: Output) -> None:
+    class Raising(nn.Module):
+        def forward(self, x: Tensor, error: Exception | None) -> Tensor:
+            if error is not None:
+                raise error
+            return x
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.raising = nn.ReLU(), Raising()
+
+        def forward(self, x: Tensor, error: Exception | None = None) -> Tensor:
+            return self.raising(self.act(x), error)
+
+    model, x = Chain(), seeded(40, 4) * torch.tensor([1.0, 1.0, 1.0, 0.0])
+    monitor, optimizer = watched(output, model, "act", dead_after_steps=1)
+    with monitor:
+        for step in range(3):
+            if step == 2:
+                with pytest.raises(KeyError):
+                    model(x, KeyError("out of memory"))
+            model(x)
+            optimizer.step()
+    assert [values.get(WITHOUT) for values in rows(output).values()] == [None, 0.25, 0.25]
+
+
 class Returning(nn.Module):
     def __init__(self, result: Callable[[Tensor], Any]) -> None:
         super().__init__()
