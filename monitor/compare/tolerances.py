@@ -50,7 +50,11 @@ VALUE: Final = "value"
 """The op of the run's own numbers."""
 AVERAGES: Final = ("mean", "norm", "std", "rms", "absmean", VALUE)
 HIGHER: Final = ("kurtosis", "skewness")
-SHARES: Final = ("zeros", *LOSSES)
+SHARES: Final = ("zeros", "dead_units", *LOSSES)
+LARGEST_CHANNEL: Final = "massive_channel"
+"""Rounding decides which of two equal elements is the largest."""
+OVER_MEDIAN: Final = "massive"
+"""A median is rounded as the largest elements are, of which it may be a small part."""
 RATE: Final = re.compile(rf"{LEARNING_RATE}(\.\d+)?")
 GIVEN: Final = re.compile(rf"{RATE.pattern}|epoch|tokens")
 """Numbers of a run that no arithmetic of training has touched."""
@@ -328,7 +332,8 @@ class Rounding:
         if kind == RUN_KIND:
             scales.least = LEAST_LOGGED
             epsilon = 0.0 if GIVEN.fullmatch(left["name"]) else epsilon
-        judged = [op for op in ops if not (vector and op in SHARES and (_cancels(kind) or scales.slack))]
+        unjudged = (LARGEST_CHANNEL, *(SHARES if vector and (_cancels(kind) or scales.slack) else ()))
+        judged = [op for op in ops if op not in unjudged]
         shares = ((_of_op(kind, op, left[op], right[op], scales, epsilon), op) for op in judged)
         most, op = max(shares, default=(0.0, ""))
         return most / self._times, op
@@ -429,6 +434,8 @@ def _of_op(kind: str, op: str, a: float | None, b: float | None, scales: _Scales
         return scales.apart(a, b) / (32 * epsilon + 2 / scales.count)
     if op in PERCENTILES:
         return scales.apart(a, b) / own / (32 * epsilon + 2 / scales.count)
+    if op == OVER_MEDIAN:
+        return scales.apart(a, b) / abs(a * b) / (4 * epsilon + 16 * SINGLE)
     if op in HIGHER:
         return scales.apart(a, b) / max(own, 3.0) / (16 * epsilon + 64 * SINGLE)
     if op == "mean" and scales.count > 1 and not scales.knows_size:
