@@ -116,7 +116,8 @@ def test_a_batch_of_one_goes_with_every_other() -> None:
     assert means(scores_of(query, key), 0, 0) == pytest.approx(expected, rel=2e-6)
 
 
-def test_a_sequence_of_8192_adds_less_than_64_mb() -> None:
+@pytest.mark.parametrize("how", ["plain", "flex"])
+def test_a_sequence_of_8192_adds_less_than_64_mb(how: str) -> None:
     """The weights of one head alone would be 256 MB."""
-    told = subprocess.run([sys.executable, str(MEMORY)], capture_output=True, text=True, check=True)
+    told = subprocess.run([sys.executable, str(MEMORY), how], capture_output=True, text=True, check=True)
     assert 0 < float(told.stdout) < 64
