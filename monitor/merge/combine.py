@@ -25,9 +25,10 @@ from monitor.merge.rows import Rows, Share, Source, Told, counts_elements, gathe
 from monitor.merge.statistics import FROM_EXPERTS, WEIGHTED, WHOLE_ONLY, Flags, Index, Statistics, combined
 from monitor.merge.tensors import UNKNOWN, Catalogue
 from monitor.series import CHECKED_KINDS, KINDS_OF_RANKS, NO_MICRO_STEP, REPLICA_KIND
+from monitor.sinks.arrow import texts_of
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import FEATURES, own_columns
-from monitor.stats.histograms import MAGNITUDES, histogram_text
+from monitor.stats.histograms import MAGNITUDES
 from monitor.stats.loads import LOAD_KIND
 from monitor.stats.ops import CALLS, CHECKSUM
 from monitor.stats.partials import Floats
@@ -428,9 +429,12 @@ def _numbers(statistics: Statistics) -> dict[str, pa.Array]:
 
 def _spelled(statistics: Statistics) -> pa.Array:
     """Histograms as text."""
-    there, counts = statistics.known[statistics.ops.index(MAGNITUDES)].tolist(), statistics.partials.histogram
-    texts = [histogram_text(counts[row]) if counts is not None and it_is else None for row, it_is in enumerate(there)]
-    return pa.array(texts, type=pa.string()).dictionary_encode()
+    there, counts = statistics.known[statistics.ops.index(MAGNITUDES)], statistics.partials.histogram
+    if counts is None or not there.any():
+        return pa.nulls(len(there), pa.string()).dictionary_encode()
+    which = np.cumsum(there) - 1
+    texts = texts_of(counts[there]).dictionary_encode()
+    return texts.take(pa.array(which, mask=~there))
 
 
 def _checksums(statistics: Statistics) -> pa.Array:

@@ -96,6 +96,20 @@ def _entries(words: pa.LargeStringArray) -> pa.StructArray:
     return pa.StructArray.from_arrays([bins.cast(pa.int16()), counts], fields=_ENTRY)
 
 
+def texts_of(counts: Counts) -> pa.StringArray:
+    """Histograms as texts, each as ``monitor.stats.histograms.histogram_text`` writes it.
+
+    Args:
+        counts: Shape ``(rows, BINS)``.
+    """
+    rows, bins = np.nonzero(counts)
+    upper, elements = _upper_texts().take(pa.array(bins)).cast(pa.string()), pa.array(counts[rows, bins]).cast(pa.string())
+    words = call_function("binary_join_element_wise", [upper, elements, pa.scalar(":", pa.string())])
+    ends = np.cumsum(np.bincount(rows, minlength=len(counts)))
+    lists = pa.ListArray.from_arrays(pa.array(np.append(0, ends).astype(np.int32)), words)
+    return call_function("binary_join", [lists, pa.scalar(" ", pa.string())])
+
+
 def counts_of(column: pa.ChunkedArray | pa.LargeListArray, bins: int = BINS) -> Counts:
     """The elements in each bin, shape ``(rows, bins)``; zeros for rows without a histogram.
 
