@@ -103,6 +103,7 @@ COMMANDS: Final = {
     "report": CommandEntry("monitor.report.cli", "app", "Say whether a run is healthy, and what broke first."),
     "top": CommandEntry("monitor.top.cli", "app", "Show a running job: ranks, loss, unusual tensors, alerts."),
     "query": CommandEntry("monitor.query.cli", "app", "Answer a query about what a job recorded."),
+    "precision": CommandEntry("monitor.precision.cli", "app", "Say which layers are safe in FP8, and in which format."),
     "rank-anomalies": CommandEntry(
         "monitor.anomalies.ranking.cli", "app", "Order the events of all ranks, and find the first fault."
     ),

@@ -45,6 +45,20 @@ def recorded(*ranks: int, world: int = 1, steps: int = 2, value: float = 1.0, dr
     return make
 
 
+def multiplied(outlier: float = 1.0, world: int = 1) -> Make:
+    """A layer whose operands were recorded with histograms."""
+
+    def make(base: Path) -> None:
+        values = [0.5, 0.75, 1.0, outlier]
+        names = {"actv": ("a.input", "a.output"), "actv_grad": ("a.input", "a.output"), "param_origin": ("a.weight",)}
+        rows = {kind: [Measured(name, values, shape=(2, 2), magnitudes=True) for name in each] for kind, each in names.items()}
+        one = RecordedRank(base, 0, world, "hdf5", ops=("absmax", "norm", "shape", "magnitude_histogram"))
+        one.write(0, rows)
+        one.close()
+
+    return make
+
+
 def watched(*ranks: int, world: int = 1) -> Make:
     """Ranks of a job that can be reconfigured."""
 
@@ -120,6 +134,13 @@ CASES: dict[str, list[tuple[int, Make]]] = {
         (2, nothing),
     ],
     "monitor-query": CONVERSION,
+    "monitor-precision": [
+        (0, multiplied()),
+        (1, multiplied(outlier=1e12)),
+        (1, multiplied(world=2)),
+        (1, recorded(0)),
+        (2, nothing),
+    ],
     "monitor-convert": CONVERSION,
     "monitor-csv2tensorboard": CONVERSION,
     "monitor-csv2db": CONVERSION,

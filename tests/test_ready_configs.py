@@ -28,7 +28,7 @@ ASKED_FOR = {
     "gradients": {"wg_distribution", "wg_reduced_only", "update_ratio"},
     "health": {"wg_distribution", "wg_reduced_only", "param_distribution", "xy_distribution", "replica_check"},
     "hdf5": {"wg_distribution", "mv_distribution", "param_distribution"},
-    "low_precision": {"xy_distribution", "all_xy", "wg_distribution", "update_ratio"},
+    "low_precision": {"xy_distribution", "all_xy", "wg_distribution", "param_distribution", "update_ratio"},
     "micro_batch_gradients": {"wg_distribution", "monitor_mbs_grad"},
     "optimizer_moments": {"mv_distribution"},
     "print_structure": {"print_struct"},

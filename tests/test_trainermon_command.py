@@ -25,7 +25,7 @@ SCRIPTS = dict(
         flags=re.MULTILINE,
     )
 )
-ON_A_DIRECTORY = sorted(COMMANDS.keys() - {"compare", "query", "report", "run"})
+ON_A_DIRECTORY = sorted(COMMANDS.keys() - {"compare", "precision", "query", "report", "run"})
 EACH = pytest.mark.parametrize("name", COMMANDS)
 
 HELP = """
