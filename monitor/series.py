@@ -192,6 +192,8 @@ CALL_KIND: Final = "other"
 """One row per communication operator and step, which combines its calls, and rows of scalars."""
 DIRECTION_KIND: Final = "mg_direction"
 """The fraction of gradient elements whose sign equals the momentum's. In files it is a scalar of kind ``other``."""
+HEALTH_KIND: Final = "optimizer_health"
+"""Whether rounding swallows an optimizer's updates, and whether Adam's second moment fits the gradient."""
 RUN_KIND: Final = "run"
 """The run's own numbers: what the loop logs, learning rates, and the total norm of gradients."""
 LEARNING_RATE: Final = "learning_rate"
@@ -338,6 +340,19 @@ KIND_TABLE: Final = (
             Column("update_ratio", "ratio of roots", combines="ratio"),
             Column("update_norm", "root", "sum", "norm"),
             Column("weight_norm", "root", "sumsq", "norm"),
+        ),
+    ),
+    # Elements, how many have an update (``neginfs``), and how many of these stay the same (``smalls``). Elements with a second
+    # moment (``sumsq``), the sum over them of gradient² / second moment, and how many are below ``eps`` (``posinfs``).
+    _of_step(
+        HEALTH_KIND,
+        "optimizer_health",
+        fed_by=_GRADIENT_AND_MOMENTS,
+        warned=True,
+        columns=(
+            Column("swallowed", "share of updates", "smalls"),
+            Column("staleness", "root mean square", "sum"),
+            Column("below_eps", "share of second moments", "posinfs", "weighted"),
         ),
     ),
     # Elements, and the number of elements whose gradient and momentum have the same sign.

@@ -29,7 +29,7 @@ USED, CALLS, REDUCED, STEPPED = (phase * MOST_ROWS * len(SHOWN_KINDS) for phase 
 PHASES: Final = {
     **dict.fromkeys(("param_origin", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "linear_hook"), USED),
     **dict.fromkeys(("grad_reduced", "run"), REDUCED),
-    **dict.fromkeys(("update_ratio", "adam_update", "adam_ratio"), STEPPED),
+    **dict.fromkeys(("update_ratio", "optimizer_health", "adam_update", "adam_ratio"), STEPPED),
     **dict.fromkeys(("param_updated", "exp_avg_updated", "exp_avg_sq_updated", "max_exp_avg_sq_updated"), STEPPED),
 }
 """The order of a step, where it is not that of measuring: what the step uses, its calls forward and backward (all other kinds),

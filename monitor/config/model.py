@@ -298,6 +298,8 @@ class Intervals(_StrictModel):
     """Histograms of updates."""
     update_ratio: Positive = 1
     """Ratios of updates to weights."""
+    optimizer_health: Positive = 1
+    """Health of the optimizer."""
     mg_direction: Positive = 1
     """Agreement of gradients and momentum. With `wg_distribution`: a multiple of its interval."""
     cc_distribution: Positive = 1
@@ -444,6 +446,9 @@ class Settings(_StrictModel):
     update_ratio: Annotated[bool, UPDATES] = False
     """Record the norm of each step's update over the norm of the weight. Keeps a copy of the targeted weights during the
     step."""
+    optimizer_health: Annotated[bool, UPDATES] = False
+    """Record whether rounding swallows the updates of each weight, and whether Adam's second moment fits its gradient. Keeps a
+    copy of the targeted weights during the step, which `update_ratio` shares."""
     run_numbers: Annotated[bool | None, RUN] = None
     """Record the run's own numbers in each step: learning rates, the total norm of gradients before and after clipping, and
     what the loop passes to `TrainerMon.log`. Null: if nothing else is recorded, only what is passed to `log`."""

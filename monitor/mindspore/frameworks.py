@@ -428,6 +428,7 @@ class MindSporeMoments:
         mean_correction: The divisor of ``mean``: a tensor of one element, float32, as the optimizer computes it.
         square_correction: The divisor of ``square``, likewise.
         eps_on_root: Whether ``eps`` is added to the root of ``square`` before the root is corrected.
+        bias: The bias of ``square``, ``1 - beta2 ** step``, whether the optimizer corrects it or not.
     """
 
     mean: Parameter
@@ -436,6 +437,7 @@ class MindSporeMoments:
     square_correction: Correction
     eps: float
     eps_on_root: bool
+    bias: Correction
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,12 +483,17 @@ class Adams:
         group = self._state.group(place)
         with _no_grad():
             of_mean, of_square = self.rule.corrections(self._optimizer, group)
+            bias = of_square if self.rule.corrections is not _none else _bias(self._optimizer)
         eps = float(group["eps"]) if self._eps is None else self._eps
-        return MindSporeMoments(mean, square, of_mean, of_square, eps, self.rule.eps_on_root)
+        return MindSporeMoments(mean, square, of_mean, of_square, eps, self.rule.eps_on_root, bias)
 
 
 def _none(_optimizer: nn.Cell, _group: Mapping[str, Any]) -> tuple[Correction, Correction]:
     return 1.0, 1.0
+
+
+def _bias(optimizer: nn.Cell) -> Correction:
+    return mint.sub(1.0, ops.Pow()(optimizer.beta2, optimizer.global_step)).reshape(())
 
 
 def _by_powers(optimizer: nn.Cell, _group: Mapping[str, Any]) -> tuple[Correction, Correction]:
@@ -637,6 +644,12 @@ class MindSporeFramework:
         """This rank's part of a moment; None before a fresh optimizer's first step: its zeros are no moment."""
         found = self._of(parameter) if optimizer is None else self.stepped[id(optimizer)]
         return found.state.moment(kind, parameter.tensor) if found is not None and found.has_stepped else None
+
+    def state_of(self, parameter: ParameterHolder) -> tuple[OptimizerState, int] | None:
+        """The state of the optimizer that steps a parameter, and the parameter's index in it; None if none steps it."""
+        found = self._of(parameter)
+        place = None if found is None else found.state.place(parameter.tensor)
+        return None if found is None or place is None else (found.state, place)
 
     def keeps(self, kind: str, parameter: ParameterHolder) -> bool:
         """Whether the optimizer has such a moment of a parameter, even before its first step."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from mindspore import Tensor
+from mindspore import Tensor, nn
+from mindspore.common import _no_grad
 
 from monitor.mindspore.features import is_floating_point
-from monitor.mindspore.frameworks import MindSporeMoments
+from monitor.mindspore.frameworks import MindSporeMoments, OptimizerState, is_a
 from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
-from monitor.recording.parameters import RatioCollector
 from monitor.recording.phases import Collector, OptimizerTurn
+from monitor.recording.updates import HealthCollector, RatioCollector, WeightsBefore
 from monitor.series import DIRECTION_KIND
 from monitor.stats.mindspore import updates as kernels
 from monitor.stats.mindspore.tensors import Number, has_data
@@ -124,11 +125,111 @@ class MindSporeWeightCopies:
         return kernels.squares_of_update(after, before) if tuple(before.shape) == tuple(after.shape) else None
 
 
+# --- ``optimizer_health``: what rounding makes of a step, and whether Adam's second moment fits the gradient.
+
+
+class GradientUse(NamedTuple):
+    """How an optimizer uses a gradient that it is given.
+
+    Attributes:
+        divisor: The loss scale that it divides by.
+        decay: The multiple of the weight that it then adds; None if it changes the gradient in another way.
+        rate: Its learning rate in the step, a number or a tensor; None if that is unknown.
+    """
+
+    divisor: float
+    decay: Number | None
+    rate: Any
+
+
+def use_of(state: OptimizerState, place: int) -> GradientUse:
+    """How an optimizer will use the gradient of its parameter at an index in its next step."""
+    return GradientUse(float(getattr(state.optimizer, "loss_scale", 1.0)), _added_decay(state, place), _rate(state, place))
+
+
+def _rate(state: OptimizerState, place: int) -> Any:
+    if group := state.group(place):
+        return group.get("lr")
+    kept: Any = getattr(state.optimizer, "learning_rate", None)
+    one = kept[place] if getattr(state.optimizer, "is_group_lr", False) else kept
+    if not isinstance(one, nn.Cell):
+        return one
+    with _no_grad():
+        return one(state.optimizer.global_step).reshape(())
+
+
+def _added_decay(state: OptimizerState, place: int) -> Number | None:
+    optimizer, group = state.optimizer, state.group(place)
+    if is_a(optimizer, "AdamWeightDecay", "AdamW"):
+        return 0.0
+    if getattr(optimizer, "grad_centralization", False):
+        return None
+    if group:
+        decay = group.get("weight_decay", 0.0)
+        return -decay if group.get("maximize") else decay  # its square is that of the negated gradient with the decay
+    if not getattr(optimizer, "exec_weight_decay", False) or not optimizer.decay_flags[place]:
+        return 0.0
+    kept: Any = optimizer.weight_decay
+    one = kept[place] if isinstance(kept, (tuple, list)) else kept
+    return None if isinstance(one, nn.Cell) else one / optimizer.loss_scale  # MindSpore has multiplied it by the scale
+
+
+class MindSporeStepReading:
+    """The gradients and moments of a step (``StepReading``)."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._framework = attached.framework
+        self._is_reduced = attached.is_reduced
+        self._failures = attached.failures
+        self._uses: dict[NamedParameter, GradientUse] = {}
+        self._reduced: set[NamedParameter] = set()
+
+    def begin_step(self, turn: OptimizerTurn) -> None:
+        self._uses.clear()
+        self._reduced.clear()
+        if not self._framework.is_adam(turn.optimizer):
+            name = type(turn.optimizer).__name__
+            said = f"staleness and below_eps need an Adam optimizer, and {name} is no known Adam"
+            self._failures.warn("optimizer_health", f"optimizer_health: {said}: it has no rows of them.")
+
+    def remember(self, parameter: NamedParameter, turn: OptimizerTurn) -> None:
+        del turn
+        found = self._framework.state_of(parameter)
+        if found is not None:
+            self._uses[parameter] = use_of(*found)
+
+    def gradient_ready(self, parameter: NamedParameter) -> None:
+        if self._is_reduced(parameter, self._framework.reduced(parameter)):
+            self._reduced.add(parameter)
+
+    def health(self, parameter: NamedParameter, turn: OptimizerTurn, weight: Tensor, before: Any) -> kernels.Numbers | None:
+        del turn
+        gradient, use = self._framework.reduced(parameter), self._uses.get(parameter)
+        if gradient is None or use is None or parameter not in self._reduced or tuple(before.shape) != tuple(weight.shape):
+            return None
+        if not _fits(gradient, weight):
+            return None
+        numbers = kernels.swallowed(weight, before, gradient, use.rate)
+        moments = self._framework.adam_of(parameter)
+        if moments is None or use.decay is None or not _fits(moments.square, weight):
+            return numbers
+        lowest = moments.eps**2 * (1.0 if moments.eps_on_root else moments.square_correction)
+        terms = moments.bias, lowest, before, use.divisor, use.decay
+        return numbers | kernels.staleness(gradient, moments.square, *terms)
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    return tuple(x.shape) == tuple(weight.shape) and is_floating_point(x) and has_data(x)
+
+
 def new_updates(attached: Attached) -> Iterator[tuple[str, Collector]]:
     """Create the configured collectors of updates."""
     config = attached.config
+    weights = WeightsBefore(attached, MindSporeWeightCopies())
     if config.update_ratio:
-        yield "update_ratio", RatioCollector(attached, MindSporeWeightCopies())
+        yield "update_ratio", RatioCollector(attached, weights)
+    if config.optimizer_health:
+        yield "optimizer_health", HealthCollector(attached, weights, MindSporeStepReading(attached))
     if config.mg_direction:
         yield "mg_direction", MindSporeDirectionCollector(attached)
     if config.ur_distribution:

@@ -1,4 +1,4 @@
-"""Collectors of weight updates for PyTorch: ``update_ratio``, ``ur_distribution`` and ``mg_direction``."""
+"""Collectors of weight updates for PyTorch: ``update_ratio``, ``optimizer_health``, ``ur_distribution``, ``mg_direction``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from monitor.pytorch.frameworks.dtensor import part_like
 from monitor.pytorch.frameworks.framework import SteppedTensor
 from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
-from monitor.recording.parameters import RatioCollector
-from monitor.recording.phases import Collector, OptimizerTurn
+from monitor.recording.phases import STILL_SCALED, Collector, OptimizerTurn
+from monitor.recording.updates import HealthCollector, RatioCollector, WeightsBefore
 from monitor.series import DIRECTION_KIND
 from monitor.stats.partials import COUNT, SUM, WRITES
 from monitor.stats.torch.tensors import local_shard
-from monitor.stats.torch.updates import Scratch, agreement, signed, squares_of_update, together
+from monitor.stats.torch.updates import Numbers, Scratch, agreement, signed, squares_of_update, staleness, swallowed, together
 
 # --- The hyperparameters of each stepped tensor.
 
@@ -93,6 +93,8 @@ def made(now: float | Tensor, before: float | Tensor | None = None) -> float | T
 
 ADAMS: Final = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam", "HybridAdam"})
 """Names of classes that step by this rule. Subclasses count too."""
+DECOUPLED: Final = frozenset({"AdamW"})
+"""Those whose weight decay is never added to the gradient."""
 
 Correction = float | Tensor
 
@@ -106,6 +108,7 @@ class AdamMoments:
         square: ``exp_avg_sq``, or its running maximum under AMSGrad.
         mean_correction: The divisor of ``mean``; a tensor if the step count is on a device.
         square_correction: The divisor of ``square``.
+        bias: The bias of ``square``, ``1 - beta2 ** step``, whether the optimizer corrects it or not.
         made: 1 if the step was made, 0 if the optimizer has skipped it by itself. A tensor is float64, one element.
     """
 
@@ -113,8 +116,64 @@ class AdamMoments:
     square: Tensor
     mean_correction: Correction
     square_correction: Correction
+    bias: Correction
     eps: float
     made: float | Tensor
+
+
+class AdamSteps:
+    """The moments of the steps that an Adam makes, by parameter."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._framework = attached.framework
+        self._failures = attached.failures
+        self._counts: dict[NamedParameter, float | Tensor] = {}
+        self._groups = ParameterGroups()
+
+    def begin(self) -> None:
+        """An optimizer is about to step."""
+        self._groups, self._counts = ParameterGroups(), {}
+
+    def remember(self, parameter: NamedParameter, optimizer: Optimizer) -> None:
+        """Store the step count before the step: a parameter whose count does not change has no update."""
+        found = self.stepped(parameter, optimizer)
+        if found is not None and (step := steps_made(found[0], found[1] or {})) is not None:
+            self._counts[parameter] = step
+
+    def end(self) -> None:
+        """The optimizer has stepped. Its groups may have changed."""
+        self._groups = ParameterGroups()
+
+    def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> tuple[SteppedTensor, Mapping[str, Any] | None] | None:
+        """The tensor that is stepped for a parameter, and its hyperparameters."""
+        stepped: SteppedTensor | None = self._framework.stepped(parameter, optimizer)
+        return None if stepped is None else (stepped, self._groups.of(stepped))
+
+    def made(self, parameter: NamedParameter, stepped: SteppedTensor, group: Mapping[str, Any]) -> float | Tensor | None:
+        """1 if the step was made, 0 if the optimizer has skipped it by itself; None if it keeps no count."""
+        step = steps_made(stepped, group)
+        return None if step is None else made(step, self._counts.get(parameter))
+
+    def moments(self, parameter: NamedParameter, stepped: SteppedTensor, group: Mapping[str, Any]) -> AdamMoments | None:
+        """The moments after the step; None if they are not known."""
+        kinds = ("exp_avg", "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
+        found = [self._framework.moment(kind, parameter, stepped.optimizer) for kind in kinds]
+        mean, square = (None if one is None else local_shard(one) for one in found)
+        step, was_made = steps_made(stepped, group), self.made(parameter, stepped, group)
+        if mean is None or square is None or step is None or was_made is None:
+            return None
+        if mean.shape != square.shape or not mean.is_floating_point() or (not isinstance(was_made, Tensor) and not was_made):
+            return None
+        biases = [_bias(beta, step) for beta in group["betas"][:2]]
+        corrections = biases if group.get("bias_correction", True) not in (False, 0) else [1.0, 1.0]
+        return AdamMoments(mean, square, corrections[0], corrections[1], biases[1], float(group["eps"]), was_made)
+
+    def is_adam(self, optimizer: Optimizer, field: str, needs: str) -> bool:
+        """Whether an optimizer is a known Adam. If not, a warning of a configuration field says once what ``needs`` one."""
+        known = any(base.__name__ in ADAMS for base in type(optimizer).__mro__)
+        if not known:
+            self._failures.warn(field, f"{needs}, and {type(optimizer).__name__} is none: it has no rows.")
+        return known
 
 
 class AdamCollector(Collector):
@@ -123,31 +182,23 @@ class AdamCollector(Collector):
     def __init__(self, attached: Attached) -> None:
         self._update = attached.series("adam_update")
         self._ratio = attached.series("adam_ratio")
-        self._framework = attached.framework
-        self._failures = attached.failures
+        self._steps = AdamSteps(attached)
         self._reader: Any = attached.recorder.reader
         self._eps = attached.config.eps
-        self._steps: dict[NamedParameter, float | Tensor] = {}
 
     def before_step(self, turn: OptimizerTurn) -> None:
-        """Store the step counts: a parameter whose count does not change has no update."""
-        groups, self._steps = ParameterGroups(), {}
-        self._update.each(lambda parameter: self._remember(parameter, turn.optimizer, groups), turn.held)
-
-    def _remember(self, parameter: NamedParameter, optimizer: Optimizer, groups: ParameterGroups) -> None:
-        stepped = self._framework.stepped(parameter, optimizer)
-        if stepped is not None and (step := steps_made(stepped, groups.of(stepped) or {})) is not None:
-            self._steps[parameter] = step
+        self._steps.begin()
+        self._update.each(lambda parameter: self._steps.remember(parameter, turn.optimizer), turn.held)
 
     def after_step(self, turn: OptimizerTurn) -> None:
         optimizer = turn.optimizer
         if optimizer is None:
             return
-        groups = ParameterGroups()
+        self._steps.end()
         counted: dict[NamedParameter, ComputedRow] = {}
 
         def update(parameter: NamedParameter) -> ComputedRow | None:
-            moments = self._moments(parameter, optimizer, groups)
+            moments = self._moments(parameter, optimizer)
             if moments is None:
                 return None
             updates, counted[parameter] = self._count(moments)
@@ -156,22 +207,14 @@ class AdamCollector(Collector):
         self._update.record_computed(update, turn.held)
         self._ratio.record_computed(lambda parameter: counted.pop(parameter, None), turn.held)
 
-    def _moments(self, parameter: NamedParameter, optimizer: Optimizer, groups: ParameterGroups) -> AdamMoments | None:
-        stepped = self._framework.stepped(parameter, optimizer)
-        group = None if stepped is None else groups.of(stepped)
+    def _moments(self, parameter: NamedParameter, optimizer: Optimizer) -> AdamMoments | None:
+        stepped, group = self._steps.stepped(parameter, optimizer) or (None, None)
         if stepped is None or group is None or not self._is_adam(stepped.optimizer):
             return None
-        kinds = ("exp_avg", "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
-        found = [self._framework.moment(kind, parameter, optimizer) for kind in kinds]
-        mean, square = (None if one is None else local_shard(one) for one in found)
-        step = steps_made(stepped, group)
-        before = self._steps.get(parameter)
-        if step is not None and not isinstance(step, Tensor) and step == (before or 0.0):
-            return None
-        if mean is None or square is None or step is None or mean.shape != square.shape or not mean.is_floating_point():
-            return None
-        corrections = [_correction(beta, step, group) for beta in group["betas"][:2]]
-        return AdamMoments(mean, square, corrections[0], corrections[1], float(group["eps"]), made(step, before))
+        return self._steps.moments(parameter, stepped, group)
+
+    def _is_adam(self, optimizer: Optimizer) -> bool:
+        return self._steps.is_adam(optimizer, "ur_distribution", "ur_distribution needs an Adam optimizer")
 
     def _count(self, moments: AdamMoments) -> tuple[ComputedRow, ComputedRow]:
         updates, ratios = (signed(moments.mean, self._reader.host, self._eps) for _ in range(2))
@@ -188,15 +231,6 @@ class AdamCollector(Collector):
         ]
         return computed[0], computed[1]
 
-    def _is_adam(self, optimizer: Optimizer) -> bool:
-        known = any(base.__name__ in ADAMS for base in type(optimizer).__mro__)
-        if not known:
-            name = type(optimizer).__name__
-            self._failures.warn(
-                "ur_distribution", f"ur_distribution needs an Adam optimizer, and {name} is none: it has no rows."
-            )
-        return known
-
 
 def _ratio(mean: Tensor, root: Tensor, into: Tensor) -> Tensor:
     if root.is_cpu and root.amin().item() > 0:
@@ -205,10 +239,8 @@ def _ratio(mean: Tensor, root: Tensor, into: Tensor) -> Tensor:
     return torch.div(mean, root, out=into).masked_fill_(neither, 0)
 
 
-def _correction(beta: float | Tensor, step: float | Tensor, group: Mapping[str, Any]) -> Correction:
-    """The bias correction ``1 - beta ** step``. A beta on a device is not copied to the host."""
-    if group.get("bias_correction", True) in (False, 0):
-        return 1.0
+def _bias(beta: float | Tensor, step: float | Tensor) -> Correction:
+    """The bias ``1 - beta ** step``. A beta on a device is not copied to the host."""
     exact = beta.detach().to(torch.float64) if isinstance(beta, Tensor) else beta
     corrected: Correction = 1 - exact**step
     return corrected
@@ -294,11 +326,109 @@ def _share(agreeing: Tensor, x: Tensor) -> ComputedRow:
     return ComputedRow({COUNT: float(x.numel()), SUM: agreeing}, x)
 
 
+# --- ``optimizer_health``: what rounding makes of a step, and whether Adam's second moment fits the gradient.
+
+
+class TorchStepReading:
+    """The gradients and moments of a step (``StepReading``)."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._framework = attached.framework
+        self._is_reduced = attached.is_reduced
+        self._steps = AdamSteps(attached)
+        self._reduced: set[NamedParameter] = set()
+
+    def begin_step(self, turn: OptimizerTurn) -> None:
+        del turn
+        self._steps.begin()
+        self._reduced.clear()
+
+    def remember(self, parameter: NamedParameter, turn: OptimizerTurn) -> None:
+        if turn.optimizer is not None:
+            self._steps.remember(parameter, turn.optimizer)
+
+    def gradient_ready(self, parameter: NamedParameter) -> None:
+        if self._is_reduced(parameter, self._framework.reduced(parameter)):
+            self._reduced.add(parameter)
+
+    def health(self, parameter: NamedParameter, turn: OptimizerTurn, weight: Tensor, before: Tensor) -> Numbers | None:
+        found = None if turn.optimizer is None else self._steps.stepped(parameter, turn.optimizer)
+        if found is None or not (before.shape == weight.shape and before.device == weight.device):
+            return None
+        stepped, group = found[0], found[1] or {}
+        was_made = self._steps.made(parameter, stepped, group)
+        if was_made is not None and not isinstance(was_made, Tensor) and not was_made:
+            return None
+        moments = self._moments(parameter, stepped, group, weight)
+        gradient = self._gradient(parameter, turn, weight)
+        due = moments.mean if gradient is None and moments is not None else gradient
+        if due is None:
+            return None
+        numbers = swallowed(weight, before, due, steps=_steps_at_all(group.get("lr")))
+        if gradient is not None and moments is not None:
+            lowest = moments.eps**2 * moments.square_correction
+            numbers |= staleness(gradient, moments.square, moments.bias, lowest, before, _decay(stepped.optimizer, group))
+        return {**numbers, WRITES: _was_made(was_made, stepped.optimizer)}
+
+    def _moments(
+        self, parameter: NamedParameter, stepped: SteppedTensor, group: Mapping[str, Any], weight: Tensor
+    ) -> AdamMoments | None:
+        needs = "optimizer_health: staleness and below_eps need an Adam optimizer"
+        if not group or not self._steps.is_adam(stepped.optimizer, "optimizer_health", needs):
+            return None
+        moments = self._steps.moments(parameter, stepped, group)
+        return moments if moments is not None and _fits(moments.mean, weight) else None
+
+    def _gradient(self, parameter: NamedParameter, turn: OptimizerTurn, weight: Tensor) -> Tensor | None:
+        """The gradient that the optimizer has used, as far as it is known to be that one."""
+        gradient = self._framework.used_gradient(parameter)
+        if gradient is None or parameter not in self._reduced or not _unscales(turn):
+            return None
+        held = part_like(gradient, parameter.tensor)
+        return held if held is not None and held.layout is torch.strided and _fits(held, weight) else None
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    return x.shape == weight.shape and x.device == weight.device and x.is_floating_point()
+
+
+def _unscales(turn: OptimizerTurn) -> bool:
+    """Whether the gradients are without a loss scale after the step. Fused optimizers of torch write them back without it."""
+    return turn.scaling != STILL_SCALED or isinstance(turn.optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD))
+
+
+def _steps_at_all(rate: Any) -> float | Tensor:
+    """1 if a learning rate is not 0, else 0: a step of the rate 0 has no update. A tensor if the rate is on an accelerator."""
+    if isinstance(rate, Tensor) and not rate.is_cpu:
+        return rate.detach().ne(0).to(torch.float64).reshape(())
+    return float(rate is None or float(rate) != 0)
+
+
+def _decay(optimizer: Optimizer, group: Mapping[str, Any]) -> Any:
+    """The multiple of the weight that is added to the gradient, so that the second moment contains it; 0 if none is."""
+    modes = [group.get("decoupled_weight_decay"), *(getattr(optimizer, name, False) for name in ("adam_w_mode", "adamw_mode"))]
+    if any(modes) or any(base.__name__ in DECOUPLED for base in type(optimizer).__mro__):
+        return 0
+    decay = group.get("weight_decay", 0)
+    return -decay if group.get("maximize") else decay  # its square is that of the negated gradient with the decay
+
+
+def _was_made(counted: float | Tensor | None, optimizer: Optimizer) -> float | Tensor:
+    """1 if a step was made, else 0. An optimizer without a count may skip on a device, by what a GradScaler found."""
+    found = getattr(optimizer, "found_inf", None)
+    if counted is not None or not isinstance(found, Tensor):
+        return 1.0 if counted is None else counted
+    return found.detach().eq(0).to(torch.float64).reshape(())
+
+
 def new_updates(attached: Attached) -> Iterator[tuple[str, Collector]]:
     """Create the configured collectors of updates."""
     config = attached.config
+    weights = WeightsBefore(attached, TorchWeightCopies())
     if config.update_ratio:
-        yield "update_ratio", RatioCollector(attached, TorchWeightCopies())
+        yield "update_ratio", RatioCollector(attached, weights)
+    if config.optimizer_health:
+        yield "optimizer_health", HealthCollector(attached, weights, TorchStepReading(attached))
     if config.mg_direction:
         yield "mg_direction", DirectionCollector(attached)
     if config.ur_distribution:

@@ -455,7 +455,8 @@ class Attachment:
     def _needs_optimizers(self) -> bool:
         config = self.watch.config
         of_weights = config.wg_distribution or config.param_distribution or config.mv_distribution
-        return of_weights or config.update_ratio or config.mg_direction or config.ur_distribution
+        of_updates = config.update_ratio or config.optimizer_health or config.mg_direction or config.ur_distribution
+        return of_weights or of_updates
 
     def _begin_step(self, *, before_a_turn: bool = False) -> None:
         self.begun = False

@@ -1,18 +1,16 @@
-"""Collectors around an optimizer's step: weights, optimizer moments, and the relative size of the update."""
+"""Collectors around an optimizer's step: gradients, weights and optimizer moments."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any, Final, Literal, Protocol, final
 
-from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter, ParameterSeries
+from monitor.recording.attached_model import Attached, NamedParameter, ParameterSeries
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import LEFT_BY_STEP, MOMENT_KINDS, Placement
-from monitor.stats.partials import COUNT, SUM, SUMSQ
 
 # --- Records weight gradients before and after the data-parallel ranks reduce them: the part common to all frameworks.
 
@@ -333,63 +331,3 @@ class MomentCollector(Collector):
         if len(absent) > self._noted:
             self._noted = len(absent)
             self._note("optimizer_state", "; ".join(absent))
-
-
-# --- ``update_ratio``: the change of a weight in a step, relative to the weight.
-#
-# Rounding may leave a weight unchanged although its update is large. So the weights themselves are compared: a copy of the
-# recorded weights is kept from before the step until after it.
-
-
-class WeightCopies(Protocol):
-    """Copies weights of a framework, and compares them."""
-
-    def usable(self, weight: Any) -> Any:
-        """The part of a weight that can be compared on this rank; None if there is none."""
-
-    def copy(self, usable: Any) -> Any:
-        """A copy for the comparison."""
-
-    def squares(self, after: Any, before: Any) -> tuple[Any, Any] | None:
-        """The squares of the norms of the update and of the weight before it; None if the copy does not fit the weight."""
-
-
-@final
-class RatioCollector(Collector):
-    """Norm of the update over norm of the weight before it, for each parameter."""
-
-    def __init__(self, attached: Attached, copies: WeightCopies) -> None:
-        self._series = attached.series("update_ratio")
-        self._framework = attached.framework
-        self._copies = copies
-        self._before: dict[NamedParameter, Any] = {}
-
-    def before_step(self, turn: OptimizerTurn) -> None:
-        self._before.clear()
-        self._series.each(self._keep, turn.held)
-
-    def after_step(self, turn: OptimizerTurn) -> None:
-        try:
-            self._series.record_computed(self._compared, turn.held)
-        finally:
-            self._before.clear()
-
-    def end_turn(self, turn: OptimizerTurn | None) -> None:
-        del turn
-        self._before.clear()
-
-    def _keep(self, parameter: NamedParameter) -> None:
-        usable = self._weight(parameter)
-        if usable is not None:
-            self._before[parameter] = self._copies.copy(usable)
-
-    def _compared(self, parameter: NamedParameter) -> ComputedRow | None:
-        before, weight = self._before.pop(parameter, None), self._weight(parameter)
-        squares = None if before is None or weight is None else self._copies.squares(weight, before)
-        if squares is None:
-            return None
-        return ComputedRow({COUNT: float(prod(weight.shape)), SUM: squares[0], SUMSQ: squares[1]}, weight)
-
-    def _weight(self, parameter: NamedParameter) -> Any:
-        weight = self._framework.weight(parameter)
-        return None if weight is None else self._copies.usable(weight)

@@ -185,6 +185,7 @@ def with_recording_off(config: MonitorConfig) -> MonitorConfig:
         "param_distribution",
         "ur_distribution",
         "mg_direction",
+        "optimizer_health",
         "recording_l2_features",
         "stack_info",
         "print_struct",

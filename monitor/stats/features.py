@@ -36,6 +36,10 @@ SUMMARY: Final = (MIN, SUMSQ, partials.M2, _IMBALANCE, partials.M4)
 """In a row of a router, what compares its experts: three percentiles of their loads, the greatest over the mean, and the number
 without assignments. The row of a single router has them if the greatest over the mean is not 0.
 """
+UPDATED: Final = partials.NEGINFS
+"""The number of elements that have an update."""
+WITH_MOMENT: Final = SUMSQ
+"""The number of elements whose second moment is known."""
 
 LEAST_SQUARES: Final = 1e-280
 """Smaller sums of squares may have lost terms that are too small for float64."""
@@ -156,6 +160,21 @@ def _rest_of_one(column: int, p: Partials) -> Derived:
     return 1.0 - share, (number == 1) | ((number > 1) & (share == 1))
 
 
+def _of_updates(column: int, p: Partials) -> Derived:
+    return p.columns[column] / p.columns[UPDATED], p.columns[UPDATED] > 0
+
+
+def _of_moments(column: int, p: Partials) -> Derived:
+    """Missing if only a part of the tensor has a known second moment."""
+    known = p.columns[WITH_MOMENT]
+    return p.columns[column] / known, (known > 0) & (known == p.columns[COUNT])
+
+
+def _root_of_moments(column: int, p: Partials) -> Derived:
+    mean, there = _of_moments(column, p)
+    return np.sqrt(mean), there
+
+
 FORMULAS: Final[dict[str, Formula]] = {
     "mean": _mean,
     "largest": _largest,
@@ -163,6 +182,9 @@ FORMULAS: Final[dict[str, Formula]] = {
     "mean of sinks": _mean_of_sinks,
     "mean of one matrix": _mean_of_one,
     "root": _root,
+    "root mean square": _root_of_moments,
+    "share of second moments": _of_moments,
+    "share of updates": _of_updates,
     "ratio of roots": _ratio,
     "spectral norm": _spectral,
     "Frobenius norm": _frobenius,

@@ -214,7 +214,7 @@ def test_nothing_of_a_step_is_kept_after_it(output: Output) -> None:
     with attached(output, model, optimizer, **ALL) as monitor:
         train(model, optimizer, 1, X)
         ratio, direction, _ = list(monitor._recordings[0].attachment.collectors)
-        assert ratio._before == {}
+        assert ratio._weights._kept == {}
         assert direction._begins == {}
 
 
@@ -271,13 +271,13 @@ def test_copies_of_weights_do_not_outlive_a_step_that_raises(output: Output) -> 
         with pytest.raises(ArithmeticError):
             optimizer.step()
         failing.remove()
-        assert len(ratio._before) == 4
+        assert len(ratio._weights._kept) == 4
         model(X)
-        assert ratio._before == {}
+        assert ratio._weights._kept == {}
         optimizer.register_step_pre_hook(fail)
         with pytest.raises(ArithmeticError):
             optimizer.step()
-    assert ratio._before == {}
+    assert ratio._weights._kept == {}
 
 
 def test_a_step_whose_closure_runs_the_model_has_all_rows_of_updates(output: Output) -> None:

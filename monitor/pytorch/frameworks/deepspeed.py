@@ -332,6 +332,11 @@ class RepackedDeepSpeed(DeepSpeed):
         """The part of the reduced gradient that this rank holds, before unscaling and clipping."""
         raise NotImplementedError
 
+    def used_gradient(self, parameter: NamedParameter) -> Tensor | None:
+        """None: DeepSpeed clears gradients before its step ends."""
+        del parameter
+        return None
+
     def weight(self, parameter: NamedParameter) -> Tensor | None:
         piece = self._pieces.get(id(parameter.tensor))
         return super().weight(parameter) if piece is None else piece.weight()

@@ -411,6 +411,12 @@ class Framework:
         main_grad = self._main_grad_of(parameter.tensor)
         return parameter.tensor.grad if main_grad is None else main_grad
 
+    def used_gradient(self, parameter: NamedParameter) -> Tensor | None:
+        """The gradient from which the optimizer has computed the step that it has just made: unscaled and clipped. None if it
+        is not there any more.
+        """
+        return self.reduced(parameter)
+
     def weight(self, parameter: NamedParameter) -> Tensor | None:
         """This rank's part of the weight that the optimizer steps: the master weight, if there is one."""
         weight: Tensor = parameter.tensor

@@ -1,4 +1,4 @@
-"""Numbers of two MindSpore tensors, such as sign agreement and update norms: by numpy on the host, without waits on devices."""
+"""Numbers of several MindSpore tensors, such as sign agreement and update norms: by numpy on the host, without waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from monitor.stats.host.array_kernel import Chunks, NumpyKernel, Raw, Reals
 from monitor.stats.mindspore.kernels import union_of_unscaled, unscaled_part
 from monitor.stats.mindspore.tensors import Array, Number, computing
 from monitor.stats.ops import Epsilon
-from monitor.stats.partials import COLUMNS, COUNT, EMPTY, NANS, NEGINFS, Floats, union
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, NANS, NEGINFS, POSINFS, SMALLS, SUM, SUMSQ, Floats, union
 
 PIECE: Final = 1 << 22
 """Elements of a piece on a device: enough to fill it, and few enough for exact counts in float32."""
@@ -89,6 +89,79 @@ def squares_of_update(after: Tensor, before: TensorSnapshot) -> tuple[Number, Nu
             np.subtract(a, wide, out=wide)
             update += float(np.dot(wide, wide))
         return update, weight
+
+
+TINY: Final = float(np.finfo(np.float32).tiny)
+
+
+def swallowed(after: Tensor, before: TensorSnapshot, due: Tensor, rate: Any) -> dict[int, Number]:
+    """How many elements have an update, and how many of these have the same value after the step as before.
+
+    Args:
+        before: A ``snapshot`` of the same shape.
+        due: Not zero where an element has an update; of the same shape.
+        rate: The learning rate, a number or a tensor; None if it is unknown. With 0 no element has an update.
+
+    Returns:
+        Numbers by column of partials, as the kind ``optimizer_health`` has them.
+
+    Raises:
+        EarlierFailure: An earlier operation has failed.
+    """
+    updated: Any = 0.0
+    same: Any = 0.0
+    with computing() as on:
+        if on.may_look:
+            if rate is not None and not float(on.of(rate) if isinstance(rate, Tensor) else rate):
+                return {NEGINFS: 0.0, SMALLS: 0.0}
+            for a, b, g in _chunks(on.of(after), before, on.of(due)):
+                has_update = g != 0
+                updated += float(np.count_nonzero(has_update))
+                same += float(np.count_nonzero((a == b) & has_update))
+            return {NEGINFS: updated, SMALLS: same}
+        for a, b, g in _pieces(after, before, due):
+            there = mint.ne(g, 0.0)
+            updated = updated + mint.sum(there, dtype=ms.float32)
+            same = same + mint.sum(mint.logical_and(there, mint.eq(a, b)), dtype=ms.float32)
+        steps = mint.ne(rate, 0.0).to(ms.float32).reshape(()) if isinstance(rate, Tensor) else float(rate is None or rate != 0)
+        return {NEGINFS: updated * steps, SMALLS: same * steps}
+
+
+def staleness(
+    gradient: Tensor, square: Tensor, bias: Number, lowest: Number, weight: TensorSnapshot, divisor: float, decay: Number
+) -> dict[int, Number]:
+    """The sum of g² / v with the second moment v without its bias, and how many elements have a ``square`` below ``lowest``.
+
+    Args:
+        square: The second moment after the step.
+        bias: The divisor that takes the bias away.
+        lowest: A smaller ``square`` counts as this.
+        weight: A ``snapshot`` of the weight before the step.
+        divisor: The loss scale of ``gradient``.
+        decay: The multiple of the weight that belongs to the gradient.
+
+    Returns:
+        Numbers by column of partials, as the kind ``optimizer_health`` has them.
+
+    Raises:
+        EarlierFailure: An earlier operation has failed.
+    """
+    total: Any = 0.0
+    below: Any = 0.0
+    with computing() as on:
+        if on.may_look:
+            given = bias, lowest, decay
+            unbiased, least, added = (float(on.of(one)) if isinstance(one, Tensor) else one for one in given)
+            for g, v, w in _chunks(on.of(gradient), on.of(square), weight):
+                used = g.astype(np.float64) / divisor + added * w
+                below += float(np.count_nonzero(v < least))
+                total += float(np.sum(used * used / np.maximum(v, max(least, TINY))))
+            return {SUM: total * unbiased, SUMSQ: float(square.size), POSINFS: below}
+        for g, v, w in _pieces(gradient, square, weight):
+            used, is_below = mint.add(g / divisor, w * decay), mint.lt(v, lowest)
+            below = below + mint.sum(is_below, dtype=ms.float32)
+            total = total + mint.sum(mint.mul(used, used) / mint.clamp(mint.where(is_below, lowest, v), TINY))
+        return {SUM: total * bias, SUMSQ: float(square.size), POSINFS: below}
 
 
 class MindSporeSigned(Protocol):
@@ -218,16 +291,17 @@ class MindSporeDeviceSigned:
         return self._counts
 
 
-def _chunks(a: Raw, b: Raw) -> Iterator[tuple[Reals, Reals]]:
-    """Corresponding elements of two arrays of one shape, a chunk of each at a time."""
-    yield from zip(Chunks().of(a), Chunks().of(b), strict=True)
+def _chunks(*arrays: Raw) -> Iterator[tuple[Reals, ...]]:
+    """Corresponding elements of arrays of one shape, a chunk of each at a time."""
+    yield from zip(*(Chunks().of(one) for one in arrays), strict=True)
 
 
-def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Corresponding elements of two tensors on a device, in float32, a piece of each at a time."""
-    if not a.size:
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Corresponding elements of tensors on a device, in float32, a piece of each at a time."""
+    size = tensors[0].size
+    if not size:
         return
-    flat = [one.reshape(-1) for one in (a, b)]
-    pieces = [(one,) if a.size <= PIECE else mint.split(one, PIECE) for one in flat]
-    for pair in zip(*pieces, strict=True):
-        yield tuple(one if one.dtype == ms.float32 else one.to(ms.float32) for one in pair)
+    flat = [one.reshape(-1) for one in tensors]
+    pieces = [(one,) if size <= PIECE else mint.split(one, PIECE) for one in flat]
+    for some in zip(*pieces, strict=True):
+        yield tuple(one if one.dtype == ms.float32 else one.to(ms.float32) for one in some)

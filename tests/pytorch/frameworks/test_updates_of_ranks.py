@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ from monitor.sinks.hdf5 import read_hdf5
 
 RECORDED: dict[str, Any] = {
     "update_ratio": True,
+    "optimizer_health": True,
     "mg_direction": True,
     "ur_distribution": True,
     "param_distribution": True,
@@ -85,6 +87,22 @@ def test_every_element_is_in_one_row(job: Job) -> None:
         after = elements(job, kind)
         assert {place: count for place, count in after.items() if place in moments} == moments
         assert after.items() <= whole.items()
+
+
+def test_the_health_of_every_stepped_element_is_in_one_row(job: Job) -> None:
+    stepped = elements(job, "adam_update")
+    assert elements(job, "optimizer_health") == stepped
+
+
+def test_the_gradient_of_the_first_step_is_the_root_of_its_second_moment(job: Job) -> None:
+    """So the optimizer has used the gradient that is read: scaled, clipped and reduced as that one. DeepSpeed clears it."""
+    rows = [row for rank in range(len(job.directories)) for row in job.rows("optimizer_health", rank) if row.step == 0]
+    assert rows
+    known = [row.values for row in rows if row.values["staleness"] is not None]
+    assert len(known) == (0 if "zero" in job.base.name else len(rows))
+    for values in known:
+        assert math.sqrt(1 - values["below_eps"]) - 1e-5 <= values["staleness"] <= 1 + 1e-5
+    assert all(values["swallowed"] == 0 for row in rows if (values := row.values)["swallowed"] is not None)
 
 
 def test_the_norms_of_the_parts_are_those_of_the_whole(job: Job) -> None:
