@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from monitor.config import MonitorConfig, Target
+from monitor.coordinator.batches import BatchNotes
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
@@ -230,12 +231,14 @@ class Host:
 
     Attributes:
         run: Returns the run, which the first call creates.
+        batches: Takes the identifiers of batches.
     """
 
     recorder: Recorder
     run: Callable[[], Run]
     failures: Failures
     backend: RecordingBackend
+    batches: BatchNotes
 
 
 def _no_gradients(_parameter: NamedParameter, _gradient: Any) -> bool:

@@ -108,6 +108,9 @@ class StepSealer:
         return run
 
 
+BATCH: Final = "batch"
+"""The name under which ``log`` takes identifiers, which are no numbers."""
+
 BETWEEN_STEPS: Final = (
     "log({names}) was called after optimizer.step() has ended a step, and before the next forward. It is not known to which of "
     "the two steps the numbers belong, and they are not recorded. Call log before optimizer.step()."
@@ -149,7 +152,7 @@ class Attachment:
         schedule: Schedule | None = None,
     ) -> None:
         self._backend, self._recorder, self._failures, self._run = host.backend, host.recorder, host.failures, host.run
-        self.watch = watch
+        self.watch, self._batch_notes = watch, host.batches
         self.schedule = schedule or Schedule.of(watch.config)
         self.clock = Clock(start_step, abs(watch.grad_acc_steps), len(watch.chunks), learning=watch.guesses)
         self.on_first_step: Callable[[], None] | None = None
@@ -281,7 +284,10 @@ class Attachment:
         if self._has_forwards and not self.begun:
             self._failures.warn("logging between two steps", BETWEEN_STEPS.format(names=", ".join(numbers)))
             return
-        self._numbers.log(numbers)
+        if BATCH in numbers:
+            note = self._failures.guarded("logging a batch", self._batch_notes.note, "Its identifiers are not recorded.")
+            note(self.clock.step, numbers[BATCH])
+        self._numbers.log({name: given for name, given in numbers.items() if name != BATCH})
 
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
         self._failures.reraise_deferred()

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 from monitor.config import MonitorConfig
 from monitor.config.model import CHECKSUM, HIGHER_OPS, HISTOGRAM_OPS, CcDistribution
+from monitor.coordinator.batches import BatchNotes
 from monitor.coordinator.manifest import MOST_CONFIGURATIONS
 from monitor.coordinator.manifest_format import ConfigurationRecord
 from monitor.dynamic import FROM_ALERT, RETURN, ConfigJournal, Controller, JobConnection, Switch
@@ -249,7 +250,9 @@ class Recording:
         self.switching: ConfigSwitcher | None = None
         self._apply_config: ApplyConfig = _nothing
         self._missing_kinds = MissingKinds(spec.failures)
-        self._listening: dict[str, Watcher] = {"the check for missing kinds": self._missing_kinds}
+        self._batches = BatchNotes()
+        own: dict[str, Watcher] = {"the check for missing kinds": self._missing_kinds, "the batches": self._batches}
+        self._listening = own
         self._listening |= {name: make(self.series) for name, make in listening.items()}
 
     def listen(self, name: str, make: WatcherFactory) -> None:
@@ -322,7 +325,7 @@ class Recording:
             # The step in progress continues under its number. Writing its rows so far would write the step twice.
             self.attachment.detach(keep=False)
             rest = self.attachment.collected, None if self.attachment.clock.learning else self.attachment.schedule
-        host = Host(self._recorder, self.open, self._failures, self._backend)
+        host = Host(self._recorder, self.open, self._failures, self._backend, self._batches)
         self.attachment = Attachment(watch, names, host, start_step, *rest)
         self._expect()
         self._show_steps()
@@ -340,6 +343,7 @@ class Recording:
             self._failures.rank = here.rank
             beside = next(iter(OPEN.runs()), None)
             self._opened = Run(self._spec, here, beside, self.series, self._backend.job.versions(), self._listening)
+            self._batches.directory = self._opened.directory
             OPEN.add(self)
             self._opened.compare_copies(self.job("copies"))
             self._show_steps()

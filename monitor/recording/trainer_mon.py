@@ -394,6 +394,7 @@ class ModelMonitor:
 
         Args:
             numbers: Numbers of Python or numpy, or tensors of one element. Anything else has no row and is reported once.
+                ``batch`` is no number: it identifies the batch, as a text, a whole number, or a list or tuple of them.
         """
         if self._recordings and not self._closed:
             self._failures.guarded("logging numbers", self._recordings[0].attachment.log)(numbers)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from watching import Output, attached, warnings_in
 
 from monitor import open_run
+from monitor.coordinator.batches import read_batches
 from monitor.merge.merge import Wanted, merge
 from monitor.sinks.hdf5 import read_hdf5
 
@@ -339,3 +340,43 @@ def test_every_format_has_them_and_a_resumed_run_continues_them(output: Output, 
     run.Reload()
     shown = {one.step: one.value for one in run.Scalars("0:grad_norm/rank0/run_value")}
     assert shown == pytest.approx({step: csv["grad_norm", step] for step in range(4)}, rel=1e-6)
+
+
+def test_identifiers_of_batches_are_written_beside_the_rows_and_have_none(output: Output) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given = [["shard-7:1", ["shard-7:2", 3]], [np.int64(4), ("a",)]]
+    with attached(output, model, optimizer, grad_acc_steps=2, **GRADIENTS) as monitor:
+        for of_step in given:
+            for batch in of_step:
+                loss = backward(model)
+                monitor.log(loss=loss, batch=batch)
+            optimizer.step()
+    assert read_batches(output.directory(), {0, 1}) == {0: [["shard-7:1"], ["shard-7:2", 3]], 1: [[4], ["a"]]}
+    assert {name for name, _ in numbers(output)} == {"loss", "learning_rate.0", "grad_norm"}
+
+
+@pytest.mark.parametrize("given", [torch.ones(2), 1.5, object()])
+def test_what_identifies_no_batch_is_reported_and_hides_no_number(
+    given: Any, output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        for _ in range(2):
+            monitor.log(loss=backward(model), batch=given)
+            optimizer.step()
+    assert [said for said in warnings_in(caplog) if "logging a batch failed: TypeError" in said] == warnings_in(caplog)
+    assert len(warnings_in(caplog)) == 1
+    assert read_batches(output.directory(), {0, 1}) == {}
+    assert [step for name, step in numbers(output) if name == "loss"] == [0, 1]
+
+
+def test_batches_of_steps_that_are_not_collected_are_not_written(output: Output) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attached(output, model, optimizer, step_interval=2, **GRADIENTS) as monitor:
+        for step in range(3):
+            monitor.log(loss=backward(model), batch=step)
+            optimizer.step()
+    assert read_batches(output.directory(), range(3)) == {0: [[0]], 2: [[2]]}
