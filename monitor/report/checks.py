@@ -20,6 +20,8 @@ from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Plac
 from monitor.report.history import WARM_UP, Sudden
 from monitor.report.load_of_experts import load_of_experts
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
+from monitor.report.spike_links import SOON
+from monitor.report.spikes import SPIKES, spikes
 from monitor.series import CLIPPED_NORM, GRAD_NORM, REPLICA_KIND, RUN_KIND
 
 STILL_RUNS_S: Final = 120.0
@@ -367,6 +369,7 @@ CHECKS: Final = (
     CheckEntry("Files readable", _files, _MERGE, True, False),
     CheckEntry("Loss", _loss, "TrainerMon.log(loss=...)"),
     CheckEntry("Total gradient norm", _total_norm, '"wg_distribution": true'),
+    CheckEntry(SPIKES, spikes, "TrainerMon.log(loss=...)"),
     *(CheckEntry(one.check, partial(within, one), one.look) for one in GROUPS),
     CheckEntry("Load of experts", load_of_experts, '"recording_l2_features": true and l2_targets'),
     CheckEntry("Monitoring itself", _monitor, "manifest.json of each rank", False, False),
@@ -393,7 +396,7 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
         says, then = found_first(facts.ranking)
         return Verdict(BAD, says, then, bad[0].finding.place)
     if bad:
-        first = min(of_bits if is_of_bits else bad, key=_earliest)
+        first = _explained(min(of_bits if is_of_bits else bad, key=_earliest), bad)
         more = [one.name for one in bad if one is not first]
         next_steps = [first.finding.then, f"Also bad: {', '.join(more)}." if more else ""]
         return Verdict(BAD, first.finding.says, " ".join(filter(None, next_steps)), first.finding.place)
@@ -405,6 +408,17 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
         says = f"Nothing wrong was found in {rows}, but a healthy run needs more than was looked at: {', '.join(lacking)}."
         return Verdict(NOT_LOOKED_AT, says, without, Place())
     return Verdict(GOOD, f"Healthy: nothing wrong was found in {rows} and {len(facts.axis.steps):,} steps.", without, Place())
+
+
+_ONLY_SEEN: Final = ("Sudden changes", "Loss", "Total gradient norm")
+"""Checks that say what happened, and not why."""
+
+
+def _explained(first: CheckResult, bad: Sequence[CheckResult]) -> CheckResult:
+    """The check of spikes in place of one that only saw the same, if it knows the cause."""
+    cause = next((one for one in bad if one.name == SPIKES and one.finding.listed[0]["cause"]), first)
+    is_same = first.name in _ONLY_SEEN and _earliest(cause)[1] <= _earliest(first)[1] + SOON
+    return cause if is_same else first
 
 
 def _earliest(one: CheckResult) -> tuple[bool, float]:

@@ -24,6 +24,7 @@ from monitor.merge.execution import MergeError
 from monitor.merge.merge import Wanted, merge
 from monitor.query.opened import Lacking, open_source, total_norms
 from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order, ranges_of
+from monitor.report.bands import Numbers, TakesRows
 from monitor.report.history import FACTOR, FACTOR_OF_WEIGHTS, WINDOW, Axis, Ints, KindHistory
 from monitor.series import CLIPPED_NORM, GRAD_NORM, KIND_TABLE, KINDS_OF_RANKS, PARAMETER_KINDS, REPLICA_KIND, RUN_KIND
 from monitor.sinks.files import StepSpan
@@ -154,7 +155,7 @@ class KindReader:
 
     def feed(
         self,
-        history: KindHistory,
+        history: TakesRows,
         steps: range | None = None,
         names: Sequence[str] | None = None,
         progress: Progress | None = None,
@@ -163,11 +164,8 @@ class KindReader:
         spans = self.spans
         columns = ("rank", "step", "micro_step", *_PLACED, self.op)
         for done, span in enumerate(spans):
-            wanted = (
-                range(max(span.first, steps.start), min(span.last + 1, steps.stop))
-                if steps
-                else range(span.first, span.last + 1)
-            )
+            first, end = (steps.start, steps.stop) if steps else (span.first, span.last + 1)
+            wanted = range(max(span.first, first), min(span.last + 1, end))
             if wanted:
                 rows = self._read(wanted, columns, self._known_by(names))
                 if names is None and steps is None:
@@ -233,7 +231,7 @@ class KindReader:
             rows = rows.set_column(rows.column_names.index(GLOBAL_NAME), GLOBAL_NAME, named)
         return rows
 
-    def _feed(self, history: KindHistory, rows: pa.Table, steps: range) -> None:
+    def _feed(self, history: TakesRows, rows: pa.Table, steps: range) -> None:
         if not len(rows):
             return
         series = self._numbered(rows, steps)
@@ -301,6 +299,8 @@ class Facts:
         histories: Of each kind. ``run`` has the run's own numbers, and the total norm if only rows give it.
         no_total_norm: Why steps have no total norm, and how many have none.
         clipped: Steps at which the norm of gradients was clipped.
+        base: The directory that contains those of the ranks, if they are still there.
+        totals: Steps, and total norms that only rows give.
     """
 
     source: MergedSet
@@ -317,6 +317,8 @@ class Facts:
     others: dict[str, KindReader] = field(default_factory=dict)
     measured: frozenset[str] = frozenset()
     left_out: int = 0
+    base: Path = Path()
+    totals: list[tuple[Ints, Numbers]] = field(default_factory=list)
 
     @property
     def ranks(self) -> list[int]:
@@ -376,11 +378,9 @@ def _manifests(base: Path, told: Mapping[str, Any]) -> Mapping[int, ManifestReco
     """The manifests of the merged directories that are still there."""
     found: dict[int, ManifestRecord] = {}
     for name in told.get("directories", ()):
-        try:
+        with suppress(ManifestError, OSError):
             manifest = read_manifest(base / str(name) / MANIFEST_FILE)
-        except (ManifestError, OSError):
-            continue
-        found[manifest.rank] = manifest
+            found[manifest.rank] = manifest
     return found
 
 
@@ -389,7 +389,7 @@ def _read(
 ) -> Facts:
     told = source.told()
     ranking, why = _ranking(base, told, manifests)
-    facts = Facts(source, path, told, manifests, ranking, why, _axis(told, 1))
+    facts = Facts(source, path, told, manifests, ranking, why, _axis(told, 1), base=base)
     listed = [kind for kind in source.kinds(whole=False) if kind not in NOT_PICTURED]
     order = [kind.name for kind in KIND_TABLE]
     listed.sort(key=lambda kind: order.index(kind) if kind in order else -1)
@@ -523,7 +523,8 @@ def _read_total_norm(facts: Facts) -> None:
             facts.no_total_norm[reason] = facts.no_total_norm.get(reason, 0) + 1
         found = found.filter(found["total_norm"].is_valid())
         none = np.zeros(len(found), np.int64)
-        history.add(found["step"].to_numpy(), none - 1, none, none, found["total_norm"].to_numpy())
+        facts.totals.append((found["step"].to_numpy(), found["total_norm"].to_numpy()))
+        history.add(facts.totals[-1][0], none - 1, none, none, facts.totals[-1][1])
     if len(history.pair_series):
         facts.kinds[TOTAL_KIND] = KindReader(facts.source, TOTAL_KIND, "norm", series=[(0, f"total norm of {NORMS_OF}")])
         facts.histories[TOTAL_KIND] = history

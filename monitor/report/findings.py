@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 State = Literal["good", "bad", "not looked at"]
 GOOD: Final = "good"
@@ -24,9 +24,11 @@ class CheckFinding(NamedTuple):
 
     Attributes:
         then: What to do next, if it is bad.
+        listed: Entries for programs.
     """
 
     state: State
     says: str
     place: Place = Place()
     then: str = ""
+    listed: tuple[dict[str, Any], ...] = ()

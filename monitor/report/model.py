@@ -22,6 +22,7 @@ from monitor.report.checks import CheckResult, RowEvent, Verdict, may_not_jump, 
 from monitor.report.facts import NOT_PICTURED, TOTAL_KIND, Facts, at_step, of_series
 from monitor.report.findings import Place
 from monitor.report.history import KindHistory, by_rank, most_unusual
+from monitor.report.spikes import SPIKES
 from monitor.series import LEARNING_RATE, NO_MICRO_STEP, RUN_KIND
 from monitor.stats.histograms import MAGNITUDES, upper_text
 
@@ -134,6 +135,7 @@ def verdict_for_programs(facts: Facts, checks: Sequence[CheckResult], verdict: V
             {"name": one.name, "state": one.state, "says": one.finding.says, "look": one.look, "needed": one.is_needed}
             for one in checks
         ],
+        "spikes": [entry for one in checks if one.name == SPIKES for entry in one.finding.listed],
         "first_events": events_of(facts),
         "unusual_tensors": unusual_of(facts),
     }

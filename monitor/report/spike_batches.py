@@ -1,0 +1,268 @@
+"""Which batch makes a loss jump: the losses, local gradients and activations of each rank and micro-step, beside the others.
+
+All ranks and micro-steps of a step use the same weights. So if one of them stands out alone, weights, moments and learning
+rates are not the cause: its data is, or its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monitor.coordinator.batches import read_batches
+from monitor.coordinator.output import RankDirectory
+from monitor.report import bands
+from monitor.report.bands import Bands, Limit, Window
+from monitor.report.findings import Place
+from monitor.report.spike_links import BATCH, DEVICE, FORWARD, RANK_DATA, Around, Evidence, Link
+from monitor.series import RUN_KIND
+
+LOCAL: Final = "grad_unreduced"
+_LOSS: Final = Limit(5, 1.1)
+_GRADIENT: Final = Limit(5, 1.5)
+_INPUT: Final = Limit(6, 1.1)
+_INPUTS: Final = (".input", "module.input")
+"""What the input of a whole model is called."""
+_WRONG: Final = Limit(12, 30)
+"""Of an activation that its module's inputs do not explain."""
+_CLEARLY: Final = 0.35
+"""The others of a step are calm if the logarithms of their factors are at most this share of the largest."""
+_ROUNDS: Final = 0.01
+_FINITE: Final = 1e38
+_MOST_NAMED: Final = 4
+_ACTIVATIONS: Final = '"xy_distribution": true and "all_xy": true'
+LOOK: Final = '"wg_distribution": true and "monitor_mbs_grad": true'
+
+
+class Outstanding(NamedTuple):
+    """The ranks and micro-steps that stand out in a step.
+
+    Attributes:
+        ranks: Indices of ranks.
+        micro_step: The first of the first rank; -1 if it is not known.
+        of_ranks, of_micro_steps: How many were compared.
+        is_alone: Whether another rank or micro-step did not stand out.
+        factor, others: By how much these are larger than usual, and the others at most.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    micro_step: int
+    of_ranks: int
+    of_micro_steps: int
+    is_alone: bool
+    factor: float
+    others: float
+
+
+def batches(around: Around) -> Link:
+    """Whether the batches of some or all ranks stand out in the step of the jump."""
+    found = [one for one in (_gradients(around), _inputs(around), _losses(around)) if one is not None]
+    standing = max(found, key=lambda one: one.is_alone, default=None)
+    look = "" if around.window(LOCAL) is not None else LOOK
+    if standing is None:
+        return Link("batches", look=look)
+    return Link("batches", wrong_activation(around, standing) or _batch_evidence(around, standing), look)
+
+
+def activations(around: Around) -> Link:
+    """Whether they are known. What is wrong with them is said of the batches."""
+    return Link(
+        "activations" if around.window("actv") is None else "", look=_ACTIVATIONS if around.window("actv") is None else ""
+    )
+
+
+def _gradients(around: Around) -> Outstanding | None:
+    window = around.window(LOCAL)
+    return None if window is None else _outstanding("its local gradients", around.at, window.together(), _GRADIENT, 0.05)
+
+
+def _inputs(around: Around) -> Outstanding | None:
+    """The model's input, which no weight has changed. It may also be smaller than usual."""
+    window = around.window("actv")
+    if window is None or not around.facts.kinds["actv"].names[int(window.series.min())].startswith(_INPUTS):
+        return None
+    first = _only(window, np.flatnonzero(window.series == window.series.min()).tolist())
+    return _outstanding("its input", around.at, first, _INPUT, _ROUNDS, both_ways=True)
+
+
+def _losses(around: Around) -> Outstanding | None:
+    """By rank, beside other rows of ranks. Alone they say no more than that there is a jump."""
+    window = around.window(RUN_KIND)
+    nothing_else = around.window(LOCAL) is None and around.window("actv") is None
+    if window is None or nothing_else or len(around.facts.ranks) == 1:
+        return None
+    losses = _only(window, [number for number, name in enumerate(around.names(RUN_KIND, window)) if name == around.loss])
+    return _outstanding("its loss", around.at, losses, _LOSS, _ROUNDS)
+
+
+def _only(window: Window, columns: Sequence[int]) -> Window:
+    found = Window(window.steps)
+    found.series, found.rank, found.micro_step = (one[list(columns)] for one in (window.series, window.rank, window.micro_step))
+    found.values = window.values[:, list(columns)]
+    return found
+
+
+def _outstanding(
+    what: str, at: int, window: Window, limit: Limit, narrowest: float, both_ways: bool = False
+) -> Outstanding | None:
+    plain = bands.bands_of(window.values, narrowest)
+    found = plain.both_ways() if both_ways else plain
+    out, factors = found.out(limit)[at], found.factor[at]
+    if not out.any():
+        return None
+    largest = int(np.argmax(np.where(out, factors, -np.inf)))
+    calm = ~out & (np.log(np.maximum(np.nan_to_num(factors, nan=1.0), 1)) <= _CLEARLY * np.log(factors[largest]))
+    first = _first_micro_steps(window, out)
+    others = np.where(out, np.nan, factors)
+    return Outstanding(
+        what,
+        ranks=tuple(sorted(first)),
+        micro_step=first[min(first)],
+        of_ranks=len(set(window.rank.tolist())),
+        of_micro_steps=len(set(window.micro_step.tolist())),
+        is_alone=bool(calm.any() and (out | calm).all()),
+        factor=float(plain.factor[at, largest]),
+        others=float(np.nanmax(others)) if np.isfinite(others).any() else np.nan,
+    )
+
+
+def _first_micro_steps(window: Window, out: NDArray[np.bool_]) -> dict[int, int]:
+    """Of each rank that stands out the first micro-step. Local gradients accumulate, so later ones stand out, too."""
+    found: dict[int, int] = {}
+    for column in np.flatnonzero(out).tolist():
+        rank, micro_step = int(window.rank[column]), int(window.micro_step[column])
+        found[rank] = min(found.get(rank, micro_step), micro_step)
+    return found
+
+
+# --- What stands out is a batch, all data of a rank, or what a device computed.
+
+
+def _batch_evidence(around: Around, standing: Outstanding) -> Evidence:
+    step = around.spike.step
+    rank = around.rank(standing.ranks[0])
+    lasting = len(standing.ranks) < standing.of_ranks and _lasts(around, standing)
+    inputs = unusual_inputs(around, standing)
+    place = Place(step, rank, LOCAL if standing.what == "its local gradients" else RUN_KIND)
+    named = _named(around, standing, rank)
+    if lasting:
+        says = f"the data of rank {rank} stands out from step {step} on{named}: {_compared(standing)}"
+    else:
+        says = f"{_which(standing, around)} stands out in step {step}{named}: {_compared(standing)}"
+    says += f", and {inputs}" if inputs and standing.what != "its input" else ""
+    cause = RANK_DATA if lasting else BATCH
+    return Evidence(cause, step, FORWARD, says, place, is_exclusive=bool(inputs), is_local=standing.is_alone)
+
+
+def _which(standing: Outstanding, around: Around) -> str:
+    ranks = [str(around.rank(one)) for one in standing.ranks]
+    micro = f"micro-step {standing.micro_step}" if standing.micro_step >= 0 and standing.of_micro_steps > 1 else ""
+    if len(ranks) == standing.of_ranks:
+        where = f" of all {len(ranks)} ranks" if len(ranks) > 1 else ""
+    else:
+        where = f" of rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:_MOST_NAMED])}"
+    return f"the batch{where}{', ' if where and micro else ' of ' if micro else ''}{micro}"
+
+
+def _compared(standing: Outstanding) -> str:
+    others = f", those of the others at most {standing.others:.3g} times" if standing.is_alone else ""
+    verb = "are" if standing.what == "its local gradients" else "is"
+    return f"{standing.what} {verb} {_times(standing.factor)} the usual size{others}"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.3g} times" if factor < _FINITE else "infinitely many times"
+
+
+def _lasts(around: Around, standing: Outstanding) -> bool:
+    """Whether the same rank alone stands out in the next steps, too."""
+    later = 0
+    for at in range(around.at + 1, min(around.at + 1 + bands.LEVEL, len(around.steps))):
+        found = [one for one in _each(around, at) if set(one.ranks) == set(standing.ranks)]
+        later += bool(found)
+    return later >= 2
+
+
+def _each(around: Around, at: int) -> list[Outstanding]:
+    window, losses = around.window(LOCAL), around.window(RUN_KIND)
+    found = [] if window is None else [_frozen("its local gradients", around, at, window.together(), _GRADIENT, 0.05)]
+    if losses is not None:
+        own = [number for number, name in enumerate(around.names(RUN_KIND, losses)) if name == around.loss]
+        found.append(_frozen("its loss", around, at, _only(losses, own), _LOSS, _ROUNDS))
+    return [one for one in found if one is not None]
+
+
+def _frozen(what: str, around: Around, at: int, window: Window, limit: Limit, narrowest: float) -> Outstanding | None:
+    """Judged by the steps before the jump alone."""
+    kept = Window(window.steps)
+    kept.series, kept.rank, kept.micro_step = window.series, window.rank, window.micro_step
+    kept.values = np.concatenate([window.values[: around.at], window.values[at : at + 1]])
+    return _outstanding(what, around.at, kept, limit, narrowest)
+
+
+def unusual_inputs(around: Around, standing: Outstanding) -> str:
+    """What of the model's input is unusual on the ranks that stand out, or nothing."""
+    found, window = _inputs(around), around.window("actv")
+    if found is None or window is None or set(found.ranks) != set(standing.ranks):
+        return ""
+    kind = around.facts.kinds["actv"]
+    return f"the {kind.op} of {kind.names[int(window.series.min())]} is {_times(found.factor)} the usual"
+
+
+def wrong_activation(around: Around, standing: Outstanding) -> Evidence | None:
+    """An activation on a rank that is far from its band, while all before it on this rank are in theirs."""
+    window = around.window("actv")
+    if window is None or len(standing.ranks) != 1:
+        return None
+    own = np.flatnonzero(window.rank == standing.ranks[0])
+    found = bands.bands_of(window.values[:, own], 0.05)
+    wrong = np.flatnonzero(found.out(_WRONG)[around.at])
+    if not len(wrong):
+        return None
+    first = int(wrong[np.argmin(window.series[own][wrong])])
+    before = (window.series[own] < window.series[own][first]) & (window.micro_step[own] <= window.micro_step[own][first])
+    if not before.any() or _any_out(found, around.at, before):
+        return None
+    names, rank = around.facts.kinds["actv"].names, around.rank(standing.ranks[0])
+    name, step = names[int(window.series[own][first])], around.spike.step
+    says = (
+        f"{name} on rank {rank} is {_times(found.factor[around.at, first])} its usual size in step {step}, "
+        "and all that it is computed from is as usual"
+    )
+    return Evidence(
+        DEVICE, step, FORWARD, says, Place(step, rank, "actv", name), is_exclusive=False, is_local=standing.is_alone
+    )
+
+
+def _any_out(found: Bands, at: int, columns: NDArray[np.bool_]) -> bool:
+    return bool(found.out(Limit(6, 1.5))[at][columns].any())
+
+
+# --- Identifiers of batches, which the loop may have logged.
+
+
+def _named(around: Around, standing: Outstanding, rank: int) -> str:
+    """The identifiers of the batch, in brackets, or nothing."""
+    if len(standing.ranks) == standing.of_ranks > 1:
+        return ""
+    calls = identifiers(around.facts.base, around.facts.told.get("directories", ()), rank, around.spike.step)
+    several = len(calls) == standing.of_micro_steps > 1 and standing.micro_step >= 0
+    chosen = calls[standing.micro_step : standing.micro_step + 1] if several else calls
+    every = [one for call in chosen for one in call]
+    more = f" and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""
+    return f" (batch {', '.join(map(repr, every[:_MOST_NAMED]))}{more} on rank {rank})" if every else ""
+
+
+def identifiers(base: Path, directories: Sequence[str], rank: int, step: int) -> list[list[str | int]]:
+    """What each call of ``log(batch=...)`` said in a step on a rank."""
+    found: list[list[str | int]] = []
+    for name in directories:
+        parsed = RankDirectory.parse(str(name))
+        if parsed is not None and parsed.rank == rank:
+            found = read_batches(base / str(name), {step}).get(step, found)
+    return found

@@ -1,0 +1,231 @@
+"""Why the loss or the total norm of gradients jumped: the check of the report that looks at each link of a step.
+
+``because`` is said only if the evidence is exclusive and every other link is known and was as usual. Otherwise it is
+``probably``, or that what was recorded cannot tell; then the sentence says what to record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from monitor.report import bands, spike_links
+from monitor.report.bands import Ints, Limit, Means, Numbers
+from monitor.report.facts import TOTAL_KIND, Facts
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
+from monitor.report.spike_batches import activations, batches
+from monitor.report.spike_links import Around, Evidence, Link, Spike
+from monitor.series import GRAD_NORM, LEARNING_RATE, RUN_KIND
+
+SPIKES: Final = "Spikes"
+"""The name of the check."""
+LOSS: Final = Limit(7, 1.1)
+NORM: Final = Limit(8, 5)
+"""Our measurement (``bench/spikes.py``): without a fault, losses stay below 4 deviations, and norms below one of the two."""
+_NARROWEST: Final = {GRAD_NORM: 0.05}
+_NARROWEST_OF_LOSS: Final = 0.01
+_WARM_UP: Final = 12
+"""Values before the first that is judged beyond those that a band needs: at the beginning all numbers change fast."""
+_LASTS: Final = 0.3
+"""Share of a jump, in logarithms, that is left in the next step if its cause lasts."""
+_OF_DATA: Final = (spike_links.BATCH, spike_links.RANK_DATA)
+MOST_EXPLAINED: Final = 3
+"""Jumps of which each is explained. They are separate if ``LEVEL`` steps between them are in their bands."""
+
+Certainty = Literal["because", "probably", "cannot tell"]
+
+
+class Explained(NamedTuple):
+    """A jump and its cause, as far as it is known."""
+
+    spike: Spike
+    certainty: Certainty
+    cause: str
+    says: str
+    place: Place
+    look: tuple[str, ...]
+
+
+def spikes(facts: Facts) -> CheckFinding:
+    """Whether the loss or the total norm left its band, and why."""
+    numbers = _numbers(facts)
+    judged = {name: one for name, one in numbers.items() if _is_judged(name)}
+    if not any(len(steps) > bands.LEVEL + bands.ENOUGH + _WARM_UP for steps, _ in judged.values()):
+        return CheckFinding(NOT_LOOKED_AT, "No loss and no total norm has enough values: pass the loss to log(loss=...).")
+    skipped = np.array(sorted(spike_links.skipped_steps(facts)), np.int64)
+    found = _separate([one for name, each in judged.items() for one in _jumps(name, *each, skipped)])
+    if not found:
+        return CheckFinding(GOOD, f"{' and '.join(sorted(judged))} stayed in the band of the values before.")
+    rates = {name: each for name, each in numbers.items() if name.startswith(LEARNING_RATE)}
+    first_loss = next((name for name in judged if name != GRAD_NORM), "")
+    explained = [explain(Around(facts, one, first_loss, rates)) for one in found[:MOST_EXPLAINED]]
+    first = explained[0]
+    more = f" The run has {len(found) - 1} more jumps." if len(found) > 1 else ""
+    listed = tuple(map(_for_programs, explained))
+    return CheckFinding(BAD, f"{first.says}{more}", first.place, _then(first), listed)
+
+
+def _is_judged(name: str) -> bool:
+    return "loss" in name.lower() or name == GRAD_NORM
+
+
+# --- Jumps.
+
+
+def _numbers(facts: Facts) -> dict[str, tuple[Ints, Numbers]]:
+    """Of losses and norms the mean of all ranks, of learning rates the greatest, in all recorded steps."""
+    found: dict[str, tuple[Ints, Numbers]] = {}
+    rows = facts.kinds.get(RUN_KIND)
+    if rows is not None:
+        wanted = [name for name in rows.names if _is_judged(name) or name.startswith(LEARNING_RATE)]
+        means = Means(facts.axis.steps)
+        if wanted:
+            rows.feed(means, None, wanted)
+        for name in wanted:
+            steps, mean, greatest = means.of(rows.names.index(name))
+            found[name] = steps, greatest if name.startswith(LEARNING_RATE) else mean
+    if facts.totals and GRAD_NORM not in found:
+        found[GRAD_NORM] = (np.concatenate([one[0] for one in facts.totals]), np.concatenate([one[1] for one in facts.totals]))
+    return found
+
+
+def _jumps(name: str, steps: Ints, values: Numbers, skipped: Ints) -> Iterator[Spike]:
+    """Args: skipped: Steps in which a number that is not finite is the loss scale's business."""
+    if not len(steps) or (values[np.isfinite(values)] < 0).any():
+        return  # a number that may be negative has no logarithm
+    numbers = np.where(np.isfinite(values), values, np.inf)
+    of = bands.bands_of(numbers[:, None], _NARROWEST.get(name, _NARROWEST_OF_LOSS))
+    out = of.out(NORM if name == GRAD_NORM else LOSS)[:, 0]
+    out[: bands.LEVEL + _WARM_UP] = False
+    out &= np.isfinite(values) | ~np.isin(steps, skipped)
+    for at in np.flatnonzero(out).tolist():
+        level, next_one = float(of.level[at, 0]), numbers[at + 1 : at + 2]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            lasts = bool(np.log(next_one[0] / level) > _LASTS * np.log(numbers[at] / level)) if len(next_one) else None
+        yield Spike(name, int(steps[at]), float(values[at]), level, lasts)
+
+
+def _separate(found: Sequence[Spike]) -> list[Spike]:
+    """The first jump of each time of trouble, of the loss if both jump in the same step."""
+    ordered = sorted(found, key=lambda one: (one.step, one.name == GRAD_NORM))
+    kept: list[Spike] = []
+    last = -1
+    for one in ordered:
+        if not kept or one.step > last + bands.LEVEL:
+            kept.append(one)
+        last = max(last, one.step)
+    return kept
+
+
+# --- The cause of a jump.
+
+
+def explain(around: Around) -> Explained:
+    """Look at every link, and join what is known."""
+    links = [*(look(around) for look in spike_links.LINKS), batches(around), activations(around)]
+    found = sorted((one.evidence for one in links if one.evidence is not None), key=lambda one: (one.step, one.phase))
+    unknown = [one for one in links if one.look]
+    chosen, clue = _told(_chosen(found), unknown)
+    if chosen is not None and chosen.cause not in _OF_DATA:
+        unknown = [one for one in unknown if one.what != "activations"]  # they only tell data and device apart
+    start = _says(around)
+    if chosen is None:
+        says = f"{start}. {_cannot_tell(links)}{clue}"
+        return Explained(around.spike, "cannot tell", "", says, _place(around), _looks(unknown))
+    others = [one for one in links if one.evidence is not chosen]
+    rivals = [one for one in others if _is_rival(one.evidence, chosen)]
+    is_certain = chosen.is_exclusive and not unknown and not rivals
+    usual = _listed([one.what for one in others if one.what and not one.look and one.evidence is None])
+    word: Certainty = "because" if is_certain else "probably"
+    joined = f", because {chosen.says}" if is_certain else f", probably because {chosen.says}"
+    says = f"{start}{joined}. {usual.capitalize()} were as usual before." if usual else f"{start}{joined}."
+    if unknown and not is_certain:
+        says += f" Not known: {_listed([one.what for one in unknown])}."
+    return Explained(around.spike, word, chosen.cause, says, chosen.place, _looks(unknown))
+
+
+def _chosen(found: Sequence[Evidence]) -> Evidence | None:
+    """The cause: what is broken first, of what nothing else gives. If a rank or a micro-step stands out alone, the cause is not
+    one that all have.
+    """
+    local = [one for one in found if one.is_local] or found
+    return next(iter([one for one in local if one.is_exclusive] or local), None)
+
+
+def _told(chosen: Evidence | None, unknown: Sequence[Link]) -> tuple[Evidence | None, str]:
+    """The cause, unless it cannot be told from others that are not known; then what is known of it."""
+    if chosen is None or chosen.is_exclusive or chosen.cause not in _OF_DATA:
+        return chosen, ""
+    if chosen.cause == spike_links.RANK_DATA and any(one.what == "replicas" for one in unknown):
+        return None, f" From step {chosen.step} on rank {chosen.place.rank} stands out alone: its data, or its device."
+    shared = [one for one in unknown if one.what in ("weights", "moments", "learning rates")]
+    if shared and not chosen.is_local:  # what every rank and micro-step shows may come from what they share
+        return None, " All local gradients or inputs of the step stand out alike."
+    return chosen, ""
+
+
+def _is_rival(own: Evidence | None, chosen: Evidence) -> bool:
+    """Whether other evidence is as early, or not explained by the cause. Replicas differ if a weight of one rank changes."""
+    if own is None or (chosen.cause == spike_links.DEVICE and own.cause == spike_links.WEIGHTS and own.step == chosen.step):
+        return False
+    return own.is_exclusive or (own.step, own.phase) <= (chosen.step, chosen.phase)
+
+
+def _says(around: Around) -> str:
+    spike = around.spike
+    what = {GRAD_NORM: "The total gradient norm", "loss": "The loss"}.get(spike.name, f"The number {spike.name}")
+    return f"{what} was {spike.value:.4g} in step {spike.step}, {spike.level:.4g} before"
+
+
+def _cannot_tell(links: Sequence[Link]) -> str:
+    unknown = [one for one in links if one.look]
+    known = _listed([one.what for one in links if one.what and not one.look and one.evidence is None])
+    usual = f" {known.capitalize()} were as usual." if known else ""
+    if not unknown:
+        return f"What was recorded cannot tell why.{usual}"
+    return f"What was recorded cannot tell why: it lacks {_listed([one.what for one in unknown])}.{usual}"
+
+
+def _looks(unknown: Sequence[Link]) -> tuple[str, ...]:
+    return tuple(one.look for one in unknown)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _place(around: Around) -> Place:
+    kind = RUN_KIND if RUN_KIND in around.facts.kinds else TOTAL_KIND
+    return Place(around.spike.step, None, kind, around.spike.name)
+
+
+_THEN: Final = {
+    spike_links.WEIGHTS: "Look at what writes to weights between steps: a loaded checkpoint, a broadcast, memory.",
+    spike_links.MOMENTS: "Look at what the optimizer's state was loaded from, and at code that resets it.",
+    spike_links.RATE: "Look at the schedule of the learning rate.",
+    spike_links.BATCH: "Look at this batch; train on from the checkpoint before it without it.",
+    spike_links.RANK_DATA: "Look at what this rank reads: its files, its sampler, its preprocessing.",
+    spike_links.DEVICE: "Suspect the device of this rank: run its diagnostics, and the step again on another device.",
+}
+
+
+def _then(one: Explained) -> str:
+    record = f"To know more, record {'; '.join(one.look)}." if one.look and one.certainty != "because" else ""
+    return " ".join(filter(None, [_THEN.get(one.cause, ""), record]))
+
+
+def _for_programs(one: Explained) -> dict[str, Any]:
+    spike = one.spike
+    return {
+        "number": spike.name,
+        "step": spike.step,
+        "value": spike.value if np.isfinite(spike.value) else str(spike.value),
+        "before": spike.level,
+        "certainty": one.certainty,
+        "cause": one.cause,
+        "says": one.says,
+        "place": {name: value for name, value in one.place._asdict().items() if value not in (None, "")},
+        "record": list(one.look),
+    }
