@@ -76,6 +76,7 @@ prove: environment numpy2
 	.venv/bin/python tools/drills/drill.py
 	.venv/bin/python tools/drills/soak.py
 	.venv/bin/python bench/compare_runs.py
+	.venv/bin/python bench/spikes.py
 
 # Cases of both frameworks, so with the environment that has both.
 drill: environment
