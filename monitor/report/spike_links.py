@@ -244,7 +244,7 @@ def _broken_moments(around: Around, kind: str) -> Iterator[Evidence]:
 
 def _gradients_of(around: Around, kind: str, window: Window) -> Numbers:
     """The part of gradients that bounds each column; infinite where it is not known."""
-    found = np.full(window.values.shape, np.inf)
+    found: Numbers = np.full(window.values.shape, np.inf)
     gradients = around.window("grad_reduced")
     if gradients is None or around.facts.kinds["grad_reduced"].op != around.facts.kinds[kind].op:
         return found
@@ -254,7 +254,7 @@ def _gradients_of(around: Around, kind: str, window: Window) -> Numbers:
             found[:, number] = gradients.values[:, columns[key]]
     found[np.isnan(found)] = np.inf
     with np.errstate(over="ignore"):
-        return found**2 if kind == "exp_avg_sq" else found
+        return np.square(found) if kind == "exp_avg_sq" else found
 
 
 def _moment_evidence(around: Around, at: int, kind: str, broken: Ints) -> Evidence:

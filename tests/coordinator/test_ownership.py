@@ -6,7 +6,7 @@ from monitor.series import KINDS, LOCAL, Placement, Shard
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 OF_WEIGHTS = {"linear_hook", "moe_router_weight_hook"}
-OF_AN_UPDATE = {"update_ratio", "mg_direction", "adam_update", "adam_ratio"}
+OF_AN_UPDATE = {"update_ratio", "optimizer_health", "mg_direction", "adam_update", "adam_ratio"}
 LEFT = {f"{kind}_updated" for kind in MOMENTS}
 REPLICAS_AFTER_REDUCTION = {"grad_reduced", "param_origin", "param_updated", *MOMENTS, *LEFT, *OF_WEIGHTS, *OF_AN_UPDATE}
 OF_ATTENTION = {"attention_hook", "attention_head_hook"}

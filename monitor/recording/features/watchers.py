@@ -58,7 +58,11 @@ def modules_by_hook(names: ModelNames, config: MonitorConfig, reading: FeatureRe
 
 def series_of(hook: str, found: HookModules, reading: FeatureReading) -> int:
     """An estimate of the series of a hook. Heads and experts count as far as a module says their number."""
-    parts = {AttentionHeadWatcher.kind: _heads_of, RouterLoadWatcher.kind: partial(_experts_of, reading)}.get(hook)
+    counted: dict[str, Callable[[Any], int]] = {
+        AttentionHeadWatcher.kind: _heads_of,
+        RouterLoadWatcher.kind: partial(_experts_of, reading),
+    }
+    parts = counted.get(hook)
     return len(found.modules) + (sum(parts(one.module) for one in found.modules) if parts else 0)
 
 

@@ -21,8 +21,8 @@ from numpy_definitions import (
     softmax,
 )
 
-from monitor.mindspore import features
-from monitor.mindspore.features import Scores, heads_of, spread, summed
+from monitor.mindspore import attention
+from monitor.mindspore.attention import Scores, heads_of, spread, summed
 from monitor.stats.mindspore import tensors as mindspore_arithmetic
 
 pytestmark = pytest.mark.usefixtures("where")
@@ -61,7 +61,7 @@ def test_it_is_that_of_the_definition(dtype: ms.Type, heads: int, key_heads: int
 def test_the_size_of_blocks_changes_nothing(where: str, monkeypatch: pytest.MonkeyPatch, block: int, keys: int) -> None:
     arithmetic = mindspore_arithmetic.HOST if where == "host" else mindspore_arithmetic.DEVICE
     monkeypatch.setattr(arithmetic, "block", block)
-    monkeypatch.setattr(features, "KEYS", keys)
+    monkeypatch.setattr(attention, "KEYS", keys)
     query, key = of(2 * drawn(1, 2, 13, 4)), of(drawn(1, 1, 13, 4, seed=1))
     assert expected(query, key, 0, 0) == means(scores_of(query, key), 0, 0)
 
@@ -119,7 +119,7 @@ def test_each_head_has_the_numbers_of_its_definition(
     where: str, monkeypatch: pytest.MonkeyPatch, block: int, keys: int, sinks: int
 ) -> None:
     monkeypatch.setattr(mindspore_arithmetic.HOST if where == "host" else mindspore_arithmetic.DEVICE, "block", block)
-    monkeypatch.setattr(features, "KEYS", keys)
+    monkeypatch.setattr(attention, "KEYS", keys)
     query, key = of(4 * drawn(2, 4, 13, 8)), of(drawn(2, 2, 13, 8, seed=1))
     scores = attention_scores(exact(query), exact(key))
     bound = float(np.median(scores.max((0, 2, 3))))
