@@ -141,15 +141,6 @@ GROUPS: Final = (
         (
             Bound(
                 ("activation_hook",),
-                "massive",
-                1000,
-                True,
-                "activations are massive, so 8 bits with one scale for the tensor leave nothing of most of its elements",
-                "Training need not suffer. Quantise it with a scale for each channel or token, or keep it in bfloat16.",
-                "Sun et al. 2024, arXiv:2402.17762; Owen et al. 2025, arXiv:2503.22329",
-            ),
-            Bound(
-                ("activation_hook",),
                 "dead_units",
                 0.5,
                 True,
