@@ -157,7 +157,7 @@ def test_no_rows_make_a_file_without_any(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kept",
-    [Columns("actv"), Columns("other"), Columns.of("grad_reduced", histograms=True, checksums=True)],
+    [Columns("actv"), Columns("other"), Columns.of("grad_reduced", asked=("rms", "abs_p50"), histograms=True, checksums=True)],
     ids=lambda k: k.kind,
 )
 def test_what_is_read_has_the_columns_and_types_of_its_kind(tmp_path: Path, kept: Columns) -> None:

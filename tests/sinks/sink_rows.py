@@ -12,10 +12,12 @@ from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.histograms import BINS, UPPER
 from monitor.stats.partials import (
+    ABSSUM,
     BITS_LOW,
     COLUMNS,
     COUNT,
     EMPTY,
+    LEAST,
     M2,
     M3,
     M4,
@@ -82,6 +84,8 @@ def partials_of(values: Sequence[float]) -> list[float]:
             m3, m4 = ((f - f.mean()) ** 3).sum(), ((f - f.mean()) ** 4).sum()
         if f.min() < f.max() and np.isfinite(m4):
             row[M3], row[M4] = m3, m4
+        row[ABSSUM], row[LEAST] = np.abs(f).sum(), np.abs(f[f != 0]).min(initial=np.inf)
+        row[LEAST] = row[LEAST] if f.any() else 0.0
     return row.tolist()
 
 
