@@ -266,9 +266,9 @@ KIND_TABLE: Final = (
         "forward",
         "watchers:AttentionHeadWatcher",
         "heads",
+        Column("entropy", "mean", "sum"),
         Column("max_logit", "largest", "max"),
         Column("heads_above", "share of heads"),
-        Column("entropy", "mean", "sum"),
         Column("sink", "mean of sinks", "sumsq"),
     ),
     # Elements, matrices (1), the square of the Frobenius norm, the spectral norm.

@@ -9,7 +9,7 @@ import pytest
 from monitor.anomalies.ranking.graph import Role
 from monitor.config import L2Targets, MonitorConfig
 from monitor.series import KIND_TABLE, KINDS, WATCHED_KINDS, Kind, shown_kind
-from monitor.stats.features import FORMULAS, own_columns
+from monitor.stats.features import FEATURES, FORMULAS, own_columns
 from monitor.stats.partials import COLUMNS
 
 every_kind = pytest.mark.parametrize("kind", KIND_TABLE, ids=lambda kind: kind.name)
@@ -36,10 +36,16 @@ def test_a_kind_has_its_own_columns_or_ops(kind: Kind) -> None:
         assert not column.partial or column.partial in COLUMNS
 
 
-def test_columns_of_one_name_are_computed_alike() -> None:
-    """Whoever reads a column knows its name, and need not know its kind."""
+def test_a_name_of_columns_has_one_meaning() -> None:
+    """Sinks and the merge look formulas up by the name of the column."""
     columns = {column for kind in KIND_TABLE for column in kind.columns}
-    assert len(columns) == len({column.name for column in columns})
+    assert len({column.name for column in columns}) == len(columns)
+
+
+@every_kind
+def test_columns_are_in_one_order_over_all_kinds(kind: Kind) -> None:
+    """A merge reads the files of a kind with the columns in the order of all features."""
+    assert [FEATURES.index(column.name) for column in kind.columns] == sorted(FEATURES.index(one.name) for one in kind.columns)
 
 
 def test_every_hook_of_the_configuration_has_a_watcher_of_its_kind() -> None:

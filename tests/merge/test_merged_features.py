@@ -12,6 +12,7 @@ from sink_rows import SIX_OPS, Measured, magnitudes_of
 from monitor.merge.outputs import PER_RANK
 from monitor.merge.report import Report
 from monitor.series import Placement, Shard
+from monitor.stats.features import HEADS, HEADS_ABOVE, SINK_QUERIES
 from monitor.stats.histograms import LOSSES, histogram_text
 from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
 
@@ -19,6 +20,11 @@ SHAPES = ((2, 4), (4, 4))
 """Of the parts of a matrix on two ranks."""
 OUTPUTS = ("hdf5", "csv", "parquet")
 ATTENTION = Measured("h.0.attn", micro_step=0, numbers={COUNT: 4, SUM: 6.0, SUMSQ: 3.0})
+HEAD = Measured(
+    "h.0.attn.heads",
+    micro_step=0,
+    numbers={COUNT: 4, SUM: 9.0, SUMSQ: 0.5, MAX: 7.0, SINK_QUERIES: 2, HEADS: 2, HEADS_ABOVE: 1},
+)
 MATRIX = Measured("m", numbers={COUNT: 16, SMALLS: 1, SUMSQ: 25.0, MAX: 2.0}, shape=(4, 4))
 PARTS = ([0.0, 2.0**-30, -0.75], [3.0, 1e30])
 HISTOGRAM_OPS = (*SIX_OPS, "magnitude_histogram", "underflow_fp16", "overflow_fp16")
@@ -109,13 +115,15 @@ class TestParts:
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_features_of_one_rank_come_through_whatever_the_format(tmp_path: Path, format: str, output: str) -> None:  # noqa: A002
-    one = RecordedRank(tmp_path, format=format, micro_step_kinds=["attention_hook"])
-    one.write(0, {"attention_hook": [ATTENTION], "linear_hook": [MATRIX]})
+    one = RecordedRank(tmp_path, format=format, micro_step_kinds=["attention_hook", "attention_head_hook"])
+    one.write(0, {"attention_hook": [ATTENTION], "attention_head_hook": [HEAD], "linear_hook": [MATRIX]})
     one.close()
     assert merged(tmp_path, format=output).clean
     (attention,) = tensors(tmp_path, "attention_hook")
     assert (attention["micro_step"], attention["entropy"], attention["softmax_max"]) == (0, 1.5, 0.75)
     assert attention["count"] == (None if format == "csv" else 4)
+    (head,) = tensors(tmp_path, "attention_head_hook")
+    assert [head[name] for name in ("max_logit", "heads_above", "entropy", "sink")] == [7.0, 0.5, 2.25, 0.25]
     (matrix,) = tensors(tmp_path, "linear_hook")
     assert (matrix["sr"], matrix["kernel_norm"], matrix["frobenius_norm"], matrix["count"]) == (2.5, 2.0, 5.0, 16)
 
