@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from models import WORKLOADS, Workload
 from tables import Progress, aligned, save
+from torch import nn
 from worker import Training
 
 from monitor.pytorch import TrainerMon
@@ -48,6 +49,10 @@ HOOKS = {
 
 ACTIVATIONS = {"activation_hook, units": "h.{}.mlp.1", "activation_hook, blocks": "h.{}"}
 """The outputs that are looked at in each block: those of the activation in its MLP, and its own."""
+EXPERTS = (8, 64, 256)
+"""Numbers of experts of the routers whose choices are counted."""
+ROUTED = {"layers": 8, "width": 512, "tokens": 512}
+QUICKLY_ROUTED = {"layers": 1, "width": 16, "tokens": 8}
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ def targets_of(hook: str, layers: int) -> dict[str, list[str]]:
     return {hook: [] if within is None else [f"h.{layer}.{within}" for layer in range(layers)]}
 
 
+COMMON: Mapping[str, Any] = {"step_interval": 2, "format": "csv", "ops": ["norm"], "run_numbers": False}
 OF_THE_STEP: Mapping[str, dict[str, Any]] = {
     "mg_direction": {"mg_direction": True},
     "update_ratio": {"update_ratio": True},
@@ -99,32 +105,75 @@ def configured(workload: Workload, directory: Path) -> Mapping[str, Path]:
     wanted |= OF_THE_STEP
     paths = {name: directory / f"config-{number}.json" for number, name in enumerate(wanted)}
     for name, fields in wanted.items():
-        common = {
-            "recording_l2_features": "l2_targets" in fields,
-            "step_interval": 2,
-            "format": "csv",
-            "ops": ["norm"],
-            "run_numbers": False,
-        }
-        paths[name].write_text(json.dumps({**common, **fields}))
+        paths[name].write_text(json.dumps({**COMMON, "recording_l2_features": "l2_targets" in fields, **fields}))
     return paths
+
+
+class Router(nn.Module):
+    """Returns the weights and the numbers of two experts for each token."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, width) / width**0.5)
+        self.num_experts, self.top_k = experts, 2
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return nn.functional.linear(x, self.weight).softmax(-1).topk(self.top_k)
+
+
+class RoutedLayer(nn.Module):
+    """A router, and a dense MLP in place of experts."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.gate = Router(width, experts)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x) * self.gate(x)[0].sum(-1, keepdim=True)
+
+
+class RoutedTraining:
+    """Layers with routers, which learn a batch that never changes."""
+
+    def __init__(self, experts: int, layers: int, width: int, tokens: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(RoutedLayer(width, experts) for _ in range(layers)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self._tokens = torch.randn(tokens, width)
+
+    def step(self) -> None:
+        self.model(self._tokens).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def costs(workload: Workload, rounds: int, progress: Progress) -> Iterator[Cost]:
     torch.set_num_threads(1)
     training = Training(workload)
     with tempfile.TemporaryDirectory(prefix="features-") as directory:
-        for number, (name, config) in enumerate(configured(workload, Path(directory)).items()):
+        for name, config in configured(workload, Path(directory)).items():
             progress.show(name)
-            output = Path(directory, f"{number}")
-            os.environ["MONITOR_OUTPUT_DIR"] = str(output)
-            with TrainerMon(config, params_have_main_grad=False) as monitor:
-                monitor.set_monitor(training.model, grad_acc_steps=1, optimizer=training.optimizer)
-                ratios = [stepping(training) / stepping(training) for _ in range(WARM_UP_ROUNDS + rounds)]
-            yield Cost(name, count_rows(output) // len(ratios), ratios[0], ratios[WARM_UP_ROUNDS:])
+            yield cost_of(name, config, training, Path(directory, name), rounds)
+        shape = QUICKLY_ROUTED if workload.name == "quick" else ROUTED
+        for experts in EXPERTS:
+            name = f"moe_router_load_hook, {experts} experts"
+            progress.show(name)
+            targets = {"moe_router_load_hook": [f"{layer}.gate" for layer in range(shape["layers"])]}
+            config = Path(directory, f"{experts}.json")
+            config.write_text(json.dumps({**COMMON, "recording_l2_features": True, "l2_targets": targets}))
+            yield cost_of(name, config, RoutedTraining(experts, **shape), Path(directory, name), rounds)
 
 
-def stepping(training: Training) -> float:
+def cost_of(name: str, config: Path, training: Training | RoutedTraining, output: Path, rounds: int) -> Cost:
+    os.environ["MONITOR_OUTPUT_DIR"] = str(output)
+    with TrainerMon(config, params_have_main_grad=False) as monitor:
+        monitor.set_monitor(training.model, grad_acc_steps=1, optimizer=training.optimizer)
+        ratios = [stepping(training) / stepping(training) for _ in range(WARM_UP_ROUNDS + rounds)]
+    return Cost(name, count_rows(output) // len(ratios), ratios[0], ratios[WARM_UP_ROUNDS:])
+
+
+def stepping(training: Training | RoutedTraining) -> float:
     """CPU seconds of the process for one step. Every other one is collected."""
     begun = time.process_time()
     training.step()

@@ -248,6 +248,7 @@ def test_features_prints_what_each_costs_and_what_attention_takes(tmp_path: Path
         "ur_distribution": 34,
         "gradients, norms alone": 34,
         "gradients, underflow_e4m3": 34,
+        **{f"moe_router_load_hook, {experts} experts": 1 + experts for experts in (8, 64, 256)},
     }
     assert all(len(cost["cpu"]) == 2 for cost in written["costs"])
     assert [row[0] for row in cells_of(done.stdout)][: len(rows)] == list(rows)

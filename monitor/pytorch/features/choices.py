@@ -57,8 +57,8 @@ def counts_of(module: nn.Module, result: Any) -> Tensor:
     indices = _integers(found)
     experts = _number(module, EXPERTS_NAMES) or (floats[0].shape[-1] if floats else None)
     if indices and experts:
-        return _count_indices(_expert_indices(indices, _number(module, TOP_K_NAMES)), experts)
-    return _count_indices(_greatest(module, floats), floats[0].shape[-1])
+        return count_indices(_expert_indices(indices, _number(module, TOP_K_NAMES)), experts)
+    return count_indices(_greatest(module, floats), floats[0].shape[-1])
 
 
 def _greatest(module: nn.Module, floats: Sequence[Tensor]) -> Tensor:
@@ -93,7 +93,7 @@ def _expert_indices(indices: Sequence[Tensor], top: int | None) -> Tensor:
     return fitting[0]
 
 
-def _count_indices(indices: Tensor, experts: int) -> Tensor:
+def count_indices(indices: Tensor, experts: int) -> Tensor:
     """Count valid indices only: a dropped token has an index out of range, at which a device kernel would fail fatally."""
     flat = indices.flatten().to(torch.int64)
     there = ((flat >= 0) & (flat < experts)).to(torch.int64)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.nn import functional as F
 from watching import Output, Row, attached, warnings_in
 
+from monitor.pytorch.features.choices import count_indices
+from monitor.pytorch.features.reading import logit_sums_from
 from monitor.recording.features.reading import ANOTHER_CHOICE
 
 KIND = "moe_router_load_hook"
@@ -324,3 +328,39 @@ def test_a_router_beside_compiled_code_is_counted(output: Output) -> None:
     model = Layer(Switch(8, 4, None))
     model.out.compile(backend="eager")
     assert [row.values for row in rows_of(output, model)] == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_the_same_bit_for_bit(output: Output, name: str) -> None:
+    build, gate = MODELS[name]
+
+    def weights(watch: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = build().train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        targets = {KIND: [f"model.layers.{layer}.mlp.{gate}" for layer in range(2)]}
+        with ExitStack() as stack:
+            if watch:
+                stack.enter_context(attached(output, model, optimizer, recording_l2_features=True, l2_targets=targets))
+            for _ in range(2):
+                x = torch.randint(1, 64, (2, 12))
+                model(input_ids=x, labels=x).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*model.state_dict().values(), torch.get_rng_state()]
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(False), weights(True), strict=True))
+    assert output.rows(KIND)
+
+
+def test_counting_asks_no_device_for_a_number() -> None:
+    """Fake tensors of a device have no numbers: to read one, or to make a tensor as long as one says, raises."""
+    with FakeTensorMode():
+        scores, tokens = torch.rand(10, 4, device="cuda"), torch.rand(10, 8, device="cuda")
+        chosen = scores.topk(2).indices
+        counts = count_indices(chosen, 4)
+        sums = logit_sums_from(tokens, torch.rand(4, 8, device="cuda"), None, torch.float32)
+        with pytest.raises(DynamicOutputShapeException):
+            torch.bincount(chosen.flatten())
+    assert {str(one.device) for one in (counts, sums.squares, sums.greatest)} == {"cuda:0"}
+    assert counts.shape == (4,)
