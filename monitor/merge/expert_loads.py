@@ -6,6 +6,7 @@ import numpy as np
 
 from monitor.merge.rows import Rows
 from monitor.merge.statistics import FROM_EXPERTS, Flags, Index, Statistics
+from monitor.merge.tables import order_by, starts_of_runs
 from monitor.stats.loads import NO_EXPERT, router_and_expert, summaries
 
 
@@ -21,8 +22,11 @@ def fill_loads(rows: Rows, starts: Index, tensors: Statistics) -> Flags:
     """
     router, expert = _routers_and_experts(rows, starts)
     key = [rows.column("step")[starts], rows.micro_step()[starts], rows.rank[starts], rows.known("stage")[starts], router]
-    _, number = np.unique(np.array(key), axis=1, return_inverse=True)
-    number = number.reshape(-1)
+    order = order_by(key)
+    order = np.arange(len(starts)) if order is None else order
+    number = np.zeros(len(starts), dtype=np.int64)
+    number[order[starts_of_runs([column[order] for column in key])[1:]]] = 1
+    number[order] = np.cumsum(number[order])
     assigned = tensors.values[tensors.ops.index("assigned")]
     whole = np.bincount(number, np.where(expert == NO_EXPERT, assigned, 0.0))[number]
     columns = np.array([assigned / np.where(whole > 0, whole, 1.0), *summaries(number, expert, assigned)[:, number]])

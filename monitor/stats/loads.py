@@ -112,8 +112,8 @@ def with_summaries(index: Index, series: Index, micro_step: Index, partials: Par
         series, micro_step: Those of each row.
     """
     router, expert = index[:, series]
-    _, number = np.unique(np.array([router, micro_step]), axis=1, return_inverse=True)
-    number = number.reshape(-1)
+    micro_steps = int(micro_step.max()) + 2 if len(micro_step) else 1
+    _, number = np.unique(router * micro_steps + micro_step + 1, return_inverse=True)
     found = summaries(number, expert, partials.columns[ASSIGNED])
     rows = np.flatnonzero((expert == NO_EXPERT) & ~np.isnan(found[0, number]))
     columns = partials.columns.copy()

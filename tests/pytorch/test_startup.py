@@ -120,6 +120,7 @@ def test_there_are_as_many_lines_for_many_modules_as_for_one(output: Output, cap
         ({"xy_distribution": True, "forward_only": True, "targets": {"0": {}}}, 2),
         ({"xy_distribution": True, "micro_steps": "combined"}, 2),
         (EVERYTHING, 1),
+        ({"recording_l2_features": True, "l2_targets": {"moe_router_load_hook": ["0"]}}, 2),
         ({"ur_distribution": True, "mg_direction": True, "update_ratio": True, "format": ["csv", "tensorboard"]}, 1),
     ],
     ids=str,
@@ -129,6 +130,7 @@ def test_the_estimate_is_what_a_step_of_a_simple_model_writes(
 ) -> None:
     model = small_model()
     model[2].requires_grad_(False)
+    vars(model[0])["top_k"] = 2  # as of a router of five experts
     optimizer = Adam(model.parameters())
     x = X.clone().requires_grad_()
     with attached(output, model, optimizer, grad_acc_steps, **config):
