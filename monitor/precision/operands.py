@@ -18,7 +18,7 @@ from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
 from monitor.merge.execution import MergeError
 from monitor.precision.rounding import Index, Magnitudes
-from monitor.query.sources import NameFilter, QueryError, RowChoice, RunSource
+from monitor.query.sources import MergedSet, NameFilter, QueryError, RowChoice, RunSource
 from monitor.stats.histograms import MAGNITUDES
 from monitor.stats.partials import Floats
 
@@ -278,10 +278,11 @@ class RecordedGemms:
         if rows is None:
             return {}
         layouts, found = self._layouts(str(kind)), dict[str, FirstRow]()
-        order = np.argsort(_column(rows, "call_id", -1), kind="stable") if "call_id" in rows.column_names else range(len(rows))
-        for index, row in enumerate(rows.take(pa.array(order)).to_pylist()):
+        calls = _column(rows, "call_id", -1)
+        is_in_order = (calls >= 0).any() or not isinstance(self._source, MergedSet)  # which has rows in order of names
+        for index, row in enumerate(rows.take(pa.array(np.argsort(calls, kind="stable"))).to_pylist()):
             shape, dtype = layouts.get(row["name"], (None, ""))
-            place = (row.get("stage") or 0, row.get("vpp_stage") or 0, index)
+            place = (row.get("stage") or 0, row.get("vpp_stage") or 0, index if is_in_order else 0)
             one = FirstRow(place, row["count"] or 0, _shape(row.get("shape") or shape), row.get("dtype") or dtype or "")
             found.setdefault(row["name"], one)
         return found
@@ -318,8 +319,8 @@ def _of_module(tensors: Mapping[str, FirstRow], module: str, place: str) -> Firs
 
 def _width(module: str, weight: FirstRow, taken: FirstRow | None, given: FirstRow | None) -> int | None:
     """The last dimension of a GEMM's input, 0 if the input is not known. None if shapes say that the module is no GEMM."""
-    if taken is not None and "int" in taken.dtype.lower():
-        return None  # an embedding looks rows up
+    if taken is not None and ("int" in taken.dtype.lower() or _is_other(weight, taken, given)):
+        return None
     shape = weight.shape
     if shape is not None and len(shape) > 2:
         return None
@@ -329,6 +330,14 @@ def _width(module: str, weight: FirstRow, taken: FirstRow | None, given: FirstRo
     if shape is not None and len(shape) == 2:
         return width if width in shape else None
     return width if width and weight.elements > width and weight.elements % width == 0 else None
+
+
+def _is_other(weight: FirstRow, taken: FirstRow, given: FirstRow | None) -> bool:
+    """Whether shapes are those of an embedding, which adds a dimension, or of a norm over two dimensions."""
+    if given is None or not given.shape or not taken.shape:
+        return False
+    is_norm = weight.shape == taken.shape[-2:] == given.shape[-2:] and len(set(weight.shape)) > 1
+    return len(given.shape) > len(taken.shape) or is_norm
 
 
 def _looks_up(module: str, weight: tuple[int, ...], given: FirstRow | None) -> bool:

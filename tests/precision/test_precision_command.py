@@ -1,0 +1,181 @@
+"""The command ``trainermon precision``: from every format, from directories of ranks and from a merged set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recorded_job import RecordedRank, merged
+from sink_rows import Measured
+from torch import nn
+from trained_gpt import Trained, advised, recorded
+from typer.testing import CliRunner
+
+from monitor.precision.cli import app
+from monitor.precision.judging import Casting
+from monitor.precision.rounding import GRIDS
+from monitor.series import Placement, Shard
+
+OPS = ("absmax", "norm", "shape", "magnitude_histogram")
+
+
+def ran(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    return result.exit_code, result.output
+
+
+def printed(*arguments: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(CliRunner().invoke(app, [*(str(one) for one in arguments), "--json"]).stdout)
+    return found
+
+
+def test_every_format_and_a_merged_set_give_the_same_advice(trained: Trained, tmp_path: Path) -> None:
+    found = {}
+    for name in ("hdf5", "parquet", "csv"):
+        base = tmp_path / name
+        recorded(trained.copy(), [trained.batch(1), trained.batch(2)], base, format=name)
+        merged(base / "run", str(base / "merged"))
+        found[name], found[f"merged {name}"] = printed(base / "run"), printed(base / "merged")
+    in_order = [[layer["name"] for layer in one["layers"]] for name, one in found.items() if name != "merged csv"]
+    assert in_order == in_order[:1] * 5  # CSV files say no order of calls, and a merge sorts rows by name
+    for one in found.values():
+        assert one["verdicts"] == {"fp8": 9, "bf16": 0, "not looked at": 0}
+        assert len(one["layers"]) == 9
+        by_name = {layer["name"]: layer for layer in one["layers"]}
+        for first in found["hdf5"]["layers"]:
+            layer = by_name[first["name"]]
+            assert layer["loss"] == pytest.approx(first["loss"], rel=1e-6)
+            for what, operand in layer["operands"].items():
+                assert operand["format"] == first["operands"][what]["format"]
+                for cast, numbers in operand["casts"].items():
+                    assert numbers["badness"] == pytest.approx(first["operands"][what]["casts"][cast]["badness"], rel=1e-6)
+
+
+def test_the_table_has_a_line_for_each_layer_in_order_of_depth_and_says_what_the_loss_does(
+    trained: Trained, tmp_path: Path
+) -> None:
+    status, said = ran(recorded(trained.copy(), [trained.batch(1)], tmp_path))
+    lines = said.splitlines()
+    assert status == 0
+    assert [line.split()[0] for line in lines[1:10]] == [
+        *(f"h.{block}.{name}" for block in (0, 1) for name in ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")),
+        "head",
+    ]
+    assert all(line.split()[1:5] == ["FP8", "e4m3", "e4m3", "e5m2"] for line in lines[1:10])
+    assert [line.split()[:2] for line in lines[13:19]] == [
+        ["e4m3", "current"],
+        ["e4m3", "delayed"],
+        ["e5m2", "current"],
+        ["e5m2", "delayed"],
+        ["fp16", "none"],
+        ["bf16", "none"],
+    ] or "delayed" not in said  # one row has no history
+    assert "9 layers in 1 steps: 9 FP8, 0 keep in bf16, 0 not looked at" in said
+    assert "is expected to change by 0.00" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "2"], "Write the first and the last step, as in 100:200."),
+        (["--scaling", "later"], "Write current or delayed."),
+        (["--steps", "9:8"], "ends before it begins"),
+    ],
+)
+def test_arguments_that_make_no_sense_end_with_2(arguments: list[str], said: str, trained: Trained, tmp_path: Path) -> None:
+    status, told = ran(recorded(trained.copy(), [trained.batch(1)], tmp_path), *arguments)
+    assert status == 2
+    assert said in told or "steps is" in told
+
+
+def test_steps_are_chosen(trained: Trained, tmp_path: Path) -> None:
+    run = recorded(trained.copy(), [trained.batch(seed) for seed in range(4)], tmp_path)
+    assert [printed(run, "--steps", steps)["steps"] for steps in ("1:2", "2:", ":0", ":")] == [2, 2, 1, 4]
+    alone = {one["casts"]["e4m3 current"]["step"] for one in printed(run, "--steps", "2:2")["layers"][0]["operands"].values()}
+    assert alone == {2}
+
+
+# --- Ranks.
+
+WEIGHT = (0.5, -0.25, 1.0, 3.0, 0.001, 2.0)
+
+
+def sharded(base: Path) -> None:
+    """Two ranks, each with half of a weight and its own inputs."""
+    for rank in (0, 1):
+        one = RecordedRank(base, rank, 2, "hdf5", {"dp": (0, 1)}, ops=OPS)
+        one.place("param_origin", "a.weight", Placement(shard=Shard((0, 1), (3, 2), (rank * 3,), flat=True)))
+        values = [0.5, 1.0, 2.0, 4.0 * (rank + 1)]
+        for step in range(2):
+            of_modules = {
+                kind: [Measured(name, values, shape=(2, 2), magnitudes=True, micro_step=0) for name in ("a.input", "a.output")]
+                for kind in ("actv", "actv_grad")
+            }
+            own = Measured("a.weight", WEIGHT[rank * 3 : rank * 3 + 3], magnitudes=True)
+            one.write(step, {**of_modules, "param_origin": [own]})
+        one.close()
+
+
+def test_shards_are_judged_as_one_weight_and_inputs_by_rank(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    (layer,) = advised(tmp_path).gemms
+    weight, taken = layer.operands["weight"], layer.operands["input"]
+    assert (layer.name, weight.rows, taken.rows) == ("a", 2, 4)
+    cast = weight.casts[Casting("e4m3", "current")]
+    assert (cast.rank, cast.numbers["underflow"]) == (-1, 0.0)
+    scale = GRIDS["e4m3"].greatest / max(map(abs, WEIGHT))
+    x = torch.tensor(WEIGHT, dtype=torch.float64)
+    q = (x * scale).float().to(torch.float8_e4m3fn).double() / scale
+    assert float((q - x).norm() / x.norm()) <= cast.numbers["most_error"]
+    assert taken.casts[Casting("e4m3", "current")].rank in (0, 1)
+
+
+def test_delayed_scales_are_those_of_the_rows_before(tmp_path: Path) -> None:
+    """Against the definition, with numbers of which the scale alone decides whether they saturate."""
+    sizes = [1.0, 8.0, 2.0, 4.0, 9.0, 1.0, 1.0, 2.0]
+    one = RecordedRank(tmp_path, 0, 1, "hdf5", ops=OPS)
+    for step, size in enumerate(sizes):
+        values = [size, size / 2, size / 4, size / 8]
+        modules = [Measured(f"a.{place}", values, 0, shape=(2, 2), magnitudes=True) for place in ("input", "output")]
+        rows = {"actv": modules, "actv_grad": modules}
+        one.write(step, {**rows, "param_origin": [Measured("a.weight", [1.0, 2.0, 3.0, 4.0], shape=(2, 2), magnitudes=True)]})
+    one.close()
+    for history in (1, 2, 3, 10):
+        over = [step for step in range(1, len(sizes)) if sizes[step] > 464 / 448 * max(sizes[max(0, step - history) : step])]
+        (layer,) = advised(tmp_path, way="delayed", history=history).gemms
+        cast = layer.operands["input"].casts[Casting("e4m3", "delayed")]
+        assert cast.step in over
+        assert cast.numbers["most_saturated"] >= 0.25
+        limited = advised(tmp_path, way="delayed", history=history, margin=float(np.log2(max(sizes))) + 1).gemms[0]
+        assert limited.operands["input"].casts[Casting("e4m3", "delayed")].numbers["saturated"] == 0.0
+
+
+# --- Which modules are layers.
+
+
+class Mixed(nn.Module):
+    """Layers of several sorts, of which two are matrix multiplications."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 8)
+        self.norm = nn.LayerNorm([4, 8])
+        self.conv = nn.Conv1d(4, 4, 1)
+        self.wide = nn.Linear(8, 24)
+        self.head = nn.Linear(24, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.wide(self.conv(self.norm(self.words(tokens)))))
+
+
+@pytest.mark.parametrize("format", ["hdf5", "csv"])
+def test_embeddings_norms_and_convolutions_are_no_layers(format: str, tmp_path: Path) -> None:  # noqa: A002
+    torch.manual_seed(0)
+    tokens = torch.randint(16, (2, 4))
+    advice = advised(recorded(Mixed(), [(tokens, tokens)], tmp_path, format=format))
+    assert [one.name for one in advice.gemms] == ["wide", "head"]
