@@ -62,6 +62,8 @@ TENSORS = {
     "bool": torch.tensor([True, False, True]),
     "complex64": torch.complex(of_any_size(500, 5.0), of_any_size(501, 5.0)[:500]),
     "a transposed matrix": of_any_size(600).view(20, 30).t(),
+    "a part of the columns of float64": of_any_size(600, 100.0, torch.float64).view(20, 30)[:, :-1],
+    "a part of the columns of int64": torch.arange(-300, 300).view(20, 30)[:, :-1],
     "every second": of_any_size(1000)[::2],
     "expanded": of_any_size(7).expand(3, 7),
     "sparse": torch.eye(4).to_sparse(),

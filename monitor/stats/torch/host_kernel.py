@@ -206,7 +206,7 @@ def _natively(x: Tensor) -> Counts | None:
 def _of_piece(piece: Tensor) -> Counts:
     """The histogram of a copy: the bits are overwritten, and torch cannot resize a storage that numpy has a view of."""
     exact = magnitudes_of(piece) if piece.is_complex() or working_precision(piece.dtype) is torch.float64 else piece
-    single = torch.empty(piece.shape, dtype=torch.float32, device="cpu").copy_(exact).view(-1)
+    single = torch.empty(exact.shape, dtype=torch.float32, device="cpu").copy_(exact).view(-1)
     counts = array_kernel.of_singles(single.numpy(), _counted)
     if exact.dtype is torch.float64:
         lost = int(((exact != 0) & (single == 0)).sum())
