@@ -329,3 +329,19 @@ def test_compare_runs_finds_a_planted_change_a_public_fault_and_a_healthy_pair(t
     assert public == ["gradients not set to zero", "deepspeedai/DeepSpeed#7839", "single", expected, expected, "right"]
     assert healthy[2] == found["healthy"][0]["verdict"] == "same"
     assert (tmp_path / "runs" / "planted" / "single-epsilon-of-a-norm" / "merged" / "report.json").exists()
+
+
+def test_spikes_names_the_cause_of_a_planted_one_and_is_silent_about_a_healthy_training(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    only = "^batch 5 mlp 1$|^weights 2 mlp 1( loss)?$|^healthy constant mlp$"
+    # An interpreter of its own: threads of Arrow do not survive the forks that ranks are.
+    program = [sys.executable, str(BENCH / "spikes.py"), "--only", only, "--json", str(figures)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = {(one["part"], one["name"]): one["verdict"] for one in json.loads(figures.read_text())}
+    assert verdicts == {
+        ("planted", "batch 5 mlp 1"): "right",
+        ("planted", "weights 2 mlp 1"): "right",
+        ("little", "weights 2 mlp 1 loss"): "cannot tell",
+        ("healthy", "healthy constant mlp"): "silent",
+    }
