@@ -63,7 +63,7 @@ def batches(around: Around) -> Link:
     """Whether the batches of some or all ranks stand out in the step of the jump."""
     found = [one for one in (_gradients(around), _inputs(around), _losses(around)) if one is not None]
     standing = max(found, key=lambda one: one.is_alone, default=None)
-    look = "" if around.window(LOCAL) is not None else LOOK
+    look = "" if around.has(LOCAL) else LOOK
     if standing is None:
         return Link("batches", look=look)
     return Link("batches", wrong_activation(around, standing) or _batch_evidence(around, standing), look)
@@ -71,9 +71,7 @@ def batches(around: Around) -> Link:
 
 def activations(around: Around) -> Link:
     """Whether they are known. What is wrong with them is said of the batches."""
-    return Link(
-        "activations" if around.window("actv") is None else "", look=_ACTIVATIONS if around.window("actv") is None else ""
-    )
+    return Link("") if around.has("actv") else Link("activations", look=_ACTIVATIONS)
 
 
 def _gradients(around: Around) -> Outstanding | None:

@@ -119,6 +119,13 @@ class Around:
         first = max(self.at - LOOK_BACK, 1)
         return (at for at in range(first, self.at + 1) if self.steps[at] == self.steps[at - 1] + 1)
 
+    def has(self, kind: str, *, both: bool = False) -> bool:
+        """Whether the step of the jump has rows of a kind; with ``both``, also the step right before it."""
+        window, at = self.window(kind), self.at
+        if window is None or (both and (at == 0 or self.steps[at] != self.steps[at - 1] + 1)):
+            return False
+        return all(bool((~np.isnan(window.values[one])).any()) for one in ((at - 1, at) if both else (at,)))
+
     def window(self, kind: str) -> Window | None:
         """The rows of a kind; None if there are none, or too many."""
         if kind not in self._windows:
@@ -175,7 +182,8 @@ def weights(around: Around) -> Link:
         found = np.flatnonzero(changed[at - 1] > _SAME + 10 * usual)
         if len(found) and around.at - at <= SOON:
             return Link(what, _changed_weights(around, at, columns, found, begins[at], left[at - 1]))
-    return Link(what, look="" if np.isfinite(changed[around.at - 1]).any() else look)
+    known = around.has("param_origin", both=True) and around.has("param_updated", both=True)
+    return Link(what, look="" if known else look)
 
 
 def _changed_weights(
@@ -218,8 +226,7 @@ def moments(around: Around) -> Link:
     found = [one for kind in known for one in _broken_moments(around, kind)]
     if found:
         return Link(what, min(found, key=lambda one: one.step))
-    there = [window for kind in known if (window := around.window(kind)) is not None]
-    return Link(what, look="" if any(np.isfinite(one.values[around.at]).any() for one in there) else look)
+    return Link(what, look="" if any(around.has(kind, both=True) for kind in known) else look)
 
 
 def _broken_moments(around: Around, kind: str) -> Iterator[Evidence]:

@@ -127,7 +127,7 @@ def explain(around: Around) -> Explained:
     links = [*(look(around) for look in spike_links.LINKS), batches(around), activations(around)]
     found = sorted((one.evidence for one in links if one.evidence is not None), key=lambda one: (one.step, one.phase))
     unknown = [one for one in links if one.look]
-    chosen, clue = _told(_chosen(found), unknown)
+    chosen, clue = _told(_chosen(found), unknown, around.spike)
     if chosen is not None and chosen.cause not in _OF_DATA:
         unknown = [one for one in unknown if one.what != "activations"]  # they only tell data and device apart
     start = _says(around)
@@ -154,7 +154,7 @@ def _chosen(found: Sequence[Evidence]) -> Evidence | None:
     return next(iter([one for one in local if one.is_exclusive] or local), None)
 
 
-def _told(chosen: Evidence | None, unknown: Sequence[Link]) -> tuple[Evidence | None, str]:
+def _told(chosen: Evidence | None, unknown: Sequence[Link], spike: Spike) -> tuple[Evidence | None, str]:
     """The cause, unless it cannot be told from others that are not known; then what is known of it."""
     if chosen is None or chosen.is_exclusive or chosen.cause not in _OF_DATA:
         return chosen, ""
@@ -163,6 +163,8 @@ def _told(chosen: Evidence | None, unknown: Sequence[Link]) -> tuple[Evidence | 
     shared = [one for one in unknown if one.what in ("weights", "moments", "learning rates")]
     if shared and not chosen.is_local:  # what every rank and micro-step shows may come from what they share
         return None, " All local gradients or inputs of the step stand out alike."
+    if chosen.cause == spike_links.BATCH and not chosen.is_local and spike.lasts:
+        return None, " The next batches stand out, too: the data of all ranks, the code or the loss function may have changed."
     return chosen, ""
 
 

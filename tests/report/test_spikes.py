@@ -144,6 +144,24 @@ def test_a_cause_is_only_probable_if_another_was_not_recorded(left_out: str, tmp
     assert left_out in spikes.then
 
 
+def test_a_loss_function_that_changes_is_no_batch(tmp_path: Path) -> None:
+    def shuffled(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, 0 * y) if step >= AT else (x, y)
+
+    train(tmp_path / "out", batch=shuffled)
+    spikes = found(tmp_path / "out")
+    assert spikes.listed[0]["certainty"] == "cannot tell"
+    assert "The next batches stand out, too" in spikes.says
+
+
+@pytest.mark.parametrize("field", ["param_distribution", "mv_distribution"])
+def test_what_only_some_steps_have_is_not_known(field: str, tmp_path: Path) -> None:
+    train(tmp_path / "out", batch=bad, **{**EVERYTHING, "intervals": {field: AT // 2}})
+    spikes = found(tmp_path / "out")
+    assert (spikes.listed[0]["cause"], spikes.listed[0]["certainty"]) == ("batch", "probably")
+    assert any(field in one for one in spikes.listed[0]["record"])
+
+
 def test_a_learning_rate_that_returns_to_what_it_was_is_a_schedule(tmp_path: Path) -> None:
     def restarts(step: int, _model: nn.Module, optimizer: Any) -> None:
         optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step % 11 / 11.5)
