@@ -350,8 +350,8 @@ KIND_TABLE: Final = (
         fed_by=_GRADIENT_AND_MOMENTS,
         warned=True,
         columns=(
-            Column("swallowed", "share of updates", "smalls"),
             Column("staleness", "root mean square", "sum"),
+            Column("swallowed", "share of updates", "smalls"),
             Column("below_eps", "share of second moments", "posinfs", "weighted"),
         ),
     ),

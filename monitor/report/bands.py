@@ -7,7 +7,7 @@ far it usually is from that median says how wide the band is. All is done in log
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,15 +105,8 @@ def _blocks(steps: int, each: int) -> Iterator[slice]:
 # --- Rows as numbers by step.
 
 
-class TakesRows(Protocol):
-    """Takes rows of a kind, in order of steps; ranks and series are numbered."""
-
-    def add(self, step: Ints, micro_step: Ints, series: Ints, rank: Ints, values: Numbers) -> None:
-        """Take rows of later steps than those before."""
-
-
 class Means:
-    """The mean over all ranks, and the greatest of them, for each step and series (``TakesRows``).
+    """The mean over all ranks, and the greatest of them, for each step and series (``RowTaker``).
 
     Attributes:
         steps: All steps that rows may have, ascending.
@@ -145,7 +138,7 @@ class Means:
 
 
 class Window:
-    """All values of a kind in a few steps (``TakesRows``). A column is a series on a rank in a micro-step.
+    """All values of a kind in a few steps (``RowTaker``). A column is a series on a rank in a micro-step.
 
     Attributes:
         steps: Ascending.

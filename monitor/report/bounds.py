@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from monitor.query.sources import RowChoice
-from monitor.report.facts import GLOBAL_NAME, Facts
+from monitor.report.facts import GLOBAL_NAME, Facts, KindReader
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
+from monitor.report.history import Ints
+from monitor.series import HEALTH_KIND
 
 
 class Bound(NamedTuple):
@@ -23,6 +26,8 @@ class Bound(NamedTuple):
         then: What to do.
         source: A paper or a thread, or ``MEASURED``.
         ends: What the names of the rows end with; empty: all rows.
+        in_a_row: Recorded steps in a row at which a tensor must be beyond it: single steps may be, in healthy runs.
+        after: The first recorded values of a tensor that are not judged.
     """
 
     kinds: tuple[str, ...]
@@ -32,6 +37,8 @@ class Bound(NamedTuple):
     means: str
     then: str = ""
     source: str = ""
+    in_a_row: int = 1
+    after: int = 0
     ends: str = ""
 
     def is_of(self, kind: str, column: str) -> bool:
@@ -55,6 +62,10 @@ class BoundGroup(NamedTuple):
 
 
 MEASURED: Final = "our measurement"
+LASTING: Final = 16
+"""Recorded steps in a row. In five healthy trainings of small transformers ``staleness`` was above its bound for 7 at most."""
+OF_NEW_WEIGHTS: Final = 64
+"""Recorded values of a weight that may have begun at 0, so that its first updates are as large as itself."""
 _FEATURES: Final = '"recording_l2_features": true and l2_targets'
 
 GROUPS: Final = (
@@ -91,7 +102,7 @@ GROUPS: Final = (
                 "all heads of the module attend to single tokens",
                 "Lower the learning rate, or normalise the weights of Q and K.",
                 "Entropy collapse: Zhai et al., https://arxiv.org/abs/2303.06296. The limit: our measurement, docs/features.md",
-                ".heads",  # a single head may do so in a healthy model, such as one that attends to a sink
+                ends=".heads",  # a single head may do so in a healthy model, such as one that attends to a sink
             ),
         ),
     ),
@@ -159,6 +170,52 @@ GROUPS: Final = (
             ),
         ),
     ),
+    BoundGroup(
+        "Optimizer",
+        "It was not recorded.",
+        '"optimizer_health": true',
+        (
+            Bound(
+                (HEALTH_KIND,),
+                "staleness",
+                2.3,
+                True,
+                "the gradient has outgrown Adam's second moment",
+                "Lower beta2 or the learning rate, or clip updates as StableAdamW does.",
+                "Wortsman et al. 2023, arXiv 2304.13013: loss spikes follow 1 to 8 steps after 2.3; the number of steps is "
+                + MEASURED,
+                LASTING,
+            ),
+            Bound(
+                (HEALTH_KIND,),
+                "swallowed",
+                0.9,
+                True,
+                "rounding swallows its updates",
+                "Let the optimizer update float32 master weights, or use stochastic rounding.",
+                "Zamirai et al. 2020, arXiv 2010.06192: nearest rounding cancels small updates; the limit is " + MEASURED,
+                LASTING,
+            ),
+        ),
+    ),
+    BoundGroup(
+        "Size of updates",
+        "It was not recorded.",
+        '"update_ratio": true',
+        (
+            Bound(
+                ("update_ratio",),
+                "update_ratio",
+                0.1,
+                True,
+                "a step changes this weight too much",
+                "Lower the learning rate of this weight.",
+                "CS231n, Neural Networks Part 3: about 1e-3 is healthy, more is too high; the limit is " + MEASURED,
+                LASTING,
+                OF_NEW_WEIGHTS,
+            ),
+        ),
+    ),
 )
 """In the order in which the page shows them."""
 
@@ -194,7 +251,12 @@ def within(group: BoundGroup, facts: Facts) -> CheckFinding:
 
 
 def beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyond]:
-    """The first row beyond a bound, or with NaN, in the first file that has one."""
+    """The first row beyond a bound, or with NaN, in the first file that has one. Where several rows in a row must be, the last
+    of the first ones that are.
+    """
+    if bound.in_a_row > 1:
+        yield from _lasting(facts, kind, column, bound)
+        return
     for span in {**facts.kinds, **facts.others}[kind].spans:
         wanted = ("step", "rank", "name", GLOBAL_NAME, column)
         rows = facts.source.rows(RowChoice(kind, steps=range(span.first, span.last + 1), columns=wanted))
@@ -209,6 +271,48 @@ def beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyon
             name, is_nan = row[GLOBAL_NAME] or row["name"], not outside[there[0]]
             yield Beyond(row["step"], row["rank"], kind, name, column, row[column], bound, is_nan)
             return
+
+
+class _RowsInARow:
+    """Counts the rows in a row at which each tensor of each rank is beyond a bound (``RowTaker``).
+
+    Attributes:
+        found: Step, number of the series, number of the rank, and value where a count is reached first.
+    """
+
+    def __init__(self, bound: Bound, ranks: int) -> None:
+        self._bound, self._ranks = bound, ranks
+        self._counts: Ints = np.zeros((2, 0), np.int64)  # of all rows, and of those in a row
+        self.found: tuple[int, int, int, float] | None = None
+
+    def add(self, step: Ints, micro_step: Ints, series: Ints, rank: Ints, values: NDArray[np.float64]) -> None:
+        del micro_step
+        pairs = series * self._ranks + rank
+        more = int(pairs.max(initial=-1)) + 1 - self._counts.shape[1]
+        self._counts = np.pad(self._counts, ((0, 0), (0, max(more, 0))))
+        begins = np.flatnonzero(np.diff(step, prepend=step[:1] - 1))
+        for first, end in zip(begins, [*begins[1:], len(step)], strict=True):
+            self._take(int(step[first]), pairs[first:end], values[first:end])
+
+    def _take(self, step: int, pairs: Ints, values: NDArray[np.float64]) -> None:
+        bound = self._bound
+        outside = values >= bound.limit if bound.high else values <= bound.limit
+        seen, in_a_row = self._counts[:, pairs]
+        in_a_row = np.where(outside & (seen >= bound.after), in_a_row + 1, 0)
+        self._counts[:, pairs] = seen + 1, in_a_row
+        there = np.flatnonzero(in_a_row >= bound.in_a_row)
+        if len(there) and self.found is None:
+            pair = int(pairs[there[0]])
+            self.found = step, pair // self._ranks, pair % self._ranks, float(values[there[0]])
+
+
+def _lasting(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyond]:
+    rows, counted = KindReader(facts.source, kind, column), _RowsInARow(bound, len(facts.ranks))
+    rows.feed(counted)
+    if counted.found is not None:
+        step, series, rank, value = counted.found
+        means = bound._replace(means=f"{bound.means}, {bound.in_a_row} recorded steps in a row")
+        yield Beyond(step, facts.ranks[rank], kind, rows.series[series][1], column, value, means, False)
 
 
 def first_beyond(facts: Facts, found: Sequence[Beyond], then: str = "") -> CheckFinding:

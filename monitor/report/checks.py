@@ -19,10 +19,11 @@ from monitor.report.facts import NOT_PICTURED, TOTAL_KIND, Facts, ended_early, l
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place, State
 from monitor.report.history import WARM_UP, Sudden
 from monitor.report.load_of_experts import load_of_experts
+from monitor.report.optimizer import clipping, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
 from monitor.report.spike_links import SOON
 from monitor.report.spikes import SPIKES, spikes
-from monitor.series import CLIPPED_NORM, GRAD_NORM, REPLICA_KIND, RUN_KIND
+from monitor.series import CLIPPED_NORM, GRAD_NORM, HEALTH_KIND, REPLICA_KIND, RUN_KIND
 
 STILL_RUNS_S: Final = 120.0
 """A rank saves its manifest every 30 seconds."""
@@ -106,6 +107,8 @@ def row_events(facts: Facts, *, only_infinite: bool = False) -> list[RowEvent]:
 
 def may_not_jump(kind: str, name: str) -> bool:
     """Whether a sudden change is a fault. Learning rates change by plan. Of other numbers that a loop logs nothing is known."""
+    if kind == HEALTH_KIND:  # it has bounds
+        return False
     return kind != RUN_KIND or "loss" in name.lower() or name in (GRAD_NORM, CLIPPED_NORM)
 
 
@@ -372,6 +375,8 @@ CHECKS: Final = (
     CheckEntry(SPIKES, spikes, "TrainerMon.log(loss=...)"),
     *(CheckEntry(one.check, partial(within, one), one.look) for one in GROUPS),
     CheckEntry("Load of experts", load_of_experts, '"recording_l2_features": true and l2_targets'),
+    CheckEntry("Clipping", clipping, '"wg_distribution": true, where the loop clips'),
+    CheckEntry("Updates of layers", updates_of_layers, f'"update_ratio": true, and more than {WARM_UP} steps'),
     CheckEntry("Monitoring itself", _monitor, "manifest.json of each rank", False, False),
 )
 """In the order in which the page shows them. Where no alert rule fired, the verdict is the bad check of the earliest step.

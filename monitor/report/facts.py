@@ -24,8 +24,8 @@ from monitor.merge.execution import MergeError
 from monitor.merge.merge import Wanted, merge
 from monitor.query.opened import Lacking, open_source, total_norms
 from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order, ranges_of
-from monitor.report.bands import Numbers, TakesRows
-from monitor.report.history import FACTOR, FACTOR_OF_WEIGHTS, WINDOW, Axis, Ints, KindHistory
+from monitor.report.bands import Numbers
+from monitor.report.history import FACTOR, FACTOR_OF_WEIGHTS, WINDOW, Axis, Ints, KindHistory, RowTaker
 from monitor.series import CLIPPED_NORM, GRAD_NORM, KIND_TABLE, KINDS_OF_RANKS, PARAMETER_KINDS, REPLICA_KIND, RUN_KIND
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import COLUMNS_OF
@@ -155,7 +155,7 @@ class KindReader:
 
     def feed(
         self,
-        history: TakesRows,
+        history: RowTaker,
         steps: range | None = None,
         names: Sequence[str] | None = None,
         progress: Progress | None = None,
@@ -231,7 +231,7 @@ class KindReader:
             rows = rows.set_column(rows.column_names.index(GLOBAL_NAME), GLOBAL_NAME, named)
         return rows
 
-    def _feed(self, history: TakesRows, rows: pa.Table, steps: range) -> None:
+    def _feed(self, history: RowTaker, rows: pa.Table, steps: range) -> None:
         if not len(rows):
             return
         series = self._numbered(rows, steps)
@@ -298,9 +298,9 @@ class Facts:
         left_out: Number of steps that the first rank has recorded, and of which there are no rows.
         histories: Of each kind. ``run`` has the run's own numbers, and the total norm if only rows give it.
         no_total_norm: Why steps have no total norm, and how many have none.
-        clipped: Steps at which the norm of gradients was clipped.
         base: The directory that contains those of the ranks, if they are still there.
         totals: Steps, and total norms that only rows give.
+        norms: By step, the total norms of gradients before and after clipping, where both were recorded.
     """
 
     source: MergedSet
@@ -313,7 +313,7 @@ class Facts:
     kinds: dict[str, KindReader] = field(default_factory=dict)
     histories: dict[str, KindHistory] = field(default_factory=dict)
     no_total_norm: dict[str, int] = field(default_factory=dict)
-    clipped: list[int] = field(default_factory=list)
+    norms: dict[int, tuple[float, float]] = field(default_factory=dict)
     others: dict[str, KindReader] = field(default_factory=dict)
     measured: frozenset[str] = frozenset()
     left_out: int = 0
@@ -540,8 +540,8 @@ def _read_clipping(facts: Facts) -> None:
         found: dict[str, dict[int, float]] = {GRAD_NORM: {}, CLIPPED_NORM: {}}
         for row in in_order([facts.source.rows(wanted)]).to_pylist():
             found[row["name"]][row["step"]] = row[VALUE]
-        after = found[CLIPPED_NORM]
-        facts.clipped += [step for step, norm in found[GRAD_NORM].items() if step in after and after[step] < norm * (1 - 1e-6)]
+        norm, after = found[GRAD_NORM], found[CLIPPED_NORM]
+        facts.norms |= {step: (norm[step], after[step]) for step in norm if step in after}
 
 
 def at_step(facts: Facts, kind: str, step: int) -> KindHistory:

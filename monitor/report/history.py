@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +106,13 @@ class Axis:
         places = -(-np.arange(1, self.bins + 1) * len(self.steps) // self.bins) - 1
         last: Ints = self.steps[places]
         return last
+
+
+class RowTaker(Protocol):
+    """Takes the rows of a kind in order of steps."""
+
+    def add(self, step: Ints, micro_step: Ints, series: Ints, rank: Ints, values: NDArray[np.float64]) -> None:
+        """Take rows of later steps than those before; see ``KindHistory.add``."""
 
 
 class KindHistory:

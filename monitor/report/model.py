@@ -22,6 +22,7 @@ from monitor.report.checks import CheckResult, RowEvent, Verdict, may_not_jump, 
 from monitor.report.facts import NOT_PICTURED, TOTAL_KIND, Facts, at_step, of_series
 from monitor.report.findings import Place
 from monitor.report.history import KindHistory, by_rank, most_unusual
+from monitor.report.optimizer import clipped_steps, share_of_clipped
 from monitor.report.spikes import SPIKES
 from monitor.series import LEARNING_RATE, NO_MICRO_STEP, RUN_KIND
 from monitor.stats.histograms import MAGNITUDES, upper_text
@@ -136,6 +137,7 @@ def verdict_for_programs(facts: Facts, checks: Sequence[CheckResult], verdict: V
             for one in checks
         ],
         "spikes": [entry for one in checks if one.name == SPIKES for entry in one.finding.listed],
+        "clipping": share_of_clipped(facts),
         "first_events": events_of(facts),
         "unusual_tensors": unusual_of(facts),
     }
@@ -309,7 +311,7 @@ def _marks(facts: Facts) -> Iterator[dict[str, Any]]:
     """What happened at a step beside its rows, each with its column."""
     skipped = facts.told["skipped_steps"]["ranges"]
     steps = {
-        "clipped": facts.clipped,
+        "clipped": clipped_steps(facts),
         "skipped": [step for first, last, interval in skipped for step in range(first, last + 1, interval)],
         "restarted": [int(one["step"]) for one in facts.told.get("joints", {}).get("listed", ())],
         "reconfigured": [

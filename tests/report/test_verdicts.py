@@ -195,7 +195,11 @@ def test_a_healthy_run_has_nothing_bad_and_says_what_was_not_looked_at(seed: int
         "Attention",
         "Experts",
         "Activations",
+        "Optimizer",
+        "Size of updates",
         "Load of experts",
+        "Clipping",
+        "Updates of layers",
     ]
     assert all(name in verdict.then for name in unseen)
     for kind in NAMES:

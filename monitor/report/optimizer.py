@@ -1,0 +1,103 @@
+"""What a report says of the optimizer: how often gradients were clipped, and which updates leave the usual band of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monitor.report.facts import Facts, KindReader
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
+from monitor.report.history import WARM_UP, Axis, Ints, KindHistory
+
+# --- How often gradients were clipped.
+
+CHANGED: Final = 1e-6
+"""The least relative change of the norm that is clipping. Less is rounding."""
+LAST: Final = 100
+"""Steps that count as the last ones."""
+OFTEN: Final = 0.5
+"""The "Deep Learning Tuning Playbook" (Godbole et al. 2023) calls more than this extremely aggressive. It is no fault: of six
+healthy trainings of small transformers with the usual limit of 1, five clipped more often."""
+OFTEN_SAID: Final = " So clipping does what a lower learning rate does."
+
+
+def clipped_steps(facts: Facts) -> list[int]:
+    """The steps at which clipping changed the total norm of gradients."""
+    return [step for step, (norm, after) in facts.norms.items() if after < norm * (1 - CHANGED)]
+
+
+def share_of_clipped(facts: Facts) -> dict[str, Any] | None:
+    """How often gradients were clipped, for programs; None if it is not known."""
+    steps, clipped = sorted(facts.norms), set(clipped_steps(facts))
+    return {"steps": len(steps), "share": _share(steps, clipped), "last": _share(steps[-LAST:], clipped)} if steps else None
+
+
+def _share(steps: Sequence[int], clipped: set[int]) -> float:
+    return round(len(clipped.intersection(steps)) / len(steps), 4)
+
+
+def clipping(facts: Facts) -> CheckFinding:
+    """How often clipping changed the gradients. No share is a fault."""
+    known = share_of_clipped(facts)
+    if known is None:
+        return CheckFinding(NOT_LOOKED_AT, "The norms of gradients before and after clipping were not recorded.")
+    says = f"Gradients were clipped in {known['share']:.0%} of {known['steps']:,} steps"
+    says += f", and in {known['last']:.0%} of the last {LAST}." if known["steps"] > LAST else "."
+    return CheckFinding(GOOD, says + (OFTEN_SAID if known["last"] > OFTEN else ""))
+
+
+# --- The ratio of update to weight of a layer, beside the other layers.
+#
+# Learning rates change by plan, and the ratios of all layers with them. So each ratio is divided by the median of the ratios
+# of its step, and then judged by the history of its layer: the median and the quartiles of the logarithm.
+
+FEWEST: Final = 4
+"""Tensors of which a median says how far all have changed."""
+OUT_OF_BAND: Final = 10.0
+"""The least factor between a ratio and the median of its history. It must also leave the band, by ``SUDDEN`` deviations."""
+_KIND: Final = "update_ratio"
+_THEN: Final = "Look at the gradient and the learning rate of this layer, and whether rounding swallows its updates."
+
+
+class _BesideOthers:
+    """Divides the values of a step by their median, and passes them on (``RowTaker``).
+
+    Steps with fewer than ``FEWEST`` positive values are left out, such as the last one of a schedule that ends at 0.
+    """
+
+    def __init__(self, history: KindHistory) -> None:
+        self._history = history
+
+    def add(self, step: Ints, micro_step: Ints, series: Ints, rank: Ints, values: NDArray[np.float64]) -> None:
+        relative = np.full(len(values), np.nan)
+        begins = np.flatnonzero(np.diff(step, prepend=step[:1] - 1))
+        for first, end in zip(begins, [*begins[1:], len(step)], strict=True):
+            of = values[first:end]
+            positive = of[np.isfinite(of) & (of > 0)]
+            if len(positive) >= FEWEST:
+                relative[first:end] = of / np.median(positive)
+        kept = np.isfinite(relative)  # other checks name what is not finite
+        self._history.add(step[kept], micro_step[kept], series[kept], rank[kept], relative[kept])
+
+
+def updates_of_layers(facts: Facts) -> CheckFinding:
+    """Whether the update of a layer rises above its usual band, or stops, while others stay in theirs."""
+    if _KIND not in facts.kinds:
+        return CheckFinding(NOT_LOOKED_AT, "They were not recorded.")
+    rows = KindReader(facts.source, _KIND, _KIND)
+    history = KindHistory(Axis(facts.axis.steps, 1), len(facts.ranks), factor=OUT_OF_BAND)
+    rows.feed(_BesideOthers(history))
+    if not history.judged:
+        return CheckFinding(NOT_LOOKED_AT, f"There are not {FEWEST} tensors with more than {WARM_UP} recorded values.")
+    # A weight that began at 0 has ever smaller ratios.
+    found = [event for event in history.events if event.value > event.typical or not event.value]
+    if not found:
+        return CheckFinding(GOOD, f"{history.judged:,} ratios of update to weight are in the usual band of their layer.")
+    one = min(found, key=lambda event: (event.step, event.series))
+    name, rank = rows.series[one.series][1], facts.ranks[one.rank]
+    changed = f"{one.value / one.typical:.3g} times its usual share of the update of all layers"
+    says = f"{_KIND} {name} on rank {rank} in step {one.step}: it is {changed}."
+    return CheckFinding(BAD, says, Place(one.step, rank, _KIND, facts.shown_name(_KIND, name)), _THEN)

@@ -1,0 +1,167 @@
+"""What a report says of clipping, of the health of the optimizer, and of updates that leave the band of their layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recorded_job import RecordedRank
+from reported_job import modelled
+from sink_rows import Measured
+
+from monitor.report.bounds import LASTING, OF_NEW_WEIGHTS
+from monitor.report.checks import CheckResult, Verdict, checks_of
+from monitor.report.facts import facts_of
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
+from monitor.report.model import verdict_for_programs
+from monitor.report.optimizer import FEWEST
+from monitor.stats.partials import COUNT, NEGINFS, SMALLS, SUM, SUMSQ
+
+STEPS, WHEN, LAYERS = 120, 80, 6
+Ratio = Callable[[int, int], float]
+"""Of a step and a layer."""
+
+
+def recorded(base: Path, kind: str, numbers: Callable[[int, int], dict[int, float]], steps: int = STEPS) -> list[CheckResult]:
+    one = RecordedRank(base)
+    for step in range(steps):
+        one.write(step, {kind: [Measured(f"h.{layer}.weight", numbers=numbers(step, layer)) for layer in range(LAYERS)]})
+    one.close()
+    _, checks, _ = modelled(base)
+    return checks
+
+
+def state(checks: list[CheckResult], name: str) -> str:
+    return next(one.state for one in checks if one.name == name)
+
+
+def says(checks: list[CheckResult], name: str) -> str:
+    return next(one.finding.says for one in checks if one.name == name)
+
+
+# --- Updates beside the usual band.
+
+
+def ratios(ratio: Ratio, seed: int = 0) -> Callable[[int, int], dict[int, float]]:
+    noise = np.random.default_rng(seed).lognormal(0, 0.2, (STEPS, LAYERS))
+    return lambda step, layer: {COUNT: 8, SUM: (ratio(step, layer) * noise[step, layer]) ** 2, SUMSQ: 1.0}
+
+
+def schedule(step: int) -> float:
+    """Warm-up, a decay to nothing, and a restart."""
+    return 1e-3 * min(1.0, (step + 1) / 20) * max(0.0, 1 - (step % 60) / 59)
+
+
+HEALTHY: dict[str, Ratio] = {
+    "a schedule that restarts": lambda step, layer: schedule(step) * 2**layer,
+    "a layer that began at zero": lambda step, layer: 1 / (1 + step) if not layer else schedule(step),
+    "a frozen layer": lambda step, layer: schedule(step) if layer else 0.0,
+}
+FAULTY: dict[str, Ratio] = {
+    "a layer that moves too fast": lambda step, layer: schedule(step) * (30 if layer == 2 and step >= WHEN else 1),
+    "a layer that stops": lambda step, layer: schedule(step) * (layer != 2 or step < WHEN),
+}
+
+
+@pytest.mark.parametrize("what", HEALTHY)
+def test_updates_of_healthy_layers_are_in_their_band(what: str, tmp_path: Path) -> None:
+    checks = recorded(tmp_path, "update_ratio", ratios(HEALTHY[what]))
+    assert state(checks, "Updates of layers") == GOOD
+    assert state(checks, "Size of updates") == GOOD
+
+
+@pytest.mark.parametrize("what", FAULTY)
+def test_a_layer_that_leaves_its_band_is_named(what: str, tmp_path: Path) -> None:
+    checks = recorded(tmp_path, "update_ratio", ratios(FAULTY[what]))
+    assert state(checks, "Updates of layers") == BAD
+    assert says(checks, "Updates of layers").startswith(f"update_ratio h.2.weight on rank 0 in step {WHEN}: it is ")
+
+
+def test_few_layers_are_not_judged(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path)
+    for step in range(STEPS):
+        rows = [Measured(f"{layer}", numbers={COUNT: 8, SUM: 1e-6, SUMSQ: 1.0}) for layer in range(FEWEST - 1)]
+        one.write(step, {"update_ratio": rows})
+    one.close()
+    assert state(modelled(tmp_path)[1], "Updates of layers") == NOT_LOOKED_AT
+
+
+def test_updates_as_large_as_a_tenth_of_their_weight_are_bad_if_they_last(tmp_path: Path) -> None:
+    """Those of a weight that began at 0 are as large at first."""
+    for name, until in (("begins", OF_NEW_WEIGHTS), ("short", OF_NEW_WEIGHTS + LASTING - 1), ("lasting", STEPS)):
+        checks = recorded(tmp_path / name, "update_ratio", ratios(lambda step, _, until=until: 0.3 if step < until else 1e-3))
+        assert state(checks, "Size of updates") == (BAD if name == "lasting" else GOOD), name
+    last = OF_NEW_WEIGHTS + LASTING - 1
+    assert says(checks, "Size of updates").startswith(
+        f"update_ratio h.0.weight on rank 0 in step {last}: its update_ratio is 0."
+    )
+    assert f"a step changes this weight too much, {LASTING} recorded steps in a row." in says(checks, "Size of updates")
+
+
+# --- The health of the optimizer.
+
+
+def health(staleness: Ratio, swallowed: Ratio) -> Callable[[int, int], dict[int, float]]:
+    def numbers(step: int, layer: int) -> dict[int, float]:
+        stale, gone = staleness(step, layer), swallowed(step, layer)
+        return {COUNT: 100, SUM: 100 * stale**2, SUMSQ: 100, NEGINFS: 50, SMALLS: 50 * gone}
+
+    return numbers
+
+
+def test_a_moment_is_stale_if_the_gradient_stays_ahead_of_it(tmp_path: Path) -> None:
+    for name, steps in (("single", 1), ("some", LASTING - 1), ("lasting", LASTING)):
+        there = range(WHEN, WHEN + steps)
+        numbers = health(lambda step, layer, there=there: 6.0 if layer == 3 and step in there else 1.0, lambda *_: 0.0)
+        checks = recorded(tmp_path / name, "optimizer_health", numbers)
+        assert state(checks, "Optimizer") == (BAD if steps == LASTING else GOOD)
+        assert state(checks, "Sudden changes") == GOOD
+    expected = (
+        f"optimizer_health h.3.weight on rank 0 in step {WHEN + LASTING - 1}: its staleness is 6: the gradient has outgrown"
+    )
+    assert says(checks, "Optimizer").startswith(expected)
+    assert "beta2" in next(one.finding.then for one in checks if one.name == "Optimizer")
+
+
+def test_updates_that_rounding_swallows_are_bad_if_they_last(tmp_path: Path) -> None:
+    checks = recorded(tmp_path, "optimizer_health", health(lambda *_: 1.0, lambda _, layer: 0.96 if layer == 1 else 0.2))
+    assert says(checks, "Optimizer").startswith(
+        f"optimizer_health h.1.weight on rank 0 in step {LASTING - 1}: its swallowed is 0.96: rounding swallows its updates"
+    )
+
+
+# --- Clipping.
+
+
+def with_norms(base: Path, steps: int, clipped: Callable[[int], bool]) -> tuple[list[CheckResult], dict[str, object]]:
+    one = RecordedRank(base)
+    for step in range(steps):
+        norm = 2.0 + step % 3
+        rows = [("grad_norm", norm), ("grad_norm_clipped", norm / 2 if clipped(step) else norm)]
+        one.write(step, {"run": [Measured(name, numbers={COUNT: 1, SUM: value}) for name, value in rows]})
+    one.close()
+    with facts_of(str(base)) as facts:
+        checks = checks_of(facts)
+        return checks, verdict_for_programs(facts, checks, Verdict(GOOD, "", "", checks[0].finding.place))
+
+
+def test_the_share_of_clipped_steps_is_in_the_facts(tmp_path: Path) -> None:
+    checks, told = with_norms(tmp_path, 200, lambda step: step < 100 or step % 4 == 0)
+    assert told["clipping"] == {"steps": 200, "share": 0.625, "last": 0.25}
+    assert says(checks, "Clipping") == "Gradients were clipped in 62% of 200 steps, and in 25% of the last 100."
+    assert state(checks, "Clipping") == GOOD
+
+
+def test_clipping_of_most_steps_is_said_and_no_fault(tmp_path: Path) -> None:
+    checks, told = with_norms(tmp_path, 30, lambda step: step % 10 > 0)
+    assert told["clipping"] == {"steps": 30, "share": 0.9, "last": 0.9}
+    expected = "Gradients were clipped in 90% of 30 steps. So clipping does what a lower learning rate does."
+    assert (state(checks, "Clipping"), says(checks, "Clipping")) == (GOOD, expected)
+
+
+def test_clipping_that_was_not_recorded_is_not_looked_at(tmp_path: Path) -> None:
+    checks = recorded(tmp_path, "update_ratio", ratios(HEALTHY["a schedule that restarts"]))
+    assert state(checks, "Clipping") == NOT_LOOKED_AT
+    assert state(checks, "Optimizer") == NOT_LOOKED_AT
