@@ -27,12 +27,14 @@ from typing import Any
 
 import torch
 from models import WORKLOADS, Workload
+from overhead import CONFIGS, OPS
 from tables import Progress, aligned, save
 from torch import nn
 from worker import Training
 
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.features.attention import Scores, spread
+from monitor.stats.histograms import PERCENTILES
 
 WARM_UP_ROUNDS = 3
 SAMPLES = ((1024, 1), (8192, 1), (8192, 8), (32768, 1))
@@ -81,6 +83,9 @@ def targets_of(hook: str, layers: int) -> dict[str, list[str]]:
 
 
 COMMON: Mapping[str, Any] = {"step_interval": 2, "format": "csv", "ops": ["norm"], "run_numbers": False}
+EVERYTHING = CONFIGS["everything"] | {"ops": OPS}
+ON_REQUEST = ("skewness", "kurtosis", "absmean", "smallest_nonzero")
+
 OF_THE_STEP: Mapping[str, dict[str, Any]] = {
     "mg_direction": {"mg_direction": True},
     "update_ratio": {"update_ratio": True},
@@ -89,6 +94,10 @@ OF_THE_STEP: Mapping[str, dict[str, Any]] = {
     "ur_distribution": {"ur_distribution": True, "format": ["csv", "hdf5"]},
     "gradients, norms alone": {"wg_distribution": True},
     "gradients, underflow_e4m3": {"wg_distribution": True, "ops": ["norm", "underflow_e4m3"]},
+    "everything": EVERYTHING,
+    "everything, higher moments": EVERYTHING | {"ops": [*OPS, *ON_REQUEST]},
+    "everything, percentiles": EVERYTHING | {"ops": [*OPS, *PERCENTILES]},
+    "everything, both": EVERYTHING | {"ops": [*OPS, *ON_REQUEST, *PERCENTILES]},
 }
 
 

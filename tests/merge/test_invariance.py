@@ -217,9 +217,8 @@ def test_of_both_formats_the_same_is_merged_up_to_rounding(
                 close = isinstance(value, float)
                 unit = 10.0**-ndigits
                 expected = pytest.approx(value, rel=unit, abs=2 * job.ranks * unit, nan_ok=True) if close else value
-                if (
-                    column not in ("kurtosis", "skewness") or other[column] is not None
-                ):  # that of several parts does not follow from CSV
+                # Higher moments of several parts do not follow from CSV.
+                if column not in ("kurtosis", "skewness") or other[column] is not None:
                     assert other[column] == expected, column
     shutil.rmtree(base)
 

@@ -44,7 +44,7 @@ class ActivationWatcher(watchers.FeatureWatcher):
             x = self._output(result)
             with self._reading.beneath():
                 numbers = self._numbers(place, x.shape[-1], self._reading.activation_of(x))
-            self._record(place.call, numbers, x, place.micro_step)
+            self._record(place, numbers, x)
         except reading.MisfitError as misfit:
             self._misfit(str(misfit))
 
