@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import mindspore as ms
@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from monitor.recording.features import reading
-from monitor.stats.mindspore.tensors import Arithmetic, Array, computing
+from monitor.stats.mindspore.tensors import Arithmetic, Array, beneath, computing
 
 EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "expert_num", "num_moe_experts")
 CHOSEN_NAMES: Final = ("top_k", "topk", "num_experts_per_tok", "moe_router_topk", "num_experts_chosen")
@@ -19,13 +19,15 @@ CAPACITY_NAMES: Final = ("capacity", "capacity_factor", "expert_capacity", "moe_
 
 INTEGERS: Final = (ms.int32, ms.int64)
 
+UNKNOWN: Final = reading.RouterCall()
+
 SEVERAL: Final = "it returns several tensors of integers, and it is unclear which of them holds the chosen experts"
 
 ChosenExperts = tuple[Tensor, int]
 """The result of a router's call, indices or a boolean map, and the number of experts."""
 
 
-def choices_of(cell: nn.Cell, result: Any) -> reading.Choices:
+def choices_of(cell: nn.Cell, result: Any, call: reading.RouterCall) -> reading.Choices:
     """What a router chose. ``dropped`` is known of a router that has a capacity.
 
     Raises:
@@ -34,30 +36,48 @@ def choices_of(cell: nn.Cell, result: Any) -> reading.Choices:
     """
     if _attribute(cell, "moe_pad_expert_input_to_capacity"):
         raise reading.NotARouterError(reading.PADDED)
-    chosen, experts = chosen_in(cell, result)
+    chosen, experts = chosen_in(cell, result, call)
+    asked = int(np.prod(chosen.shape))
+    if chosen.dtype == ms.bool_:
+        asked = asked // experts * (_number(cell, CHOSEN_NAMES) or 0)
     with computing() as on:
         counts = Tensor(count_on_host(on.of(chosen), experts)) if on.may_look else _count(on, chosen, experts)
         total = float(on.of(counts).sum()) if on.may_look else on.sum(counts)
-        asked = _asked(cell, chosen) if any(_attribute(cell, name) is not None for name in CAPACITY_NAMES) else None
-        return reading.Choices(counts, total, None if asked is None else asked - total)
+        limited = any(_attribute(cell, name) is not None for name in CAPACITY_NAMES)
+        return reading.Choices(counts, total, asked - total if limited and asked else None)
 
 
-def chosen_in(cell: nn.Cell, result: Any) -> ChosenExperts:
-    """The choices of a router's call.
+def chosen_in(cell: nn.Cell, result: Any, call: reading.RouterCall = UNKNOWN) -> ChosenExperts:
+    """The choices of a router's call. A map of integers becomes one of booleans.
 
     Raises:
         NotARouterError: The result does not show them.
     """
+    if any(hasattr(cell, name) for name in reading.PART_NAMES):
+        raise reading.NotARouterError(reading.PART_OF_CHOICE)
+    call = call._replace(experts=_number(cell, EXPERTS_NAMES) or call.experts, top=_number(cell, CHOSEN_NAMES))
     found = [one for one in _tensors(result) if one.ndim > 0]
     maps = [one for one in found if one.dtype == ms.bool_]
     if maps:
+        call.check_map(maps[-1].shape)
         return maps[-1], int(maps[-1].shape[-1])
     indices = [one for one in found if one.dtype in INTEGERS]
     floats = [one for one in found if one.dtype not in INTEGERS]
-    experts = _number(cell, EXPERTS_NAMES) or (int(floats[0].shape[-1]) if floats else None)
+    experts = call.experts or (int(floats[0].shape[-1]) if floats else None)
     if not indices or not experts:
         raise reading.NotARouterError("it does not return the numbers of the chosen experts")
-    return _fitting_indices(indices, _number(cell, CHOSEN_NAMES)), experts
+    chosen = _fitting_indices(indices, call.top)
+    if not call.is_map(chosen.shape):
+        return chosen, experts
+    with beneath():
+        return chosen != 0, experts
+
+
+def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """The number of vectors in the first tensor of numbers with at least two dimensions; None if there is none."""
+    given = (*args, *kwargs.values())
+    shape = next((one.shape for one in given if isinstance(one, Tensor) and one.ndim > 1 and one.dtype not in INTEGERS), None)
+    return None if shape is None else int(np.prod(shape[:-1]))
 
 
 def count_on_host(chosen: Array, experts: int) -> Array:
@@ -78,14 +98,6 @@ def _count(on: Arithmetic, chosen: Tensor, experts: int) -> Array:
     for block in on.rows(indices, (int(np.prod(chosen.shape)), experts)):
         total = total + on.sum(on.floats(block == numbers), 0)
     return total.reshape((experts,))
-
-
-def _asked(cell: nn.Cell, chosen: Tensor) -> int | None:
-    """The number of assignments before a capacity refused any; None if that is not known."""
-    if chosen.dtype != ms.bool_:
-        return int(np.prod(chosen.shape))
-    top = _number(cell, CHOSEN_NAMES)
-    return int(np.prod(chosen.shape[:-1])) * top if top else None
 
 
 def _fitting_indices(indices: Sequence[Tensor], top: int | None) -> Tensor:

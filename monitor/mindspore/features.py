@@ -13,7 +13,7 @@ from mindspore import Tensor, mint, nn
 
 from monitor.mindspore.activations import activation_of, active_share, last_active
 from monitor.mindspore.attention import OUT_OF_SIGHT, Scores, heads_of, spread, summed
-from monitor.mindspore.choices import choices_of
+from monitor.mindspore.choices import choices_of, count_tokens
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.features import krylov, reading
 from monitor.recording.features.krylov import CERTAIN, FARTHEST, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
@@ -410,6 +410,7 @@ __all__ = [
     "beneath",
     "bias_of",
     "choices_of",
+    "count_tokens",
     "dtype_of_routing",
     "embeds",
     "entropy_from",

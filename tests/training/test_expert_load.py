@@ -102,7 +102,7 @@ def test_a_router_may_say_in_several_ways_what_it_chooses(result: Any, known: di
 
 def test_a_token_without_an_expert_counts_for_none() -> None:
     result = (torch.tensor([[0, -1], [1, 2], [1, 0]]),)
-    assert counts_of(Choosing(result, num_experts=2), result).tolist() == [2, 2]
+    assert counts_of(Choosing(result, num_experts=2, top_k=2), result).tolist() == [2, 2]
 
 
 def test_of_several_tensors_of_integers_the_one_of_as_many_as_are_chosen_is_taken() -> None:

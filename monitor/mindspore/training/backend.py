@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
-from monitor.mindspore.choices import ChosenExperts, chosen_in, count_on_host
+from monitor.mindspore import choices
 from monitor.mindspore.hooks import after_forward
 from monitor.mindspore.process_group import place
 from monitor.mindspore.trainer_mon import TrainerMon
@@ -75,7 +75,7 @@ class MindSporeRouters:
 
     def __init__(self, model: nn.Cell, names: Iterable[str], failures: Failures) -> None:
         self._hooks = HookSet()
-        self._chosen: dict[str, list[ChosenExperts]] = {}
+        self._chosen: dict[str, list[choices.ChosenExperts]] = {}
         cells = {name: cell for name, cell in model.cells_and_names() if name in set(names)}
         if missing := set(names) - set(cells):
             raise ValueError(f"routers: there is no cell {', '.join(map(repr, sorted(missing)))} in the model")
@@ -91,13 +91,14 @@ class MindSporeRouters:
     def remove(self) -> None:
         self._hooks.remove()
 
-    def _keep(self, name: str, cell: nn.Cell, _args: Any, _kwargs: Any, result: Any) -> None:
+    def _keep(self, name: str, cell: nn.Cell, args: Any, kwargs: Any, result: Any) -> None:
         if cell.training:
-            self._chosen.setdefault(name, []).append(chosen_in(cell, result))
+            call = choices.UNKNOWN._replace(tokens=choices.count_tokens(args, kwargs))
+            self._chosen.setdefault(name, []).append(choices.chosen_in(cell, result, call))
 
 
-def _counted(calls: Sequence[ChosenExperts]) -> list[int]:
-    counts: NDArray[np.int64] = np.sum([count_on_host(on_host(chosen), experts) for chosen, experts in calls], axis=0)
+def _counted(calls: Sequence[choices.ChosenExperts]) -> list[int]:
+    counts: NDArray[np.int64] = np.sum([choices.count_on_host(on_host(chosen), experts) for chosen, experts in calls], axis=0)
     return [int(count) for count in counts]
 
 

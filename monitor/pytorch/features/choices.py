@@ -6,7 +6,7 @@ its result depends on the largest element.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -25,11 +25,13 @@ PADDING_NAMES: Final = ("moe_pad_expert_input_to_capacity",)
 OTHER_CHOICE_NAMES: Final = ("e_score_correction_bias", "expert_bias", "correction_bias", "num_group", "n_group", "topk_group")
 """A router with one of these does not choose the greatest logits."""
 
+UNKNOWN: Final = reading.RouterCall()
+
 NO_CHOICE: Final = "it returns neither the indices of the chosen experts nor logits with a top_k"
 SEVERAL: Final = "it returns several integer tensors, and it is unknown which one holds the chosen experts"
 
 
-def choices_of(module: nn.Module, result: Any) -> reading.Choices:
+def choices_of(module: nn.Module, result: Any, call: reading.RouterCall) -> reading.Choices:
     """What a router chose. ``dropped`` is known of a router that has a capacity.
 
     Raises:
@@ -37,28 +39,48 @@ def choices_of(module: nn.Module, result: Any) -> reading.Choices:
     """
     if any(_attribute(module, name) for name in PADDING_NAMES):
         raise reading.NotARouterError(reading.PADDED)
-    counts = counts_of(module, result)
+    counts, asked = _counted(module, result, call)
     total = counts.sum()
-    asked = _asked(module, result) if any(_attribute(module, name) is not None for name in CAPACITY_NAMES) else None
-    return reading.Choices(counts, total, None if asked is None else asked - total)
+    limited = any(_attribute(module, name) is not None for name in CAPACITY_NAMES)
+    return reading.Choices(counts, total, asked - total if limited and asked is not None else None)
 
 
-def counts_of(module: nn.Module, result: Any) -> Tensor:
+def counts_of(module: nn.Module, result: Any, call: reading.RouterCall = UNKNOWN) -> Tensor:
     """How many tokens go to each expert, int64, shape ``(experts,)``, on the device of a router's result.
+
+    Args:
+        call: What is known of the call, apart from what the module's attributes say.
 
     Raises:
         NotARouterError: The result does not show it.
     """
+    return _counted(module, result, call)[0]
+
+
+def _counted(module: nn.Module, result: Any, call: reading.RouterCall) -> tuple[Tensor, int | None]:
+    """``counts_of``, and the number of assignments before a capacity refused any; None if that is not known."""
+    if any(hasattr(module, name) for name in reading.PART_NAMES):
+        raise reading.NotARouterError(reading.PART_OF_CHOICE)
+    call = call._replace(experts=_number(module, EXPERTS_NAMES) or call.experts, top=_number(module, TOP_K_NAMES))
     found = list(_result_tensors(result))
     maps = [one for one in found if one.dtype == torch.bool]
     if maps:
-        return maps[-1].flatten(0, -2).sum(0)
-    floats = [one for one in found if one.is_floating_point()]
-    indices = _integers(found)
-    experts = _number(module, EXPERTS_NAMES) or (floats[0].shape[-1] if floats else None)
-    if indices and experts:
-        return count_indices(_expert_indices(indices, _number(module, TOP_K_NAMES)), experts)
-    return count_indices(_greatest(module, floats), floats[0].shape[-1])
+        call.check_map(maps[-1].shape)
+        return _count_map(maps[-1], call)
+    floats, indices = [one for one in found if one.is_floating_point()], _integers(found)
+    experts = call.experts or (floats[0].shape[-1] if floats else None)
+    if not indices or not experts:
+        chosen, experts = _greatest(module, floats), floats[0].shape[-1]
+    else:
+        chosen = _expert_indices(indices, call.top)
+        if call.is_map(chosen.shape):
+            return _count_map(chosen != 0, call)
+    return count_indices(chosen, experts), chosen.numel()
+
+
+def _count_map(chosen: Tensor, call: reading.RouterCall) -> tuple[Tensor, int | None]:
+    asked = None if call.top is None else chosen[..., 0].numel() * call.top
+    return chosen.flatten(0, -2).sum(0), asked
 
 
 def _greatest(module: nn.Module, floats: Sequence[Tensor]) -> Tensor:
@@ -71,14 +93,11 @@ def _greatest(module: nn.Module, floats: Sequence[Tensor]) -> Tensor:
     return floats[0].topk(top, -1).indices
 
 
-def _asked(module: nn.Module, result: Any) -> int | None:
-    """The number of assignments before a capacity refused any; None if that is not known."""
-    found, top = list(_result_tensors(result)), _number(module, TOP_K_NAMES)
-    maps = [one for one in found if one.dtype == torch.bool]
-    if maps:
-        return maps[-1][..., 0].numel() * top if top else None
-    indices = _integers(found)
-    return _expert_indices(indices, top).numel() if indices else None
+def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """The number of vectors in the first tensor of numbers with at least two dimensions; None if there is none."""
+    given = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim() > 1 and one.is_floating_point())
+    local = next((local_shard(one) for one in given), None)
+    return None if local is None else local[..., 0].numel()
 
 
 def _integers(found: Sequence[Tensor]) -> list[Tensor]:

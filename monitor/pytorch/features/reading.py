@@ -107,7 +107,7 @@ def weight_placement(framework: Framework, rank: int, parameter: NamedParameter,
     return replace(part, partial=False, data_parallel=kept.data_parallel)
 
 
-choices_of = choices.choices_of
+choices_of, count_tokens = choices.choices_of, choices.count_tokens
 dtype_of_routing = matrices.dtype_of_routing
 entropy_of, entropy_from = matrices.entropy_of, matrices.entropy_from
 logit_sums_of, logit_sums_from = matrices.logit_sums_of, matrices.logit_sums_from
@@ -119,6 +119,7 @@ __all__ = [
     "beneath",
     "bias_of",
     "choices_of",
+    "count_tokens",
     "dtype_of_routing",
     "embeds",
     "entropy_from",

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.pytorch import modules, tensors
-from monitor.pytorch.features.choices import counts_of
+from monitor.pytorch.features import choices
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.optimizer_steps import optimizers_in
 from monitor.pytorch.process_group import place
@@ -95,11 +95,11 @@ class TorchRouters:
     def remove(self) -> None:
         self._hooks.remove()
 
-    def _count(self, name: str, module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> None:
+    def _count(self, name: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if not module.training or modules.repeating():
             return
         with tensors.computing():
-            counts = counts_of(module, result)
+            counts = choices.counts_of(module, result, choices.UNKNOWN._replace(tokens=choices.count_tokens(args, kwargs)))
             known = self._counts.get(name)
             self._counts[name] = counts if known is None else known.add_(counts)
 

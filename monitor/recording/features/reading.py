@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from math import ceil, gcd
+from math import ceil, gcd, prod
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from monitor.recording.attached_model import NamedParameter
@@ -37,6 +37,12 @@ CHANNELS_SPLIT: Final = "the channels of its output are split over ranks, its nu
 PADDED: Final = "it pads the tokens of each expert to its capacity, so that its map does not show what it chose"
 ANOTHER_CHOICE: Final = "it returns logits only, and does not choose the greatest of them"
 NOT_WHOLE_CHOICE: Final = "what it chose is split over ranks"
+UNCLEAR_CHOICE: Final = "its result may be numbers of experts, or a map of them"
+OTHER_MAP: Final = "its map does not have a number for each token and expert, experts last"
+PART_OF_CHOICE: Final = "it returns only a part of what it chose"
+
+PART_NAMES: Final = ("second_expert_policy",)
+"""Attributes of routers that return a map of their first choice alone."""
 
 
 class MisfitError(Exception):
@@ -156,6 +162,41 @@ class Logits(NamedTuple):
     tokens: int
     squares: Number
     greatest: Number
+
+
+class RouterCall(NamedTuple):
+    """The size of a router's call, which distinguishes maps of experts from numbers of experts. None if it is unknown.
+
+    Attributes:
+        tokens: Number of tokens.
+        top: Number of experts that are chosen for a token.
+    """
+
+    tokens: int | None = None
+    experts: int | None = None
+    top: int | None = None
+
+    def check_map(self, shape: tuple[int, ...]) -> None:
+        """Raise ``NotARouterError`` unless this is the shape of a map with experts last."""
+        experts = self.experts in (None, shape[-1])
+        if len(shape) < 2 or not experts or self.tokens not in (None, prod(shape[:-1])):
+            raise NotARouterError(OTHER_MAP)
+
+    def is_map(self, shape: tuple[int, ...]) -> bool:
+        """Whether integers of this shape are a map, with a 0 for experts that were not chosen. Otherwise they are numbers of
+        experts, for each token as many.
+
+        Raises:
+            NotARouterError: They are neither, or may be both.
+        """
+        if len(shape) > 1 and shape[-1] == self.experts != self.top:
+            if self.tokens is None:
+                raise NotARouterError(UNCLEAR_CHOICE)
+            if prod(shape[:-1]) == self.tokens:
+                return True
+        if self.tokens and prod(shape) % self.tokens:
+            raise NotARouterError(UNCLEAR_CHOICE)
+        return False
 
 
 class Choices(NamedTuple):
@@ -329,8 +370,15 @@ class FeatureReading(Protocol):
     def logit_sums_of(self, logits: Any) -> Logits: ...
     def logit_sums_from(self, tokens: Any, weight: Any, bias: Any, dtype: Any) -> Logits: ...
 
-    def choices_of(self, module: Any, result: Any) -> Choices:
-        """What a router chose, by its result. Does not wait for a device."""
+    def choices_of(self, module: Any, result: Any, call: RouterCall) -> Choices:
+        """What a router chose, by its result. Does not wait for a device.
+
+        Args:
+            call: ``top`` is found here.
+        """
+
+    def count_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        """The number of tokens that a router receives: of vectors in its first tensor of numbers; None if there is none."""
 
     def activation_of(self, x: Any) -> Activation: ...
 

@@ -375,7 +375,7 @@ class LogitWatcher(FeatureWatcher):
         """The feature's sums over these tokens, whose logits are computed."""
 
     @abstractmethod
-    def _record_call(self, place: CallIndex, sums: Any, result: Any) -> None:
+    def _record_call(self, place: CallIndex, sums: Any, result: Any, call: reading.RouterCall) -> None:
         """Record the row of a call. ``sums`` is None if logits were not found."""
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -397,7 +397,7 @@ class LogitWatcher(FeatureWatcher):
             bias, dtype = self._reading.bias_of(module, whole.shape[0]), self._reading.dtype_of_routing(module, tokens, weight)
             return self._sums_from(tokens, whole, bias, dtype)
 
-    def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
+    def _after(self, module: Any, args: Any, kwargs: Any, result: Any) -> None:
         if not self._open or module is not self._module:
             return
         call = self._open.pop()
@@ -409,7 +409,7 @@ class LogitWatcher(FeatureWatcher):
         if logits is not None:
             with self._reading.beneath():
                 formed = self._sums_of(logits)
-        self._record_call(place, formed, result)
+        self._record_call(place, formed, result, reading.RouterCall(self._reading.count_tokens(args, kwargs), experts))
 
     def _logits(self, result: Any, experts: int | None) -> Any:
         """The logits: a single tensor with a number for each expert. Several tensors cannot be told apart."""
@@ -431,7 +431,8 @@ class RouterLogitWatcher(LogitWatcher):
     def _sums_from(self, tokens: Any, weight: Any, bias: Any, dtype: Any) -> Routing:
         return self._reading.entropy_from(tokens, weight, bias, dtype)
 
-    def _record_call(self, place: CallIndex, sums: Routing | None, result: Any) -> None:
+    def _record_call(self, place: CallIndex, sums: Routing | None, result: Any, call: reading.RouterCall) -> None:
+        del call
         if sums is None:
             self._misfit(NO_LOGITS)
             return
@@ -457,10 +458,10 @@ class RouterLoadWatcher(LogitWatcher):
     def _sums_from(self, tokens: Any, weight: Any, bias: Any, dtype: Any) -> reading.Logits:
         return self._reading.logit_sums_from(tokens, weight, bias, dtype)
 
-    def _record_call(self, place: CallIndex, sums: reading.Logits | None, result: Any) -> None:
+    def _record_call(self, place: CallIndex, sums: reading.Logits | None, result: Any, call: reading.RouterCall) -> None:
         try:
             with self._reading.beneath():
-                chosen = self._reading.choices_of(self._module, result)
+                chosen = self._reading.choices_of(self._module, result, call)
         except MisfitError as misfit:
             self._misfit(str(misfit))
             return

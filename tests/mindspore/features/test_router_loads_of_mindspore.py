@@ -13,7 +13,7 @@ from numpy_definitions import exact
 
 from monitor.mindspore.choices import choices_of
 from monitor.mindspore.features import logit_sums_of
-from monitor.recording.features.reading import PADDED, NotARouterError
+from monitor.recording.features.reading import PADDED, NotARouterError, RouterCall
 
 KIND = "moe_router_load_hook"
 EXPERTS, TOP, STEPS = 5, 2, 2
@@ -88,7 +88,7 @@ def test_a_router_that_pads_is_not_counted_and_says_why(output: Output, caplog: 
     net = with_fixed_weights(Model(None, True))
     net.gate.moe_pad_expert_input_to_capacity = True
     with pytest.raises(NotARouterError, match="pads the tokens"):
-        choices_of(net.gate, ())
+        choices_of(net.gate, (), RouterCall())
     optimizer = nn.SGD(net.trainable_params(), 0.1)
     with attached(output, net, optimizer, recording_l2_features=True, l2_targets={KIND: ["gate"]}):
         step_with(net, optimizer)
@@ -107,3 +107,17 @@ def test_an_expert_out_of_reach_changes_nothing_and_nan_is_seen(
     logits[1, 1] = np.nan
     broken = logit_sums_of(Tensor(logits))
     assert np.isnan([float(broken.squares), float(broken.greatest)]).all()
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["host", "device"])
+def test_numbers_of_experts_are_told_from_a_mask_of_the_same_shape(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    as_measured(tmp_path, monkeypatch, there=there)
+    cell = nn.Cell()
+    cell.num_experts = 3
+    chosen = Tensor(np.array([[0, 1, 1], [1, 1, 1], [0, 2, 0]], np.int32))
+    numbers, mask = (choices_of(cell, chosen, RouterCall(tokens=tokens)).counts.asnumpy().tolist() for tokens in (9, 3))
+    assert (numbers, mask) == ([3, 5, 1], [1, 3, 2])
+    with pytest.raises(NotARouterError):
+        choices_of(cell, chosen, RouterCall())

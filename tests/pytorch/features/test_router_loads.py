@@ -14,9 +14,16 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.nn import functional as F
 from watching import Output, Row, attached, warnings_in
 
-from monitor.pytorch.features.choices import count_indices
+from monitor.pytorch.features.choices import choices_of, count_indices
 from monitor.pytorch.features.reading import logit_sums_from
-from monitor.recording.features.reading import ANOTHER_CHOICE
+from monitor.recording.features.reading import (
+    ANOTHER_CHOICE,
+    OTHER_MAP,
+    PART_OF_CHOICE,
+    UNCLEAR_CHOICE,
+    NotARouterError,
+    RouterCall,
+)
 
 KIND = "moe_router_load_hook"
 SMALL: dict[str, Any] = {
@@ -262,6 +269,62 @@ def test_more_micro_steps_than_said_have_rows_too(output: Output) -> None:
         (0, 4),
         (1, 4),
     ]
+
+
+def test_a_router_of_transformers_that_returns_a_mask_is_counted_by_it(output: Output) -> None:
+    """The integers of Switch Transformer's router have a 1 for the expert of a token, and none beyond its capacity."""
+    from transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
+
+    torch.manual_seed(0)
+    config = SwitchTransformersConfig(hidden_size=8, num_experts=4, expert_capacity=8, router_jitter_noise=0.0)
+    router = SwitchTransformersTop1Router(config)
+    model = Layer(router)
+    model.forward = lambda x: (model.out(x) * model.router(x[None])[1][0]).sum()
+    seen: list[Tensor] = []
+    router.register_forward_hook(lambda _module, _args, result: seen.append(result[0]))
+    row, *experts = rows_of(output, model)
+    (mask,) = seen
+    assert [one.values["assigned"] for one in experts] == mask.sum((0, 1)).tolist()
+    assert row.values["assigned"] == mask.sum().item() < 40
+
+
+class Fixed(nn.Module):
+    """Returns the same for whatever tokens."""
+
+    def __init__(self, result: Any, **known: Any) -> None:
+        super().__init__()
+        self.result = result
+        vars(self).update(known)
+
+    def forward(self, _x: Tensor) -> Any:
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("result", "known", "reason"),
+    [
+        ((torch.rand(6, 4), torch.rand(6, 4, 3) > 0.5), {"num_experts": 4}, OTHER_MAP),  # DeepSpeed: the slots of experts
+        ((torch.rand(6, 4), torch.rand(12, 4) > 0.5), {}, OTHER_MAP),
+        ((torch.rand(6, 4), torch.randint(4, (13,))), {}, UNCLEAR_CHOICE),
+        ((torch.ones(6, 4, dtype=torch.int64), torch.rand(6, 4)), {"second_expert_policy": "all"}, PART_OF_CHOICE),  # NLLB
+    ],
+    ids=["slots", "other tokens", "a remainder", "a part"],
+)
+def test_a_result_that_is_no_choice_of_each_token_is_refused(result: Any, known: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotARouterError, match=reason):
+        choices_of(Fixed(result, **known), result, RouterCall(tokens=6))
+
+
+def test_numbers_of_experts_are_told_from_a_mask_of_the_same_shape() -> None:
+    """Four sequences of four tokens, and four experts."""
+    chosen = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 1, 0, 1], [1, 1, 0, 3]])
+    numbers = choices_of(Fixed(None, num_experts=4), chosen, RouterCall(tokens=16))
+    mask = choices_of(Fixed(None, num_experts=4), chosen, RouterCall(tokens=4))
+    assert numbers.counts.tolist() == [4, 11, 0, 1]
+    assert mask.counts.tolist() == [2, 4, 2, 4]
+    with pytest.raises(NotARouterError, match=UNCLEAR_CHOICE):
+        choices_of(Fixed(None, num_experts=4), chosen, RouterCall())
 
 
 class LogitsOnly(nn.Linear):
