@@ -24,7 +24,7 @@ BEFORE: Final = bands.LEVEL + bands.SPREAD
 """Steps before a jump whose rows are read."""
 AFTER: Final = 3
 """Steps after it."""
-MOST_READ: Final = 20_000_000
+MOST_READ: Final = 5_000_000
 """Values of a kind around a jump. A kind with more counts as not recorded."""
 
 LOOK_BACK: Final = 8

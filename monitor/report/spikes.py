@@ -30,6 +30,8 @@ _WARM_UP: Final = 12
 """Values before the first that is judged beyond those that a band needs: at the beginning all numbers change fast."""
 _LASTS: Final = 0.3
 """Share of a jump, in logarithms, that is left in the next step if its cause lasts."""
+_ZERO: Final = 1e-30
+"""A number that was zero has no band: a part of a loss that begins to count, for example."""
 _OF_DATA: Final = (spike_links.BATCH, spike_links.RANK_DATA)
 MOST_EXPLAINED: Final = 3
 """Jumps of which each is explained. They are separate if ``LEVEL`` steps between them are in their bands."""
@@ -55,7 +57,7 @@ def spikes(facts: Facts) -> CheckFinding:
     if not any(len(steps) > bands.LEVEL + bands.ENOUGH + _WARM_UP for steps, _ in judged.values()):
         return CheckFinding(NOT_LOOKED_AT, "No loss and no total norm has enough values: pass the loss to log(loss=...).")
     skipped = np.array(sorted(spike_links.skipped_steps(facts)), np.int64)
-    found = _separate([one for name, each in judged.items() for one in _jumps(name, *each, skipped)])
+    found = _separate([one for name, each in judged.items() for one in jumps(name, *each, skipped)])
     if not found:
         return CheckFinding(GOOD, f"{' and '.join(sorted(judged))} stayed in the band of the values before.")
     rates = {name: each for name, each in numbers.items() if name.startswith(LEARNING_RATE)}
@@ -68,7 +70,7 @@ def spikes(facts: Facts) -> CheckFinding:
 
 
 def _is_judged(name: str) -> bool:
-    return "loss" in name.lower() or name == GRAD_NORM
+    return name == GRAD_NORM or ("loss" in name.lower() and "scale" not in name.lower())
 
 
 # --- Jumps.
@@ -91,15 +93,19 @@ def _numbers(facts: Facts) -> dict[str, tuple[Ints, Numbers]]:
     return found
 
 
-def _jumps(name: str, steps: Ints, values: Numbers, skipped: Ints) -> Iterator[Spike]:
-    """Args: skipped: Steps in which a number that is not finite is the loss scale's business."""
+def jumps(name: str, steps: Ints, values: Numbers, skipped: Ints) -> Iterator[Spike]:
+    """The values above their band.
+
+    Args:
+        skipped: Steps that the optimizer skipped. There, a number that is not finite only says that the loss scale was large.
+    """
     if not len(steps) or (values[np.isfinite(values)] < 0).any():
         return  # a number that may be negative has no logarithm
     numbers = np.where(np.isfinite(values), values, np.inf)
     of = bands.bands_of(numbers[:, None], _NARROWEST.get(name, _NARROWEST_OF_LOSS))
     out = of.out(NORM if name == GRAD_NORM else LOSS)[:, 0]
     out[: bands.LEVEL + _WARM_UP] = False
-    out &= np.isfinite(values) | ~np.isin(steps, skipped)
+    out &= (np.isfinite(values) | ~np.isin(steps, skipped)) & (of.level[:, 0] > _ZERO)
     for at in np.flatnonzero(out).tolist():
         level, next_one = float(of.level[at, 0]), numbers[at + 1 : at + 2]
         with np.errstate(divide="ignore", invalid="ignore"):

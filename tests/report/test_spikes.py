@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recorded_job import merged
@@ -19,6 +20,7 @@ from monitor.config import MonitorConfig
 from monitor.pytorch import TrainerMon
 from monitor.report.cli import app
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding
+from monitor.report.spikes import jumps
 
 STEPS, AT = 44, 34
 EVERYTHING: Mapping[str, Any] = {
@@ -33,6 +35,7 @@ EVERYTHING: Mapping[str, Any] = {
     "ops": ["norm"],
 }
 Event = Callable[[int, nn.Module, Any], object]
+Logged = Callable[[int], Mapping[str, float]]
 Batch = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -47,7 +50,14 @@ def bad(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return (20 * x, y.flip(0)) if step == AT else (x, y)
 
 
-def train(base: Path, event: Event = nothing, batch: Batch = usual, steps: int = STEPS, **fields: Any) -> None:
+def train(
+    base: Path,
+    event: Event = nothing,
+    batch: Batch = usual,
+    steps: int = STEPS,
+    logged: Logged = lambda _step: {},
+    **fields: Any,
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 6))
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
@@ -60,7 +70,7 @@ def train(base: Path, event: Event = nothing, batch: Batch = usual, steps: int =
             x, y = batch(step, x, (x @ teacher).argmax(1))
             loss = F.cross_entropy(model(x), y)
             loss.backward()
-            monitor.log(loss=loss, batch=f"shard-7:{step}")
+            monitor.log(loss=loss, batch=f"shard-7:{step}", **logged(step))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -179,6 +189,26 @@ def test_small_moments_that_csv_rounds_are_not_lost(tmp_path: Path) -> None:
 def test_a_short_run_is_not_looked_at(tmp_path: Path) -> None:
     train(tmp_path / "out", steps=20)
     assert found(tmp_path / "out").state == NOT_LOOKED_AT
+
+
+def judged(name: str, values: np.ndarray, skipped: tuple[int, ...] = ()) -> list[int]:
+    return [one.step for one in jumps(name, np.arange(len(values)), values, np.array(skipped, np.int64))]
+
+
+def test_a_skipped_step_without_a_finite_norm_and_a_part_of_a_loss_that_begins_are_no_jumps() -> None:
+    norms = np.random.default_rng(0).lognormal(0, 0.1, 50)
+    norms[40] = np.inf
+    assert judged("grad_norm", norms) == [40]
+    assert judged("grad_norm", norms, skipped=(40,)) == []
+    assert judged("aux_loss", np.where(np.arange(50) < 40, 0.0, norms)) == []
+    assert judged("loss", np.where(np.arange(50) == 40, 3.0, np.ones(50))) == [40]
+    assert judged("signed_loss", np.where(np.arange(50) == 40, 30.0, np.sin(np.arange(50)))) == []
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_loss_scale_may_double_and_a_loss_may_not(fault: bool, tmp_path: Path) -> None:
+    train(tmp_path / "out", batch=bad if fault else usual, logged=lambda step: {"loss_scale": 2.0 ** (10 + step // 22)})
+    assert found(tmp_path / "out").state == (BAD if fault else GOOD)
 
 
 def test_programs_get_each_jump_and_a_merged_set_names_the_batch(tmp_path: Path) -> None:
