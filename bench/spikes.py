@@ -56,7 +56,7 @@ class Outcome:
     says: str
 
 
-PARTS: dict[str, Callable[[], Iterator[Case]]] = {"planted": planted, "little": little, "healthy": healthy}
+PARTS: dict[str, Callable[[int], Iterator[Case]]] = {"planted": planted, "little": little, "healthy": healthy}
 
 
 def judged(part: str, case: Case, base: Path) -> Outcome:
@@ -96,13 +96,13 @@ def main() -> int:
     options = parse_arguments()
     chosen = [part for part in PARTS if getattr(options, part)] or list(PARTS)
     only = re.compile(options.only)
-    cases = [(part, case) for part in chosen for case in PARTS[part]() if only.search(case.name)]
+    cases = [(part, case) for part in chosen for case in PARTS[part](options.seed) if only.search(case.name)]
     if options.keep is not None:
         options.keep.mkdir(parents=True)
-        found = all_of(cases, options.keep.resolve(), options.workers)
+        found = all_of(cases, options.keep.resolve(), options)
     else:
         with TemporaryDirectory() as directory:
-            found = all_of(cases, Path(directory), options.workers)
+            found = all_of(cases, Path(directory), options)
     rows = [[one.name, one.part, one.verdict, one.says] for one in found]
     print(f"{aligned(('training', 'part', '', 'the report says'), rows, 4)}\n")
     for part in chosen:
@@ -111,20 +111,19 @@ def main() -> int:
     return int(not holds(found))
 
 
-def all_of(cases: Sequence[tuple[str, Case]], base: Path, workers: int) -> list[Outcome]:
+def all_of(cases: Sequence[tuple[str, Case]], base: Path, options: argparse.Namespace) -> list[Outcome]:
     progress = Progress()
-    numbers = range(len(cases))
-    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        futures = [pool.submit(_numbered, cases[number][0], cases[number][1].name, base) for number in numbers]
+    with ProcessPoolExecutor(options.workers, get_context("fork")) as pool:
+        futures = [pool.submit(_named, part, case.name, options.seed, base) for part, case in cases]
         for done, _ in enumerate(as_completed(futures), 1):
             progress.show("trainings", f"{done} of {len(cases)}")
         progress.end()
         return [future.result() for future in futures]
 
 
-def _numbered(part: str, name: str, base: Path) -> Outcome:
+def _named(part: str, name: str, seed: int, base: Path) -> Outcome:
     """A case is found by its name: its functions cannot be sent to another process."""
-    return judged(part, next(case for case in PARTS[part]() if case.name == name), base)
+    return judged(part, next(case for case in PARTS[part](seed) if case.name == name), base)
 
 
 def counted(found: Sequence[Outcome], part: str) -> Counter[str]:
@@ -145,6 +144,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="PATTERN", help="only trainings whose names match")
     for part in PARTS:
         parser.add_argument(f"--{part}", action="store_true", help=f"only these trainings: {part}")
+    parser.add_argument("--seed", type=int, default=0, help="other weights, data and steps (0)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a new directory, where all runs and outputs remain")
     parser.add_argument("--workers", type=int, default=2, help="trainings at a time (2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all findings")

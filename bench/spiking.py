@@ -374,12 +374,12 @@ CAUSES: Mapping[str, Callable[[], Iterator[Planted]]] = {
 }
 
 
-def planted() -> Iterator[Case]:
+def planted(seed: int = 0) -> Iterator[Case]:
     """Forty trainings whose loss jumps."""
     for cause, each in CAUSES.items():
         for number, (model, ranks, plant, more) in enumerate(each()):
-            name, at = f"{cause} {number} {model} {ranks}", 40 + 7 * number % 24
-            yield Case(name, model, ranks, number, cause, plant=plant, at=at, **more)
+            name, at = f"{cause} {number} {model} {ranks}", 40 + (7 * number + seed) % 24
+            yield Case(name, model, ranks, seed + number, cause, plant=plant, at=at, **more)
 
 
 LITTLE: Mapping[str, Mapping[str, Any]] = {
@@ -390,9 +390,9 @@ LITTLE: Mapping[str, Mapping[str, Any]] = {
 """Configurations that do not tell all causes apart."""
 
 
-def little() -> Iterator[Case]:
+def little(seed: int = 0) -> Iterator[Case]:
     """Trainings whose loss jumps, and of which little is recorded: two of each cause."""
-    every = list(planted())
+    every = list(planted(seed))
     for cause in CAUSES:
         for case in [one for one in every if one.cause == cause][2:4]:
             for what, fields in LITTLE.items():
@@ -411,7 +411,7 @@ def _stable_then_decaying(step: int) -> float:
     return _warmed_up(step) * (1.0 if step < 54 else max(0.0, 1 - (step - 54) / 18))
 
 
-def healthy() -> Iterator[Case]:
+def healthy(seed: int = 0) -> Iterator[Case]:
     """Twenty trainings with warm-up, restarts, schedules, and changes of the batch size."""
     kinds: dict[str, dict[str, Any]] = {
         "constant": {},
@@ -425,8 +425,8 @@ def healthy() -> Iterator[Case]:
     }
     for number, (name, more) in enumerate(kinds.items()):
         for model in ("gpt", "mlp"):
-            yield Case(f"healthy {name} {model}", model, 1, 100 + number, **{"rate": 3e-3, **more})
+            yield Case(f"healthy {name} {model}", model, 1, seed + 100 + number, **{"rate": 3e-3, **more})
     for number, (name, model) in enumerate([("warm-up, cosine", "gpt"), ("cosine with restarts", "mlp")]):
-        yield Case(f"healthy {name} {model} 2 ranks", model, 2, 200 + number, **kinds[name])
-    yield Case("healthy continued gpt 2 ranks", "gpt", 2, 202, **kinds["continued"])
-    yield Case("healthy smaller batches mlp 2 ranks", "mlp", 2, 203, **kinds["smaller batches"])
+        yield Case(f"healthy {name} {model} 2 ranks", model, 2, seed + 200 + number, **kinds[name])
+    yield Case("healthy continued gpt 2 ranks", "gpt", 2, seed + 202, **kinds["continued"])
+    yield Case("healthy smaller batches mlp 2 ranks", "mlp", 2, seed + 203, **kinds["smaller batches"])

@@ -21,7 +21,6 @@ from monitor.report.history import WARM_UP, Sudden
 from monitor.report.load_of_experts import load_of_experts
 from monitor.report.optimizer import clipping, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
-from monitor.report.spike_links import SOON
 from monitor.report.spikes import SPIKES, spikes
 from monitor.series import CLIPPED_NORM, GRAD_NORM, HEALTH_KIND, REPLICA_KIND, RUN_KIND
 
@@ -420,10 +419,9 @@ _ONLY_SEEN: Final = ("Sudden changes", "Loss", "Total gradient norm")
 
 
 def _explained(first: CheckResult, bad: Sequence[CheckResult]) -> CheckResult:
-    """The check of spikes in place of one that only saw the same, if it knows the cause."""
+    """The check of spikes in place of one that only saw something, if it knows the cause."""
     cause = next((one for one in bad if one.name == SPIKES and one.finding.listed[0]["cause"]), first)
-    is_same = first.name in _ONLY_SEEN and _earliest(cause)[1] <= _earliest(first)[1] + SOON
-    return cause if is_same else first
+    return cause if first.name in _ONLY_SEEN else first
 
 
 def _earliest(one: CheckResult) -> tuple[bool, float]:

@@ -23,7 +23,7 @@ SPIKES: Final = "Spikes"
 """The name of the check."""
 LOSS: Final = Limit(7, 1.1)
 NORM: Final = Limit(8, 5)
-"""Our measurement (``bench/spikes.py``): without a fault, losses stay below 4 deviations, and norms below one of the two."""
+"""Our measurement (``bench/spikes.py``): without a fault, losses stay below 6 deviations, and norms below 7."""
 _NARROWEST: Final = {GRAD_NORM: 0.05}
 _NARROWEST_OF_LOSS: Final = 0.01
 _WARM_UP: Final = 12
