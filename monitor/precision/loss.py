@@ -124,7 +124,7 @@ class LossEffects:
 def _joined(
     rows: OperandRows, weights: OperandRows, given: OperandRows, norms: Mapping[str, OperandRows | None], widths: Floats
 ) -> Joined:
-    of_input, of_weight, made = (norms.get(what) for what in (OF_INPUT, OF_WEIGHT, OUTPUT))
+    of_input, of_weight, made = (norms.get(what) or None for what in (OF_INPUT, OF_WEIGHT, OUTPUT))  # None without rows, too
     tables = (rows, given, of_input or given, made or given)
     calls = _codes([[one.gemm, one.step, one.rank, one.call] for one in tables])
     steps = _codes([[one.gemm, one.step] for one in (rows, weights, of_weight or weights)])

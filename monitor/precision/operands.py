@@ -68,10 +68,12 @@ class Gemm(NamedTuple):
     Attributes:
         name: Of its module.
         width: The last dimension of its input; 0 where that is not known.
+        weight: The module that its weight is named after: an embedding, if they share it.
     """
 
     name: str
     width: int
+    weight: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ class RecordedGemms:
         self._read: dict[str, tuple[object, pa.Table]] = {}
         self.gemms = list(self._found())
         self._number = {one.name: number for number, one in enumerate(self.gemms)}
+        self._number_of_weight = {one.weight: number for number, one in enumerate(self.gemms)}
 
     def windows(self, steps: range) -> Iterator[tuple[range, int, int]]:
         """The recorded steps, some at a time, as ranges that hold them, with how many are done and how many there are."""
@@ -195,7 +198,8 @@ class RecordedGemms:
         texts, codes = names.dictionary.to_pylist(), names.indices.to_numpy()
         parts = [_TENSOR.fullmatch(one) for one in texts]
         parts = [one if one is not None and one["place"] == _PLACES.get(what) else None for one in parts]
-        gemm = np.array([-1 if one is None else self._number.get(one["module"] or one["of"], -1) for one in parts])
+        numbers = self._number_of_weight if what == WEIGHT else self._number  # a shared gradient is of both uses
+        gemm = np.array([-1 if one is None else numbers.get(one["module"] or one["of"], -1) for one in parts])
         call = np.array([0 if one is None else int(one["call"] or 0) for one in parts])
         rank, term = _column(rows, "rank", -1), _column(rows, "term", value=False)
         none = pa.chunked_array([pa.nulls(len(rows), pa.string())])
@@ -264,9 +268,11 @@ class RecordedGemms:
             module = name.removesuffix(".weight")
             taken, given = (_of_module(tensors, module, place) for place in ("input", "output"))
             width = _width(module, weight, taken, given)
-            if width is not None:
+            heads = list(_sharing(module, weight, tensors, weights)) if width is None or taken is given else []
+            if width is not None and not heads:
                 place = taken.place if taken else given.place if given else (len(tensors), 0, 0)
-                found.append(((*place, *_natural(module)), Gemm(module, width)))
+                heads = [((*place, *_natural(module)), Gemm(module, width, module))]
+            found += heads
         yield from (gemm for _, gemm in sorted(found, key=lambda one: one[0]))
 
     def _first(self, what: str) -> dict[str, FirstRow]:
@@ -330,6 +336,22 @@ def _width(module: str, weight: FirstRow, taken: FirstRow | None, given: FirstRo
     if shape is not None and len(shape) == 2:
         return width if width in shape else None
     return width if width and weight.elements > width and weight.elements % width == 0 else None
+
+
+def _sharing(
+    embedding: str, weight: FirstRow, tensors: Mapping[str, FirstRow], weights: Mapping[str, FirstRow]
+) -> Iterator[tuple[tuple[Any, ...], Gemm]]:
+    """The heads that share the weight of an embedding: modules without a weight of their own and without modules inside."""
+    for name, taken in tensors.items():
+        module, _, place = name.rpartition(".")
+        given = _of_module(tensors, module, "output")
+        if place != "input" or not module or f"{module}.weight" in weights or "int" in taken.dtype.lower():
+            continue
+        if given is None or not taken.shape or not given.shape:
+            continue
+        fits = (given.shape[-1], taken.shape[-1]) == weight.shape and given.shape[-1] != taken.shape[-1]
+        if fits and not any(one.startswith(f"{module}.") for one in tensors.keys() - {name, f"{module}.output"}):
+            yield (*taken.place, *_natural(module)), Gemm(module, taken.shape[-1], embedding)
 
 
 def _is_other(weight: FirstRow, taken: FirstRow, given: FirstRow | None) -> bool:

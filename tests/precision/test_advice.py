@@ -101,7 +101,7 @@ def test_the_first_order_bound_is_that_of_the_gradients(trained: Trained, tmp_pa
     gradients = torch.autograd.grad(mean_loss(model(tokens), following), [module.weight, taken[0]], materialize_grads=True)
     errors = [layer.operands[what].casts[Casting("e4m3", "current")].numbers["most_error"] for what in ("weight", "input")]
     bound = sum(
-        float(gradient.norm() * x.norm()) * error
+        float(gradient.norm() * x.detach().norm()) * error
         for gradient, x, error in zip(gradients, (module.weight, taken[0]), errors, strict=True)
     )
     assert layer.loss.most == pytest.approx(bound, rel=1e-4)

@@ -12,7 +12,7 @@ import torch
 from recorded_job import RecordedRank, merged
 from sink_rows import Measured
 from torch import nn
-from trained_gpt import Trained, advised, recorded
+from trained_gpt import Trained, advised, mean_loss, recorded
 from typer.testing import CliRunner
 
 from monitor.precision.cli import app
@@ -179,3 +179,34 @@ def test_embeddings_norms_and_convolutions_are_no_layers(format: str, tmp_path: 
     tokens = torch.randint(16, (2, 4))
     advice = advised(recorded(Mixed(), [(tokens, tokens)], tmp_path, format=format))
     assert [one.name for one in advice.gemms] == ["wide", "head"]
+
+
+class Tied(nn.Module):
+    """A head that shares the weight of the embedding, whose gradient is then of both uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(tokens))
+
+
+def test_a_head_has_the_weight_of_the_embedding_that_it_shares(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokens, model = torch.randint(16, (2, 4)), Tied()
+    (head,) = advised(recorded(model, [(tokens, tokens)], tmp_path)).gemms
+    operands = {what: of.rows for what, of in head.operands.items()}
+    assert (head.name, head.verdict, operands) == ("head", "fp8", {"input": 1, "weight": 1, "gradient": 1})
+    taken = model.words(tokens).detach().requires_grad_()
+    output = model.head(taken)
+    (given,) = torch.autograd.grad(mean_loss(output, tokens), output, retain_graph=True)
+    (back,) = torch.autograd.grad(output, taken, given)
+    errors = {what: of.casts[Casting("e4m3", "current")].numbers["most_error"] for what, of in head.operands.items()}
+    gradient = float(given.norm() * taken.detach().norm())  # a bound of the part of the head
+    bound = (
+        errors["input"] * float(taken.detach().norm() * back.norm())
+        + errors["weight"] * float(model.head.weight.detach().norm()) * gradient
+    )
+    assert head.loss.most == pytest.approx(bound, rel=1e-4)

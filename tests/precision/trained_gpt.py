@@ -100,8 +100,7 @@ class Trained:
         return copy.deepcopy(self.model)
 
     def batch(self, seed: int, size: int = 4) -> Any:
-        tokens, following = random_batch(self.text, size, CONFIG.context, torch.Generator().manual_seed(seed))
-        return tokens.contiguous(), following.contiguous()
+        return random_batch(self.text, size, CONFIG.context, torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
