@@ -281,3 +281,15 @@ def test_steps_that_are_read_in_parts_give_the_same_advice(
 def test_every_dtype_of_the_emulation_has_the_greatest_number_of_its_grid() -> None:
     for name, dtype in DTYPES.items():
         assert torch.finfo(dtype).max == GRIDS[name].greatest
+
+
+def test_a_step_of_two_micro_batches_has_the_bound_of_their_sum(trained: Trained, tmp_path: Path) -> None:
+    """The gradients of activations are those of half the loss each; the loss of the step is the mean."""
+    model, halves = trained.copy(), [trained.batch(30, size=2), trained.batch(31, size=2)]
+    whole = [torch.cat(parts) for parts in zip(*halves, strict=True)]
+    once = advised(recorded(model, [whole], tmp_path / "once"))
+    twice = advised(recorded(model, halves, tmp_path / "twice", micro_batches=2))
+    assert [one.operands["input"].rows for one in twice.gemms] == [2] * 9
+    assert twice.loss.expected == pytest.approx(once.loss.expected, rel=0.15)
+    assert twice.loss.most == pytest.approx(once.loss.most, rel=0.1)
+    assert abs(change(model, whole, formats_of(twice))) <= RARELY * twice.loss.expected

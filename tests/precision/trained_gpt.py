@@ -49,22 +49,24 @@ def recorded(
     base: Path,
     loss: Loss = mean_loss,
     before: Callable[[int], object] = nothing,
+    micro_batches: int = 1,
     **config: Any,
 ) -> Path:
-    """Record a step of each batch. The learning rate is 0; ``before`` may change the model."""
+    """Record a step of each ``micro_batches`` batches. The learning rate is 0; ``before`` may change the model."""
     base.mkdir(parents=True, exist_ok=True)
     (base / "config.json").write_text(json.dumps({"targets": {}, "format": "hdf5", **RECORDED, **config}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MONITOR_OUTPUT_DIR", str(base / "run"))
         monitor = TrainerMon(str(base / "config.json"), params_have_main_grad=False)
-        monitor.set_monitor(model, grad_acc_steps=1, optimizer=optimizer)
+        monitor.set_monitor(model, grad_acc_steps=micro_batches, optimizer=optimizer)
     with monitor:
         for step, (tokens, following) in enumerate(batches):
             before(step)
-            loss(model(tokens), following).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            (loss(model(tokens), following) / micro_batches).backward()
+            if (step + 1) % micro_batches == 0:
+                optimizer.step()
+                optimizer.zero_grad()
     return base / "run"
 
 
