@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from monitor.precision.judging import FP8, Casting, OperandJudge, Scaling, judges, reason
-from monitor.precision.loss import FORWARD, LossEffects
-from monitor.precision.operands import GRADIENT, INPUT, OF_INPUT, OF_WEIGHT, OPERANDS, OUTPUT, WEIGHT, RecordedGemms
+from monitor.precision.loss import FORWARD, Judged, LossEffects
+from monitor.precision.operands import (
+    GRADIENT,
+    INPUT,
+    OF_INPUT,
+    OF_WEIGHT,
+    OPERANDS,
+    OUTPUT,
+    WEIGHT,
+    OperandRows,
+    RecordedGemms,
+)
 from monitor.query.sources import RunSource
 
 SAFE, KEEP, NOT_LOOKED_AT = "fp8", "bf16", "not looked at"
@@ -141,14 +151,22 @@ def advise(source: RunSource, steps: range, scaling: Scaling, progress: Progress
     for window, first, count in recorded.windows(steps) if recorded.gemms else ():
         if progress is not None:
             progress(first, count)
-        read = {what: rows for what in OPERANDS if (rows := recorded.read(what, window)) is not None and len(rows)}
-        found = {what: judged[what].add(rows) for what, rows in read.items()}
-        effects.add(found, {what: recorded.read(what, window) for what in (OF_INPUT, OF_WEIGHT, OUTPUT)})
+        found = _judged(WEIGHT, recorded.read(WEIGHT, window), judged)
+        for ranks in recorded.groups:
+            for what in (INPUT, GRADIENT):
+                found = {one: of for one, of in found.items() if one != what}
+                found |= _judged(what, recorded.read(what, window, ranks), judged)
+            effects.add(found, {what: recorded.read(what, window, ranks) for what in (OF_INPUT, OF_WEIGHT, OUTPUT)})
         done = count
     gemms = [_gemm(number, one.name, judged, effects) for number, one in enumerate(recorded.gemms)]
     return Advice(
         scaling, gemms, _together(gemms, effects), recorded.lacking(any(one.without.any() for one in judged.values())), done
     )
+
+
+def _judged(what: str, rows: OperandRows | None, judged: Mapping[str, OperandJudge]) -> dict[str, Judged]:
+    """The rows of an operand with their errors, by operand; empty if there are none."""
+    return {} if rows is None or not len(rows) else {what: judged[what].add(rows)}
 
 
 # --- Verdicts.

@@ -91,7 +91,7 @@ class Worst:
     def add(self, casting: Casting, rows: OperandRows, found: Lost, judged: Any) -> None:
         """Args: judged: Which rows the casting applies to."""
         badness = np.where(judged, badness_of(GRIDS[casting.format], found), -1.0)
-        order = np.lexsort((-rows.step, badness, rows.gemm))  # of equal rows the first
+        order = np.lexsort((-rows.rank, -rows.step, badness, rows.gemm))  # of equal rows the first
         last = order[np.append(np.diff(rows.gemm[order]) > 0, [True] * (len(order) > 0)).astype(np.bool_)]
         gemm = rows.gemm[last]
         better = (badness[last] >= 0) & ~(badness[last] <= self.badness[gemm])

@@ -62,6 +62,10 @@ _CALL_BITS: Final = 20
 _FIRST: Final = range(1)
 
 
+Ranks = frozenset[int] | None
+"""None: all."""
+
+
 class Gemm(NamedTuple):
     """A matrix multiplication.
 
@@ -141,6 +145,10 @@ class RecordedGemms:
         self.kinds: dict[str, str | None] = {what: self._kind(what) for what in KINDS_OF}
         self._series: dict[tuple[str, int], int] = {}
         self._read: dict[str, tuple[object, pa.Table]] = {}
+        self._rows_of_a_step = 0
+        some, ranks = max(1, ROWS_AT_A_TIME * len(source.ranks) // max(1, len(self._table))), source.ranks
+        self.groups: list[Ranks] = [frozenset(ranks[first : first + some]) for first in range(0, len(ranks), some)]
+        """Ranks that are read together."""
         self.gemms = list(self._found())
         self._number = {one.name: number for number, one in enumerate(self.gemms)}
         self._number_of_weight = {one.weight: number for number, one in enumerate(self.gemms)}
@@ -151,20 +159,19 @@ class RecordedGemms:
         recorded = sorted(
             {step for kind in kinds for each in self._source.steps.get(kind, []) for step in each if step in steps}
         )
-        series = int(np.isin(self._table["kind"].to_pylist(), list(kinds)).sum())
-        each = max(1, ROWS_AT_A_TIME // max(1, series))
+        each = max(1, ROWS_AT_A_TIME // max(1, self._rows_of_a_step // len(self.groups)))
         for first in range(0, len(recorded), each):
             some = recorded[first : first + each]
             yield range(some[0], some[-1] + 1), first, len(recorded)
 
-    def read(self, what: str, steps: range) -> OperandRows | None:
-        """The rows of an operand in these steps; None if there are none.
+    def read(self, what: str, steps: range, ranks: Ranks = None) -> OperandRows | None:
+        """The rows of an operand in these steps, on one of ``groups``; None if there are none.
 
         Raises:
             QueryError: The files cannot be read.
         """
         more = [MAGNITUDES] if self.has_histograms(what) else []
-        found = self._rows(what, steps, ["absmax", "norm", *more])
+        found = self._rows(what, steps, ["absmax", "norm", *more], ranks)
         return None if found is None else self._of_gemms(what, found)
 
     def has_histograms(self, what: str) -> bool:
@@ -224,16 +231,17 @@ class RecordedGemms:
         found: Index = np.array([self._series.setdefault(key, len(self._series)) for key in keys], dtype=np.int64)[back]
         return found
 
-    def _rows(self, what: str, steps: range, columns: Sequence[str]) -> pa.Table | None:
+    def _rows(self, what: str, steps: range, columns: Sequence[str], ranks: Ranks) -> pa.Table | None:
         """Rows under the names that tensors have in the whole model; None if there are none."""
         kind, whole = self.kinds[what], self._is_whole(what)
         if kind is None:
             return None
         wanted = ["name", "step", "micro_step", "count", *columns, *(["term"] if whole else _OF_RANKS)]
         globs = ("*.weight",) if what in _WHOLE else _GLOBS
-        choice = RowChoice(kind, whole, NameFilter(globs), steps, columns=tuple(wanted))
-        if self._read.get(kind, (None,))[0] != (steps, wanted):  # inputs and outputs are of one kind: it is read once
-            self._read[kind] = ((steps, wanted), self._named(choice))
+        choice = RowChoice(kind, whole, NameFilter(globs), steps, None if whole else ranks, tuple(wanted))
+        key = steps, ranks, wanted
+        if self._read.get(kind, (None,))[0] != key:  # inputs and outputs are of one kind: it is read once
+            self._read[kind] = (key, self._named(choice))
         found = self._read[kind][1]
         return found if len(found) else None
 
@@ -279,11 +287,17 @@ class RecordedGemms:
         """By name, the tensors of an operand in the first step that has rows, as the first rank has them."""
         kind = self.kinds[what]
         steps = self._source.steps.get(kind, []) if kind else []
-        first = min((one[0] for one in steps), default=None)
-        rows = None if first is None else self._rows(what, range(first, first + 1), self._layout_columns(what))
-        if rows is None:
-            return {}
-        layouts, found = self._layouts(str(kind)), dict[str, FirstRow]()
+        first = min((one[0] for one in steps), default=-1)
+        found: dict[str, FirstRow] = {}
+        for ranks in self.groups if first >= 0 else ():
+            rows = self._rows(what, range(first, first + 1), self._layout_columns(what), ranks)
+            if rows is not None:
+                self._rows_of_a_step += len(rows)
+                found = self._first_rows(str(kind), rows) | found
+        return found
+
+    def _first_rows(self, kind: str, rows: pa.Table) -> dict[str, FirstRow]:
+        layouts, found = self._layouts(kind), dict[str, FirstRow]()
         calls = _column(rows, "call_id", -1)
         is_in_order = (calls >= 0).any() or not isinstance(self._source, MergedSet)  # which has rows in order of names
         for index, row in enumerate(rows.take(pa.array(np.argsort(calls, kind="stable"))).to_pylist()):

@@ -135,6 +135,14 @@ def test_shards_are_judged_as_one_weight_and_inputs_by_rank(tmp_path: Path) -> N
     assert taken.casts[Casting("e4m3", "current")].rank in (0, 1)
 
 
+def test_ranks_that_are_read_apart_give_the_same_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded(tmp_path)
+    together = {way: advised(tmp_path, way=way) for way in ("current", "delayed")}
+    monkeypatch.setattr("monitor.precision.operands.ROWS_AT_A_TIME", 1)
+    assert {way: advised(tmp_path, way=way) for way in ("current", "delayed")} == together
+    assert together["current"].steps == 2
+
+
 def test_delayed_scales_are_those_of_the_rows_before(tmp_path: Path) -> None:
     """Against the definition, with numbers of which the scale alone decides whether they saturate."""
     sizes = [1.0, 8.0, 2.0, 4.0, 9.0, 1.0, 1.0, 2.0]
