@@ -90,7 +90,7 @@ OF_THE_STEP: Mapping[str, dict[str, Any]] = {
     "mg_direction": {"mg_direction": True},
     "update_ratio": {"update_ratio": True},
     "optimizer_health": {"optimizer_health": True},
-    "update_ratio, optimizer_health": {"update_ratio": True, "optimizer_health": True},
+    "both of these": {"update_ratio": True, "optimizer_health": True},
     "ur_distribution": {"ur_distribution": True, "format": ["csv", "hdf5"]},
     "gradients, norms alone": {"wg_distribution": True},
     "gradients, underflow_e4m3": {"wg_distribution": True, "ops": ["norm", "underflow_e4m3"]},

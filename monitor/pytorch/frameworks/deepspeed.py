@@ -266,6 +266,7 @@ class DeepSpeed(Framework):
     """
 
     name = "deepspeed"
+    loses_gradients = True
     reads_before_clipping = True
 
     def __init__(self, engine: Any, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
@@ -331,11 +332,6 @@ class RepackedDeepSpeed(DeepSpeed):
     def _gradient(self, parameter: Tensor, piece: SteppedPiece) -> Tensor | None:
         """The part of the reduced gradient that this rank holds, before unscaling and clipping."""
         raise NotImplementedError
-
-    def used_gradient(self, parameter: NamedParameter) -> Tensor | None:
-        """None: DeepSpeed clears gradients before its step ends."""
-        del parameter
-        return None
 
     def weight(self, parameter: NamedParameter) -> Tensor | None:
         piece = self._pieces.get(id(parameter.tensor))

@@ -270,12 +270,14 @@ class Framework:
         optimizers: The torch optimizers that do the work; empty until one is found that steps the model.
         unusable_state: Sentences about optimizer state that is no moment of one parameter.
         reports_twice: Whether ``catch_unreduced`` reports a gradient after each backward, and again when it is complete.
+        loses_gradients: Whether gradients are cleared or overwritten before a step has ended.
         reads_before_clipping: Whether a step begins before clipping: gradients that changed since backward were then only
             reduced.
     """
 
     name = "torch"
     reports_twice = False
+    loses_gradients = False
     reads_before_clipping = False
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
@@ -415,7 +417,7 @@ class Framework:
         """The gradient from which the optimizer has computed the step that it has just made: unscaled and clipped. None if it
         is not there any more.
         """
-        return self.reduced(parameter)
+        return None if self.loses_gradients else self.reduced(parameter)
 
     def weight(self, parameter: NamedParameter) -> Tensor | None:
         """This rank's part of the weight that the optimizer steps: the master weight, if there is one."""
