@@ -44,9 +44,10 @@ class RouterLoad(NamedTuple):
 
 def load_of_experts(facts: Facts) -> CheckFinding:
     """Judge the sums over all ranks, micro-steps and steps of the window, so that a small batch is no fault."""
-    if LOAD_KIND not in facts.kinds:
+    spans = facts.kinds[LOAD_KIND].spans if LOAD_KIND in facts.kinds else []
+    if not spans:
         return CheckFinding(NOT_LOOKED_AT, "It was not recorded.")
-    span = facts.kinds[LOAD_KIND].spans[-1]
+    span = spans[-1]
     wanted = range(max(span.first, span.last - STEPS + 1), span.last + 1)
     columns = ("step", "name", GLOBAL_NAME, "assigned")
     rows = facts.source.rows(RowChoice(LOAD_KIND, steps=wanted, columns=columns))
