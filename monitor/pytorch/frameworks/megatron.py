@@ -544,8 +544,10 @@ class Megatron(Framework):
                 "No chunk of the model is inside DistributedDataParallel of megatron.core: pass the chunks after it has "
                 "wrapped them. Megatron's optimizers are not observed with another wrapper, such as Megatron-FSDP."
             )
-        mxfp8 = "reuse_grad_buf_for_mxfp8_param_ag"  # gathered weights overwrite gradients
-        self.loses_gradients = any(getattr(one.ddp_config, mxfp8, False) for one in self._wrappers)
+        # Gathered weights overwrite gradients.
+        self.loses_gradients = any(
+            getattr(one.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) for one in self._wrappers
+        )
         try:
             self._layout = MegatronLayout(dist.get_rank(), self._wrappers)
         except (AttributeError, KeyError) as error:
