@@ -545,9 +545,7 @@ class Megatron(Framework):
                 "wrapped them. Megatron's optimizers are not observed with another wrapper, such as Megatron-FSDP."
             )
         # Gathered weights overwrite gradients.
-        self.loses_gradients = any(
-            getattr(one.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) for one in self._wrappers
-        )
+        self.loses_gradients = any(getattr(w.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) for w in self._wrappers)
         try:
             self._layout = MegatronLayout(dist.get_rank(), self._wrappers)
         except (AttributeError, KeyError) as error:
