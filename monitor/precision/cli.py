@@ -88,7 +88,10 @@ def _steps(written: str | None) -> range:
     match = re.fullmatch(r"(\d*):(\d*)", written)
     if match is None:
         raise ValueError(f"--steps is {written!r}. Write the first and the last step, as in 100:200.")
-    return steps_of(slice(int(match[1] or 0), int(match[2]) + 1 if match[2] else None))
+    first, last = int(match[1] or 0), int(match[2]) if match[2] else None
+    if last is not None and first > last:
+        raise ValueError(f"--steps {written} ends before it begins.")
+    return steps_of(slice(first, None if last is None else last + 1))
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def test_the_table_has_a_line_for_each_layer_in_order_of_depth_and_says_what_the
 def test_arguments_that_make_no_sense_end_with_2(arguments: list[str], said: str, trained: Trained, tmp_path: Path) -> None:
     status, told = ran(recorded(trained.copy(), [trained.batch(1)], tmp_path), *arguments)
     assert status == 2
-    assert said in told or "steps is" in told
+    assert said in told
 
 
 def test_steps_are_chosen(trained: Trained, tmp_path: Path) -> None:
