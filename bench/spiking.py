@@ -313,7 +313,7 @@ def _batches() -> Iterator[Planted]:
 
 
 def _rates() -> Iterator[Planted]:
-    for model, ranks, factor, steps in (("gpt", 1, 30.0, 40), ("gpt", 1, 100.0, 2), ("mlp", 1, 30.0, 40), ("mlp", 1, 100.0, 1)):
+    for model, ranks, factor, steps in (("gpt", 1, 60.0, 40), ("gpt", 1, 100.0, 2), ("mlp", 1, 30.0, 40), ("mlp", 1, 100.0, 1)):
         yield model, ranks, partial(rate_jumps, factor, steps), {}
     for model, factor, steps in (("gpt", 50.0, 40), ("mlp", 50.0, 40), ("mlp", 100.0, 2)):
         yield model, 2, partial(rate_jumps, factor, steps), {}
@@ -352,7 +352,7 @@ def _data_of_ranks() -> Iterator[Planted]:
 def _devices() -> Iterator[Planted]:
     for rank, (model, plant, name) in enumerate(
         (
-            ("gpt", bit_flips, "h.1.mlp.0.weight"),
+            ("gpt", bit_flips, "positions.weight"),
             ("mlp", bit_flips, "2.weight"),
             ("gpt", bit_flips, "head.weight"),
             ("mlp", activation_flips, "2"),
@@ -415,9 +415,9 @@ def healthy(seed: int = 0) -> Iterator[Case]:
     """Twenty trainings with warm-up, restarts, schedules, and changes of the batch size."""
     kinds: dict[str, dict[str, Any]] = {
         "constant": {},
-        "warm-up": {"rates": _warmed_up, "rate": 1e-2},
+        "warm-up": {"rates": _warmed_up},
         "warm-up, cosine": {"rates": lambda step: _warmed_up(step) * _cosine(step), "rate": 1e-2, "clips": 1.0},
-        "cosine with restarts": {"rates": partial(_cosine, period=24), "rate": 1e-2},
+        "cosine with restarts": {"rates": partial(_cosine, period=24)},
         "stable, then decay": {"rates": _stable_then_decaying, "clips": 0.5},
         "larger batches": {"samples": lambda step: 4 if step < 36 else 16},
         "smaller batches": {"samples": lambda step: 16 if step < 36 else 4},
@@ -425,7 +425,7 @@ def healthy(seed: int = 0) -> Iterator[Case]:
     }
     for number, (name, more) in enumerate(kinds.items()):
         for model in ("gpt", "mlp"):
-            yield Case(f"healthy {name} {model}", model, 1, seed + 100 + number, **{"rate": 3e-3, **more})
+            yield Case(f"healthy {name} {model}", model, 1, seed + 100 + number, **{"rate": 4e-3, **more})
     for number, (name, model) in enumerate([("warm-up, cosine", "gpt"), ("cosine with restarts", "mlp")]):
         yield Case(f"healthy {name} {model} 2 ranks", model, 2, seed + 200 + number, **kinds[name])
     yield Case("healthy continued gpt 2 ranks", "gpt", 2, seed + 202, **kinds["continued"])

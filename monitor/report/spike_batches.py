@@ -74,28 +74,42 @@ def activations(around: Around) -> Link:
     return Link("") if around.has("actv") else Link("activations", look=_ACTIVATIONS)
 
 
-def _gradients(around: Around) -> Outstanding | None:
+Rows = Sequence[int] | None
+"""Indices of the steps before, and of the step that is judged; None: up to the step of the jump."""
+
+
+def _gradients(around: Around, rows: Rows = None) -> Outstanding | None:
     window = around.window(LOCAL)
-    return None if window is None else _outstanding("its local gradients", around.at, window.together(), _GRADIENT, 0.05)
+    return (
+        None if window is None else _outstanding("its local gradients", _of(around, window.together(), rows), _GRADIENT, 0.05)
+    )
 
 
-def _inputs(around: Around) -> Outstanding | None:
+def _inputs(around: Around, rows: Rows = None) -> Outstanding | None:
     """The model's input, which no weight has changed. It may also be smaller than usual."""
     window = around.window("actv")
     if window is None or not around.facts.kinds["actv"].names[int(window.series.min())].startswith(_INPUTS):
         return None
     first = _only(window, np.flatnonzero(window.series == window.series.min()).tolist())
-    return _outstanding("its input", around.at, first, _INPUT, _ROUNDS, both_ways=True)
+    return _outstanding("its input", _of(around, first, rows), _INPUT, _ROUNDS, both_ways=True)
 
 
-def _losses(around: Around) -> Outstanding | None:
+def _losses(around: Around, rows: Rows = None) -> Outstanding | None:
     """By rank, beside other rows of ranks. Alone they say no more than that there is a jump."""
     window = around.window(RUN_KIND)
     nothing_else = around.window(LOCAL) is None and around.window("actv") is None
     if window is None or nothing_else or len(around.facts.ranks) == 1:
         return None
     losses = _only(window, [number for number, name in enumerate(around.names(RUN_KIND, window)) if name == around.loss])
-    return _outstanding("its loss", around.at, losses, _LOSS, _ROUNDS)
+    return _outstanding("its loss", _of(around, losses, rows), _LOSS, _ROUNDS)
+
+
+def _of(around: Around, window: Window, rows: Rows) -> Window:
+    """Of a window the steps before, and the step that is judged as the last one."""
+    chosen = list(range(around.at + 1) if rows is None else rows)
+    found = _only(window, range(len(window.rank)))
+    found.steps, found.values = window.steps[chosen], window.values[chosen]
+    return found
 
 
 def _only(window: Window, columns: Sequence[int]) -> Window:
@@ -105,12 +119,10 @@ def _only(window: Window, columns: Sequence[int]) -> Window:
     return found
 
 
-def _outstanding(
-    what: str, at: int, window: Window, limit: Limit, narrowest: float, both_ways: bool = False
-) -> Outstanding | None:
+def _outstanding(what: str, window: Window, limit: Limit, narrowest: float, both_ways: bool = False) -> Outstanding | None:
     plain = bands.bands_of(window.values, narrowest)
     found = plain.both_ways() if both_ways else plain
-    out, factors = found.out(limit)[at], found.factor[at]
+    out, factors = found.out(limit)[-1], found.factor[-1]
     if not out.any():
         return None
     largest = int(np.argmax(np.where(out, factors, -np.inf)))
@@ -124,7 +136,7 @@ def _outstanding(
         of_ranks=len(set(window.rank.tolist())),
         of_micro_steps=len(set(window.micro_step.tolist())),
         is_alone=bool(calm.any() and (out | calm).all()),
-        factor=float(plain.factor[at, largest]),
+        factor=float(plain.factor[-1, largest]),
         others=float(np.nanmax(others)) if np.isfinite(others).any() else np.nan,
     )
 
@@ -178,29 +190,17 @@ def _times(factor: float) -> str:
 
 
 def _lasts(around: Around, standing: Outstanding) -> bool:
-    """Whether the same rank alone stands out in the next steps, too."""
-    later = 0
-    for at in range(around.at + 1, min(around.at + 1 + bands.LEVEL, len(around.steps))):
-        found = [one for one in _each(around, at) if set(one.ranks) == set(standing.ranks)]
-        later += bool(found)
-    return later >= 2
+    """Whether the same ranks alone stand out in two of the next steps, too, by any of their numbers."""
+    later = range(around.at + 1, len(around.steps))
+    return sum(any(set(one.ranks) == set(standing.ranks) for one in _each(around, at)) for at in later) >= 2
 
 
 def _each(around: Around, at: int) -> list[Outstanding]:
-    window, losses = around.window(LOCAL), around.window(RUN_KIND)
-    found = [] if window is None else [_frozen("its local gradients", around, at, window.together(), _GRADIENT, 0.05)]
-    if losses is not None:
-        own = [number for number, name in enumerate(around.names(RUN_KIND, losses)) if name == around.loss]
-        found.append(_frozen("its loss", around, at, _only(losses, own), _LOSS, _ROUNDS))
+    """What stands out in a later step, judged by the steps before the jump alone."""
+    found = []
+    for judge in (_gradients, _inputs, _losses):
+        found.append(judge(around, [*range(around.at), at]))
     return [one for one in found if one is not None]
-
-
-def _frozen(what: str, around: Around, at: int, window: Window, limit: Limit, narrowest: float) -> Outstanding | None:
-    """Judged by the steps before the jump alone."""
-    kept = Window(window.steps)
-    kept.series, kept.rank, kept.micro_step = window.series, window.rank, window.micro_step
-    kept.values = np.concatenate([window.values[: around.at], window.values[at : at + 1]])
-    return _outstanding(what, around.at, kept, limit, narrowest)
 
 
 def unusual_inputs(around: Around, standing: Outstanding) -> str:
