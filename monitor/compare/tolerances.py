@@ -51,8 +51,8 @@ VALUE: Final = "value"
 AVERAGES: Final = ("mean", "norm", "std", "rms", "absmean", VALUE)
 HIGHER: Final = ("kurtosis", "skewness")
 SHARES: Final = ("zeros", "dead_units", *LOSSES)
-LARGEST_CHANNEL: Final = "massive_channel"
-"""Rounding decides which of two equal elements is the largest."""
+OF_ANY_SIZE: Final = ("massive_channel", "smallest_nonzero")
+"""Rounding decides which of two equal elements is the largest, and how small a sum is whose terms cancel."""
 OVER_MEDIAN: Final = "massive"
 """A median is rounded as the largest elements are, of which it may be a small part."""
 RATE: Final = re.compile(rf"{LEARNING_RATE}(\.\d+)?")
@@ -332,7 +332,7 @@ class Rounding:
         if kind == RUN_KIND:
             scales.least = LEAST_LOGGED
             epsilon = 0.0 if GIVEN.fullmatch(left["name"]) else epsilon
-        unjudged = (LARGEST_CHANNEL, *(SHARES if vector and (_cancels(kind) or scales.slack) else ()))
+        unjudged = (*OF_ANY_SIZE, *(SHARES if vector and (_cancels(kind) or scales.slack) else ()))
         judged = [op for op in ops if op not in unjudged]
         shares = ((_of_op(kind, op, left[op], right[op], scales, epsilon), op) for op in judged)
         most, op = max(shares, default=(0.0, ""))
@@ -399,7 +399,9 @@ class _Scales:
         self.count, self.least, self.slack = max(count, 1), least, 0.0
         self._digit, self._fixed_from = (0.0, 0.0) if ndigits is None else (10.0**-ndigits, fixed_from(ndigits))
         self._most = max(filter(math.isfinite, ends), default=0.0)
-        self._root_mean_square = max(filter(math.isfinite, norms), default=0.0) / math.sqrt(self.count) if count > 1 else 0.0
+        roots = [norm / math.sqrt(self.count) for norm in norms] if count > 1 else []
+        roots += [row["rms"] for row in rows if row.get("rms") is not None]
+        self._root_mean_square = max(filter(math.isfinite, roots), default=0.0)
 
     def apart(self, a: float, b: float, elements: float = 1.0) -> float:
         """Their distance without the slack and what CSV rounds: a unit in the last digit, also where it writes an exponent.
@@ -433,7 +435,7 @@ def _of_op(kind: str, op: str, a: float | None, b: float | None, scales: _Scales
     if op in SHARES or kind == DIRECTION_KIND:
         return scales.apart(a, b) / (32 * epsilon + 2 / scales.count)
     if op in PERCENTILES:
-        return scales.apart(a, b) / own / (32 * epsilon + 2 / scales.count)
+        return scales.apart(a, b) / scales.of("rms", own) / (32 * epsilon + 2 / scales.count)
     if op == OVER_MEDIAN:
         return scales.apart(a, b) / abs(a * b) / (4 * epsilon + 16 * SINGLE)
     if op in HIGHER:

@@ -103,8 +103,8 @@ STEEPEST: Final = 12.0
 """By how many powers of two the number of elements changes at most from one power of two to the next."""
 
 
-def percentiles(op: str, counts: Counts, greatest: NDArray[np.float64]) -> NDArray[np.float64]:
-    """One of ``PERCENTILES`` of each row; anything where no element is finite.
+def percentiles(op: str, counts: Counts, greatest: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """One of ``PERCENTILES`` of each row, and which rows have it: those whose element is in a bin with two ends.
 
     The element lies in the same bin as the result, so each is less than twice the other. Within the bin, the number of elements
     is taken to grow or to fall as it does from the bin below to the bin above.
@@ -112,7 +112,7 @@ def percentiles(op: str, counts: Counts, greatest: NDArray[np.float64]) -> NDArr
     Args:
         greatest: The greatest magnitude of each row.
     """
-    found = np.zeros(len(counts))
+    found, known = np.zeros(len(counts)), np.zeros(len(counts), dtype=np.bool_)
     for start in range(0, len(counts), _ROWS):
         some = counts[start : start + _ROWS]
         rows, until = np.arange(len(some)), np.cumsum(some, axis=1)
@@ -123,10 +123,11 @@ def percentiles(op: str, counts: Counts, greatest: NDArray[np.float64]) -> NDArr
         growth = np.log2((some[rows, np.minimum(bins + 1, BINS - 1)] + 1) / (below + 1)) / 2
         growth = np.clip(np.where(np.abs(growth) < _FLAT, _FLAT, growth), -STEEPEST, STEEPEST)
         share = np.log2(1 + share * (np.exp2(growth) - 1)) / growth
-        upper = np.where(np.isfinite(UPPER[bins]), UPPER[bins], greatest[start : start + _ROWS])
+        known[start : start + _ROWS] = (until[:, -1] > 0) & (bins < BINS - 1)
+        upper = np.where(bins < BINS - 1, UPPER[bins], 1)
         lower = np.where(bins > 1, UPPER[bins - 1], UPPER[1] / 2)
         found[start : start + _ROWS] = np.where(bins > 0, lower * (upper / np.where(lower > 0, lower, 1)) ** share, 0.0)
-    return np.minimum(found, greatest)
+    return np.minimum(found, greatest), known
 
 
 def upper_text(upper: float) -> str:

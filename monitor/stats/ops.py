@@ -288,8 +288,8 @@ def _of_histogram(op: str, partials: Partials) -> tuple[Floats, Valid]:
     if counts is None:
         return np.zeros(len(partials)), there
     if op in PERCENTILES:
-        greatest = _absmax(partials, special=False)
-        return histograms.percentiles(op, counts, greatest), there & (partials.finite > 0)
+        values, known = histograms.percentiles(op, counts, _absmax(partials, special=False))
+        return values, there & known
     return histograms.lost_elements(op, counts) / partials["count"], there
 
 

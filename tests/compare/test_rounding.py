@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 import monitor
 from monitor.compare.cli import app
 from monitor.merge.merge import Wanted, merge
+from monitor.stats.histograms import PERCENTILES
 
 STEPS, WIDTH, LENGTH = 6, 32, 16
 OPS = ["min", "max", "mean", "norm", "zeros", "std", "nans"]
+ON_REQUEST = ["rms", "absmean", "smallest_nonzero", "skewness", *PERCENTILES]
 
 
 class Attention(nn.Module):
@@ -192,7 +194,7 @@ def test_a_gradient_that_is_rounding_alone_is_no_difference(model: Callable[[Run
     assert (status, said.startswith("the same: ")) == (0, True), said
 
 
-@pytest.mark.parametrize("ops", [["mean"], ["min"], ["norm"], ["zeros", "kurtosis"]], ids=str)
+@pytest.mark.parametrize("ops", [["mean"], ["min"], ["norm"], ["zeros", "kurtosis"], ON_REQUEST], ids=str)
 def test_any_ops_are_enough_to_tell_rounding(ops: list[str], run: Callable[..., Path]) -> None:
     status, said = compared(run(nothing, ops=ops), run(permuted, ops=ops))
     assert (status, said.startswith("the same: ")) == (0, True), said

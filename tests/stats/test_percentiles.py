@@ -61,6 +61,13 @@ def test_no_percentile_is_above_the_greatest_magnitude() -> None:
     assert percentiles_of(measured(torch.full((10,), 1.01)))["abs_p999"] <= 1.01
 
 
+def test_a_percentile_beyond_the_range_of_float32_is_absent() -> None:
+    half_beyond = torch.cat([torch.ones(6, dtype=torch.float64), torch.full((4,), 1e200, dtype=torch.float64)])
+    found = percentiles_of(measured(half_beyond))
+    assert found["abs_p50"] == pytest.approx(1.0, rel=0.5)
+    assert found["abs_p75"] is None
+
+
 def test_percentiles_of_shards_are_those_of_the_whole() -> None:
     parts = measured(*TENSORS["of many scales"].split(3_000))
     whole = combine_groups(parts, np.zeros(1, dtype=np.int64))
