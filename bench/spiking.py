@@ -352,7 +352,7 @@ def _data_of_ranks() -> Iterator[Planted]:
 def _devices() -> Iterator[Planted]:
     for rank, (model, plant, name) in enumerate(
         (
-            ("gpt", bit_flips, "positions.weight"),
+            ("gpt", bit_flips, "head.weight"),
             ("mlp", bit_flips, "2.weight"),
             ("gpt", bit_flips, "head.weight"),
             ("mlp", activation_flips, "2"),
