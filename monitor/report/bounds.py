@@ -20,7 +20,7 @@ class Bound(NamedTuple):
 
     Attributes:
         kinds: The kinds with the column; empty: all that have it.
-        column: Its name; if that ends in ``_``, the beginning of the name.
+        column: Its name.
         high: Whether values from ``limit`` on are a fault; otherwise values up to ``limit``.
         means: What such a value says, after "its entropy is 0.001: ".
         then: What to do.
@@ -43,8 +43,7 @@ class Bound(NamedTuple):
 
     def is_of(self, kind: str, column: str) -> bool:
         """Whether a column of a kind has this bound."""
-        named = column.startswith(self.column) if self.column.endswith("_") else column == self.column
-        return named and (not self.kinds or kind in self.kinds)
+        return column == self.column and (not self.kinds or kind in self.kinds)
 
 
 class BoundGroup(NamedTuple):
@@ -72,10 +71,15 @@ GROUPS: Final = (
     BoundGroup(
         "Low precision",
         "No op that counts what narrower numbers lose was recorded.",
-        '"ops": ["overflow_fp16", "underflow_e4m3"]',
-        (
-            Bound((), "overflow_", 1e-9, True, "elements overflow this format"),
-            Bound((), "underflow_", 0.9, True, "of its elements are lost in this format"),
+        '"ops": ["overflow_fp16", "underflow_bf16"]',
+        # Not of e4m3 and e5m2, which nobody uses without a scale: `trainermon precision` judges these.
+        tuple(
+            bound
+            for name in ("fp16", "bf16")
+            for bound in (
+                Bound((), f"overflow_{name}", 1e-9, True, "elements overflow this format"),
+                Bound((), f"underflow_{name}", 0.9, True, "most of its elements become zero in this format"),
+            )
         ),
     ),
     BoundGroup(

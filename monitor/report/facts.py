@@ -25,7 +25,7 @@ from monitor.merge.merge import Wanted, merge
 from monitor.query.opened import Lacking, open_source, total_norms
 from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order, ranges_of
 from monitor.report.bands import Numbers
-from monitor.report.history import FACTOR, FACTOR_OF_WEIGHTS, WINDOW, Axis, Ints, KindHistory, RowTaker
+from monitor.report.history import FACTOR, FACTOR_OF_WEIGHTS, WINDOW, Axis, Ints, KindHistory, RowTaker, without_number
 from monitor.series import CLIPPED_NORM, GRAD_NORM, KIND_TABLE, KINDS_OF_RANKS, PARAMETER_KINDS, REPLICA_KIND, RUN_KIND
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import COLUMNS_OF
@@ -213,8 +213,8 @@ class KindReader:
         """Rows of elements without a value of ``op``."""
         if "count" not in self.columns:
             return 0
-        rows = self._read(steps, ("count", self.op), None)
-        return int((rows["count"].to_numpy()[rows[self.op].is_null().to_numpy()] > 0).sum())
+        own = [name for name in COLUMNS_OF.get(self.kind, ()) if name in self.columns]
+        return without_number(self._read(steps, tuple(dict.fromkeys(("count", self.op, *own))), None), self.op, own)
 
     def _known_by(self, names: Sequence[str] | None) -> list[str] | None:
         """What ranks call the tensors with these names in the whole model."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
@@ -106,6 +107,21 @@ class Axis:
         places = -(-np.arange(1, self.bins + 1) * len(self.steps) // self.bins) - 1
         last: Ints = self.steps[places]
         return last
+
+
+def without_number(rows: pa.Table, op: str, own: Sequence[str]) -> int:
+    """The number of rows of elements of which nothing says whether they are finite.
+
+    Args:
+        op: The column that is judged.
+        own: All columns of the kind, if it has its own. Another one may show the same: the norm of an update whose weight is 0.
+    """
+    lacking = rows[op].is_null().to_numpy() & (rows["count"].to_numpy() > 0)
+    if own and lacking.any():
+        values = np.array([rows[name].cast(pa.float64()).to_numpy() for name in own])
+        there = np.array([rows[name].is_valid().to_numpy() for name in own])
+        lacking &= ~(np.isfinite(values).any(axis=0) & (np.isfinite(values) | ~there).all(axis=0))
+    return int(lacking.sum())
 
 
 class RowTaker(Protocol):

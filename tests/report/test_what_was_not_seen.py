@@ -20,7 +20,7 @@ from monitor.report.checks import CheckResult
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
 from monitor.report.history import DIFFERS, NAN, Axis, KindHistory
 from monitor.sinks.files import StepSpan
-from monitor.stats.partials import COUNT, SUM
+from monitor.stats.partials import COUNT, SUM, SUMSQ
 
 
 def state_of(checks: Iterable[CheckResult], name: str) -> str:
@@ -52,6 +52,19 @@ def test_a_nan_or_an_infinity_that_no_op_shows_is_not_called_absent(
             assert (verdict.place.step, verdict.place.kind, verdict.place.name) == (9, "grad_unreduced", "w")
         else:
             assert verdict.state == NOT_LOOKED_AT or state == GOOD
+
+
+@pytest.mark.parametrize(("update", "state"), [(0.25, GOOD), (np.nan, NOT_LOOKED_AT)])
+def test_a_ratio_of_a_weight_of_zeros_is_not_missed_where_the_norm_of_its_update_is_known(
+    update: float, state: str, tmp_path: Path
+) -> None:
+    one = RecordedRank(tmp_path)
+    for step in range(12):
+        numbers = {COUNT: 4.0, SUM: update if step == 0 else 0.25, SUMSQ: 0.0 if step == 0 else 1.0}
+        one.write(step, {"update_ratio": [Measured("w", numbers=numbers)]})
+    one.close()
+    with reported(tmp_path) as (_, checks, _verdict):
+        assert state_of(checks, "NaN and infinity") == state
 
 
 def test_rows_without_the_op_that_is_judged_are_not_green(tmp_path: Path) -> None:
