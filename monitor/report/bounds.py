@@ -72,7 +72,7 @@ GROUPS: Final = (
         "Low precision",
         "No op that counts what narrower numbers lose was recorded.",
         '"ops": ["overflow_fp16", "underflow_bf16"]',
-        # Not of e4m3 and e5m2, which nobody uses without a scale: `trainermon precision` judges these.
+        # FP8 needs a scale, so `trainermon precision` judges it.
         tuple(
             bound
             for name in ("fp16", "bf16")
