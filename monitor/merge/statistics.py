@@ -176,8 +176,10 @@ class _OpsOfRuns:
         self._share = parts.count / np.add.reduceat(parts.count, starts)[self._run]
 
     def of(self, op: str) -> tuple[Floats, Flags]:
-        if op in ("min", "max", "absmax", "smallest_nonzero"):
+        if op in ("min", "max", "absmax"):
             return self._extreme(op)
+        if op == "smallest_nonzero":
+            return self._smallest()
         if op in ("nans", "infs"):
             return np.add.reduceat(self._values(op, 0.0), self._starts), self._all(self._known(op))
         if op == MAGNITUDES:
@@ -228,8 +230,15 @@ class _OpsOfRuns:
         return there
 
     def _extreme(self, op: str) -> tuple[Floats, Flags]:
-        reduce, neutral = (np.minimum, np.inf) if op in ("min", "smallest_nonzero") else (np.maximum, -np.inf)
+        reduce, neutral = (np.minimum, np.inf) if op == "min" else (np.maximum, -np.inf)
         return reduce.reduceat(self._values(op, neutral), self._starts), self._there(self._known(op))
+
+    def _smallest(self) -> tuple[Floats, Flags]:
+        """Of the parts that have elements other than 0."""
+        known = self._known("smallest_nonzero")
+        zeros = self._known("absmax") & (self._of_parts("absmax") == 0)
+        least = np.minimum.reduceat(self._values("smallest_nonzero", np.inf), self._starts)
+        return least, self._all(known | zeros | self._empty) & np.isfinite(least)
 
     def _ratio(self) -> tuple[Floats, Flags]:
         (update, one), (weight, other) = (self._norm(op) for op in _RATIO)
