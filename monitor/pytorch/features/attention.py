@@ -360,6 +360,15 @@ PRODUCTS: Final = frozenset(
     }
 )
 SOFTMAXES: Final = frozenset({torch.softmax, Tensor.softmax, torch.nn.functional.softmax, torch.special.softmax})
+ATTENDING: Final = frozenset(
+    {
+        *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "baddbmm_", "einsum", "tensordot"),
+        *("softmax", "_softmax", "log_softmax", "sigmoid", "sigmoid_", "exp", "exp_", "multi_head_attention_forward"),
+    }
+)
+"""Names of functions with which a program may compute an attention itself."""
+LAYERS: Final = frozenset({"linear", "conv1d", "conv2d", "layer_norm", "rms_norm", "normalize"})
+"""Names of functions that may make Q and K from other tensors."""
 FLEX: Final = "flex_attention"
 """The name of torch's operator of FlexAttention, which older versions do not have."""
 
@@ -421,6 +430,13 @@ def _of_softmax(args: tuple[Any, ...], kwargs: Mapping[str, Any], products: Shap
     return Logits(_whole(scores, (2, 3)))
 
 
+def _is_weight(factor: Tensor, product: Tensor) -> bool:
+    """Whether a factor is a parameter or a part of one, or does not have the batch of the product."""
+    if isinstance(factor, nn.Parameter) or isinstance(factor._base, nn.Parameter):
+        return True
+    return factor.dim() != product.dim() or len(factor) != len(product)
+
+
 def _shape_of(x: Tensor) -> tuple[int, int, int]:
     return math.prod(x.shape[:-2]), x.shape[-2], x.shape[-1]
 
@@ -477,20 +493,30 @@ def is_partial(x: Tensor) -> bool:
 class AttentionSearch(TorchFunctionMode):
     """Finds the first torch call that computes attention. Forwards every call unchanged.
 
+    After a softmax it searches on, because a second one shows that the first may be a part of the attention.
+
     Attributes:
         saw: Whether the search has ended.
+        found: What ``measure`` computed, and a tensor with the shape, dtype and device of the measured one.
     """
 
-    def __init__(self, seen: Callable[[Source], object], on_misfit: Callable[[str], object]) -> None:
+    def __init__(self, measure: Callable[[Source], reading.Spread | None], on_misfit: Callable[[str], object]) -> None:
         self.saw = False
+        self.found: tuple[reading.Spread, Tensor] | None = None
         self._products: Shapes = set()
-        self._seen = seen
+        self._called: set[str] = set()
+        self._measure = measure
         self._on_misfit = on_misfit
+
+    @property
+    def opaque(self) -> bool:
+        """Whether no call so far is a part of an attention, or makes Q and K."""
+        return not self._called
 
     @property
     def reason(self) -> str:
         """Why nothing was found."""
-        return reading.NO_SOFTMAX if self._products else reading.NO_SCORES
+        return reading.NO_SOFTMAX if self._called & ATTENDING else reading.NO_SCORES
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -503,24 +529,38 @@ class AttentionSearch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in PRODUCTS and isinstance(result, Tensor):
             with unseen():
-                self._note(result)
+                self._note(result, args, kwargs or {})
         return result
 
     def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
+            name = getattr(func, "__name__", "").partition(".")[0]  # an overload's is `bmm.default`
+            if name in ATTENDING or name in LAYERS:
+                self._called.add(name)
             scores = called_scores(func, args, kwargs, self._products)
             if scores is not None:
-                self.saw = True
-                self._seen(scores)
+                self._take(scores)
         except reading.MisfitError as misfit:
-            self.saw = True
-            self._on_misfit(str(misfit))
+            self._end(str(misfit))
         except Exception as error:  # this runs amid the module's own operations
-            self.saw = True
-            self._on_misfit(f"the monitor failed to read a call in it: {error!r}")
+            self._end(f"the monitor failed to read a call in it: {error!r}")
 
-    def _note(self, product: Tensor) -> None:
-        if product.dim() in (3, 4):
+    def _take(self, scores: Source) -> None:
+        if self.found is not None:
+            raise reading.MisfitError(reading.SEVERAL)
+        numbers, x = self._measure(scores), scores.measured
+        self.saw = numbers is None or not isinstance(scores, Logits)
+        # One element, so that the scores are not kept in memory until the module returns.
+        self.found = None if numbers is None else (numbers, torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape))
+
+    def _end(self, misfit: str) -> None:
+        self.saw, self.found = True, None
+        self._on_misfit(misfit)
+
+    def _note(self, product: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = (*args, *(value for name, value in kwargs.items() if name != "out"))
+        factors = [one for one in given if isinstance(one, Tensor)][-2:]
+        if product.dim() in (3, 4) and not any(_is_weight(one, product) for one in factors):
             self._products.add(_shape_of(product))
 
     def enter(self) -> None:
@@ -542,3 +582,18 @@ class AttentionSearch(TorchFunctionMode):
             above.append(mode)
         for mode in reversed(above):
             _push_mode(mode)
+
+
+class ClosedSearch(AttentionSearch):
+    """The search in a module whose calls cannot be observed, or must not be. It finds nothing."""
+
+    @property
+    def opaque(self) -> bool:
+        """False, since what the module computes is unknown."""
+        return False
+
+    def enter(self) -> None:
+        """Do nothing."""
+
+    def leave(self) -> None:
+        """Do nothing."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from monitor.coordinator.ownership import alike_over
 from monitor.pytorch.features import attention, choices, matrices
 from monitor.pytorch.features.activations import activation_of, active_share, last_active
-from monitor.pytorch.features.attention import AttentionSearch, given_scores, heads_of, spread, summed
+from monitor.pytorch.features.attention import AttentionSearch, ClosedSearch, given_scores, heads_of, spread, summed
 from monitor.pytorch.frameworks.dtensor import placement_of
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.recording.attached_model import NamedParameter
@@ -173,10 +173,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def searching(module: nn.Module) -> type[AttentionSearch] | None:
-    """The search for Q and K in a call of the module; None if the module is opaque."""
+def searching(module: nn.Module) -> type[AttentionSearch]:
+    """The search for Q and K in a call of the module."""
     closed = any(_is_compiled(one) or isinstance(one, MODE_SENSITIVE) for one in module.modules())
-    return None if closed else AttentionSearch
+    return ClosedSearch if closed else AttentionSearch
 
 
 def _is_compiled(module: nn.Module) -> bool:

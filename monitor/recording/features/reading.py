@@ -22,6 +22,9 @@ MATRIX_NAMES: Final = ("weight", "wg")
 NO_SCORES: Final = "no Q and K were found"
 NO_SOFTMAX: Final = "no softmax over the product of its Q and K was found"
 NOT_CAUSAL: Final = "its Q and K are arguments, and its mask is not causal"
+NOT_OPAQUE: Final = "its Q and K are arguments, and it computes with them in a way that is not known"
+SEVERAL: Final = "it has several softmaxes over products, perhaps parts of one attention; name the module of one attention"
+PART_OF_QUERIES: Final = "its scores are those of a part of its tokens"
 OTHER_LENGTHS: Final = "Q and K have different lengths"
 NOT_WHOLE: Final = "its Q and K are split over ranks along the sequence, or have no elements"
 NOT_2D: Final = "it has no floating-point 2-D weight that this rank can read in forward"
@@ -94,6 +97,20 @@ def go_together(query: tuple[int, ...], key: tuple[int, ...]) -> bool:
     """Whether shapes (batch, heads, sequence, size) fit a Q and a K: the same size and batch, and heads in groups."""
     of_one_batch = query[0] == key[0] or 1 in (query[0], key[0])
     return query[3] == key[3] and of_one_batch and not query[1] % key[1]
+
+
+def of_all_queries(given: tuple[int, ...], batch: int, queries: int) -> bool:
+    """False if the scores of an attention leave out tokens of an argument of its module.
+
+    Args:
+        given: The shape of the argument. Its last dimension is the channels; the order of the others is unknown.
+        batch: Rows of the batch of the scores.
+    """
+    others = list(given[:-1])
+    if batch not in others:
+        return True  # the module has reshaped its tokens, as into windows
+    others.remove(batch)
+    return queries in others or queries > max(others)
 
 
 # --- Features as sums, so that calls and ranks can be added. Numbers stay on their device, as tensors with one element.
@@ -278,11 +295,16 @@ class Search(Protocol):
 
     Attributes:
         saw: Whether the search has ended.
+        found: What was computed from the scores, and a tensor with the shape, dtype and device of a row; None if nothing.
+        opaque: Whether the calls so far may all be those of a module that passes its Q and K to an unknown kernel.
         reason: Why Q and K were not found, if they were not.
     """
 
     saw: bool
+    found: tuple[Spread, Any] | None
 
+    @property
+    def opaque(self) -> bool: ...
     @property
     def reason(self) -> str: ...
 
@@ -324,10 +346,10 @@ class FeatureReading(Protocol):
         ``certain``, and their ``version``, which changes with the numbers.
         """
 
-    def searching(self, module: Any) -> Callable[[Callable[[Any], object], Callable[[str], object]], Search] | None:
-        """Creates searches in calls of the module; None if its calls cannot be observed.
+    def searching(self, module: Any) -> Callable[[Callable[[Any], Spread | None], Callable[[str], object]], Search] | None:
+        """Creates searches in calls of the module; None if the framework shows no calls.
 
-        A search takes two callbacks: one receives Q and K, the other the reason why they do not fit.
+        A search takes two callbacks: one computes sums from Q and K, the other receives the reason why they do not fit.
         """
 
     def spread(self, scores: Any, heads: int, rows: int, sinks: int, bound: float) -> Spread:

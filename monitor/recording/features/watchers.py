@@ -232,6 +232,7 @@ class _OpenSearch(NamedTuple):
         given: Scores of the module's arguments, for the case that the search finds nothing.
         version: Their version before the call.
         reason: Why the arguments do not fit, if they are there.
+        tokens: The shape of the argument that has the tokens; None without one.
     """
 
     search: Any
@@ -239,6 +240,7 @@ class _OpenSearch(NamedTuple):
     given: Any
     version: Any
     reason: str
+    tokens: tuple[int, ...] | None
 
 
 class AttentionWatcher(FeatureWatcher):
@@ -276,14 +278,14 @@ class AttentionWatcher(FeatureWatcher):
             one.called = True
         given, reason = self._given(args, kwargs)
         if given is not None and (self._searching is None or given.certain):
-            self._seen(place, given)
+            self._write_all(place, self._measured(given), given.measured)
         elif self._searching is None:
             self._misfit(reason or NO_SCORES)
         else:
-            seen = self._failures.guarded("reading Q and K", self._seen, of=self.name)
-            search = self._searching(partial(seen, place), self._misfit)
+            search = self._searching(self._failures.guarded("reading Q and K", self._measured, of=self.name), self._misfit)
             version = None if given is None else given.version
-            self._open[-1] = _OpenSearch(search, place, given, version, reason)
+            tokens = self._tokens(args, kwargs) if given is None else given.measured.shape
+            self._open[-1] = _OpenSearch(search, place, given, version, reason, tokens)
             search.enter()  # `_after` leaves it
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
@@ -293,6 +295,12 @@ class AttentionWatcher(FeatureWatcher):
         except MisfitError as misfit:
             return None, str(misfit)
 
+    def _tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """The shape of the first tensor of numbers, if it has a batch, a sequence and channels."""
+        tensors = (*args, *(kwargs.get(name) for name in (*reading.TOKENS, *reading.Q_NAMES)))
+        shape = next((one.shape for one in tensors if self._reading.is_floating_point(one)), ())
+        return tuple(shape) if len(shape) == 3 else None
+
     def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Also called when forward raised, then without a result."""
         if not self._open or module is not self._module:
@@ -300,24 +308,40 @@ class AttentionWatcher(FeatureWatcher):
         entry: _OpenSearch | None = self._open.pop()
         if entry is None:
             return
-        found, reason = entry.search.saw, entry.reason or entry.search.reason
+        ended = entry.search.saw
         entry.search.leave()
-        if found or result is None:
-            return
+        if not ended and result is None:
+            return  # a part of the attention may be missing
+        if entry.search.found is not None:
+            self._found_in_call(entry, *entry.search.found)
+        elif not ended:
+            self._take_given(entry)
+
+    def _found_in_call(self, entry: _OpenSearch, found: Spread, measured: Any) -> None:
+        if entry.tokens is None or reading.of_all_queries(entry.tokens, measured.shape[0], measured.shape[2]):
+            self._write_all(entry.place, found, measured)
+        else:
+            self._misfit(reading.PART_OF_QUERIES)
+
+    def _take_given(self, entry: _OpenSearch) -> None:
         if entry.given is None:
-            self._misfit(reason)
+            self._misfit(entry.reason or entry.search.reason)
+        elif not entry.search.opaque:
+            self._misfit(reading.NOT_OPAQUE)
         elif entry.given.version != entry.version:
             self._misfit("its Q and K were changed in its forward")
         else:
-            self._seen(entry.place, entry.given)
+            self._write_all(entry.place, self._measured(entry.given), entry.given.measured)
 
-    def _seen(self, place: CallIndex, scores: Any) -> None:
+    def _measured(self, scores: Any) -> Spread:
         config, wanted = self._config, [one._heads for one in self._sharing]
         heads = 0 if 0 in wanted else max(wanted)
         with self._reading.beneath():
-            found = self._reading.spread(scores, heads, config.sa_batch_rows, config.sa_sink_tokens, config.sa_logit_bound)
+            return self._reading.spread(scores, heads, config.sa_batch_rows, config.sa_sink_tokens, config.sa_logit_bound)
+
+    def _write_all(self, place: CallIndex, found: Spread, measured: Any) -> None:
         for one in self._sharing:
-            one._write(place, found, scores.measured)
+            one._write(place, found, measured)
 
     def _write(self, place: CallIndex, found: Spread, measured: Any) -> None:
         with self._reading.beneath():
