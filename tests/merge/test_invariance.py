@@ -121,8 +121,8 @@ def test_how_a_tensor_is_cut_changes_no_statistic(
         if op in ("kurtosis", "skewness"):
             expected = value if known and all_known and (format != "csv" or len(ranks) == 1) else None
             assert row[op] == (None if expected is None else pytest.approx(expected, rel=1e-5, abs=1e-5)), op
-        elif row[op] is None:
-            assert not known, op
+        elif row[op] is None:  # CSV does not say of a part without a number whether its elements are all 0, or not finite
+            assert not known or (op == "smallest_nonzero" and format == "csv" and len(ranks) > 1), op
         else:
             assert value == pytest.approx(row[op], rel=1e-6, abs=1e-7 * scale, nan_ok=True), op
     shutil.rmtree(base)
