@@ -57,20 +57,19 @@ def chosen_in(cell: nn.Cell, result: Any, call: reading.RouterCall = UNKNOWN) ->
         raise reading.NotARouterError(reading.PART_OF_CHOICE)
     call = call._replace(experts=_number(cell, EXPERTS_NAMES) or call.experts, top=_number(cell, CHOSEN_NAMES))
     found = [one for one in _tensors(result) if one.ndim > 0]
-    maps = [one for one in found if one.dtype == ms.bool_]
+    maps, indices = ([one for one in found if one.dtype in wanted] for wanted in ((ms.bool_,), INTEGERS))
     if maps:
-        call.check_map(maps[-1].shape)
-        return maps[-1], int(maps[-1].shape[-1])
-    indices = [one for one in found if one.dtype in INTEGERS]
-    floats = [one for one in found if one.dtype not in INTEGERS]
-    experts = call.experts or (int(floats[0].shape[-1]) if floats else None)
-    if not indices or not experts:
+        call.check_map([one.shape for one in maps], [one.shape for one in indices])
+        return maps[0], int(maps[0].shape[-1])
+    if not indices:
         raise reading.NotARouterError("it does not return the numbers of the chosen experts")
     chosen = _fitting_indices(indices, call.top)
+    if not call.experts:
+        raise reading.NotARouterError(reading.UNKNOWN_EXPERTS)
     if not call.is_map(chosen.shape):
-        return chosen, experts
+        return chosen, call.experts
     with beneath():
-        return chosen != 0, experts
+        return chosen != 0, call.experts
 
 
 def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

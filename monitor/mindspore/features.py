@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 import mindspore as ms
@@ -385,6 +386,12 @@ def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: int) -> 
         if isinstance(value, Tensor) and len(value.shape) > 1 and value.shape[-1] == hidden and _is_floating_point(value):
             return whole_rows(value)
     return None
+
+
+def call_of(cell: nn.Cell, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> reading.RouterCall:
+    """The size of a router's call."""
+    experts = reading.rows_for(matrix_of(cell), partial(tokens_of, args, kwargs))
+    return reading.RouterCall(count_tokens(args, kwargs), experts)
 
 
 def whole_rows(x: Tensor) -> Tensor | None:

@@ -89,7 +89,7 @@ def test_shares_of_every_layer_sum_to_one_and_are_those_of_counts_made_by_hand(n
 @pytest.mark.parametrize(
     ("result", "known"),
     [
-        ((torch.rand(3, 4), torch.tensor([[0, 1], [0, 3], [0, 1]])), {}),
+        ((torch.rand(3, 4), torch.tensor([[0, 1], [0, 3], [0, 1]])), {"num_experts": 4, "top_k": 2}),
         ((torch.tensor([[0, 1], [0, 3], [0, 1]]),), {"num_experts": 4}),
         ((torch.rand(3, 4), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [1, 1, 0, 0]], dtype=torch.bool)), {}),
         (torch.tensor([[9.0, 8, 0, 1], [9, 0, 1, 8], [9, 8, 1, 0]]), {"top_k": 2}),
@@ -135,14 +135,14 @@ def test_a_name_that_no_module_has_is_an_error() -> None:
 
 
 def test_micro_batches_of_a_step_add_up_and_the_next_step_begins_anew() -> None:
-    model = nn.Sequential(Choosing((torch.tensor([0, 1]),), num_experts=2))
+    model = nn.Sequential(Choosing((torch.tensor([0, 1, 0]),), num_experts=2))
     routers = TorchRouters(model, ["0"], Failures())
     for _ in range(3):
         model(torch.rand(1))
     first = routers.step()
     model(torch.rand(1))
-    assert list(first["0"]()) == [3, 3]
-    assert tokens_of(routers) == {"0": [1, 1]}
+    assert list(first["0"]()) == [6, 3]
+    assert tokens_of(routers) == {"0": [2, 1]}
 
 
 def test_evaluation_is_not_counted() -> None:

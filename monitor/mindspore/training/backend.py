@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
-from monitor.mindspore import choices
+from monitor.mindspore import choices, features
 from monitor.mindspore.hooks import after_forward
 from monitor.mindspore.process_group import place
 from monitor.mindspore.trainer_mon import TrainerMon
@@ -93,8 +93,7 @@ class MindSporeRouters:
 
     def _keep(self, name: str, cell: nn.Cell, args: Any, kwargs: Any, result: Any) -> None:
         if cell.training:
-            call = choices.UNKNOWN._replace(tokens=choices.count_tokens(args, kwargs))
-            self._chosen.setdefault(name, []).append(choices.chosen_in(cell, result, call))
+            self._chosen.setdefault(name, []).append(choices.chosen_in(cell, result, features.call_of(cell, args, kwargs)))
 
 
 def _counted(calls: Sequence[choices.ChosenExperts]) -> list[int]:

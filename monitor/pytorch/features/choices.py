@@ -63,19 +63,20 @@ def _counted(module: nn.Module, result: Any, call: reading.RouterCall) -> tuple[
         raise reading.NotARouterError(reading.PART_OF_CHOICE)
     call = call._replace(experts=_number(module, EXPERTS_NAMES) or call.experts, top=_number(module, TOP_K_NAMES))
     found = list(_result_tensors(result))
-    maps = [one for one in found if one.dtype == torch.bool]
+    maps, indices = [one for one in found if one.dtype == torch.bool], _integers(found)
     if maps:
-        call.check_map(maps[-1].shape)
-        return _count_map(maps[-1], call)
-    floats, indices = [one for one in found if one.is_floating_point()], _integers(found)
-    experts = call.experts or (floats[0].shape[-1] if floats else None)
-    if not indices or not experts:
-        chosen, experts = _greatest(module, floats), floats[0].shape[-1]
-    else:
-        chosen = _expert_indices(indices, call.top)
-        if call.is_map(chosen.shape):
-            return _count_map(chosen != 0, call)
-    return count_indices(chosen, experts), chosen.numel()
+        call.check_map([one.shape for one in maps], [one.shape for one in indices])
+        return _count_map(maps[0], call)
+    if not indices:
+        floats = [one for one in found if one.is_floating_point()]
+        chosen = _greatest(module, floats)
+        return count_indices(chosen, floats[0].shape[-1]), chosen.numel()
+    chosen = _expert_indices(indices, call.top)
+    if not call.experts:
+        raise reading.NotARouterError(reading.UNKNOWN_EXPERTS)
+    if call.is_map(chosen.shape):
+        return _count_map(chosen != 0, call)
+    return count_indices(chosen, call.experts), chosen.numel()
 
 
 def _count_map(chosen: Tensor, call: reading.RouterCall) -> tuple[Tensor, int | None]:

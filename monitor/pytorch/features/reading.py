@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,12 @@ def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: int) -> 
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] == hidden and value.is_floating_point():
             return whole_rows(value)
     return None
+
+
+def call_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> reading.RouterCall:
+    """The size of a router's call."""
+    experts = reading.rows_for(matrix_of(module), partial(tokens_of, args, kwargs))
+    return reading.RouterCall(count_tokens(args, kwargs), experts)
 
 
 def whole_rows(x: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.pytorch import modules, tensors
-from monitor.pytorch.features import choices
+from monitor.pytorch.features import choices, reading
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.optimizer_steps import optimizers_in
 from monitor.pytorch.process_group import place
@@ -99,7 +99,7 @@ class TorchRouters:
         if not module.training or modules.repeating():
             return
         with tensors.computing():
-            counts = choices.counts_of(module, result, choices.UNKNOWN._replace(tokens=choices.count_tokens(args, kwargs)))
+            counts = choices.counts_of(module, result, reading.call_of(module, args, kwargs))
             known = self._counts.get(name)
             self._counts[name] = counts if known is None else known.add_(counts)
 

@@ -42,6 +42,7 @@ ANOTHER_CHOICE: Final = "it returns logits only, and does not choose the greates
 NOT_WHOLE_CHOICE: Final = "what it chose is split over ranks"
 UNCLEAR_CHOICE: Final = "its result may be numbers of experts, or a map of them"
 OTHER_MAP: Final = "its map does not have a number for each token and expert, experts last"
+UNKNOWN_EXPERTS: Final = "it returns numbers of experts, and its number of experts is unknown"
 PART_OF_CHOICE: Final = "it returns only a part of what it chose"
 
 PART_NAMES: Final = ("second_expert_policy",)
@@ -82,6 +83,16 @@ def says_causal(kwargs: Mapping[str, Any]) -> bool:
 def first_named(kwargs: Mapping[str, Any], names: tuple[str, ...], kind: type[T]) -> T | None:
     """The first keyword argument of type ``kind`` that has one of the names."""
     return next((kwargs[name] for name in names if isinstance(kwargs.get(name), kind)), None)
+
+
+def rows_for(weight: Any, tokens_of: Callable[[int], Any]) -> int | None:
+    """The number of experts by the weight of a router, with a row for each; None if tokens do not fit the weight.
+
+    Args:
+        tokens_of: Finds the tokens of a hidden size.
+    """
+    fits = weight is not None and len(weight.shape) == 2 and tokens_of(weight.shape[1]) is not None
+    return int(weight.shape[0]) if fits else None
 
 
 def places_of(order: str) -> tuple[int, ...]:
@@ -193,11 +204,19 @@ class RouterCall(NamedTuple):
     experts: int | None = None
     top: int | None = None
 
-    def check_map(self, shape: tuple[int, ...]) -> None:
-        """Raise ``NotARouterError`` unless this is the shape of a map with experts last."""
+    def check_map(self, shapes: Sequence[tuple[int, ...]], integers: Sequence[tuple[int, ...]]) -> None:
+        """Raise ``NotARouterError`` unless a result has one tensor of booleans, and it is a map with experts last.
+
+        Args:
+            shapes: The shapes of the tensors of booleans.
+            integers: Those of the tensors of integers. A mask of these, or of padding, is no map.
+        """
+        shape = shapes[-1]
         experts = self.experts in (None, shape[-1])
         if len(shape) < 2 or not experts or self.tokens not in (None, prod(shape[:-1])):
             raise NotARouterError(OTHER_MAP)
+        if len(shapes) > 1 or shape in integers or (integers and None in (self.experts, self.tokens)):
+            raise NotARouterError(UNCLEAR_CHOICE)
 
     def is_map(self, shape: tuple[int, ...]) -> bool:
         """Whether integers of this shape are a map, with a 0 for experts that were not chosen. Otherwise they are numbers of
@@ -211,9 +230,25 @@ class RouterCall(NamedTuple):
                 raise NotARouterError(UNCLEAR_CHOICE)
             if prod(shape[:-1]) == self.tokens:
                 return True
-        if self.tokens and prod(shape) % self.tokens:
+        if not (self._are_of_tokens(shape) if self.top is None else self._are_of_top(shape, self.top)):
             raise NotARouterError(UNCLEAR_CHOICE)
         return False
+
+    def _are_of_top(self, shape: tuple[int, ...], top: int) -> bool:
+        """Whether integers of this shape are the numbers of ``top`` experts for each token."""
+        if len(shape) > 1 and shape[-1] == top:
+            return self.tokens in (None, prod(shape[:-1]))
+        if len(shape) > 1 and top > 1:
+            return False
+        # A vector with an element for each expert may be the number of tokens of each.
+        counts = shape == (self.experts,)
+        return not counts and (top == 1 if self.tokens is None else prod(shape) == self.tokens * top)
+
+    def _are_of_tokens(self, shape: tuple[int, ...]) -> bool:
+        """The same for an unknown ``top``. Where experts choose tokens, integers have a row or column for each expert."""
+        if self.tokens is None or prod(shape) == self.tokens:
+            return self.experts not in shape
+        return len(shape) > 1 and prod(shape[:-1]) == self.tokens and shape[-2] != self.experts
 
 
 class Choices(NamedTuple):

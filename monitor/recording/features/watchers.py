@@ -407,7 +407,7 @@ class LogitWatcher(FeatureWatcher):
         if place is None:
             return
         weight = self._reading.matrix_of(module)
-        experts = None if weight is None or len(weight.shape) != 2 else weight.shape[0]
+        experts = reading.rows_for(weight, partial(self._reading.tokens_of, args, kwargs))
         self._open[-1] = place, experts, None
         if not self._returns_logits and weight is not None and experts is not None:
             self._open[-1] = place, experts, self._formed(module, args, kwargs, weight)

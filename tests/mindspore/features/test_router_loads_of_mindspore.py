@@ -12,8 +12,8 @@ from mindspore import Parameter, Tensor, nn, ops
 from numpy_definitions import exact
 
 from monitor.mindspore.choices import choices_of
-from monitor.mindspore.features import logit_sums_of
-from monitor.recording.features.reading import PADDED, NotARouterError, RouterCall
+from monitor.mindspore.features import call_of, logit_sums_of
+from monitor.recording.features.reading import PADDED, UNKNOWN_EXPERTS, NotARouterError, RouterCall
 
 KIND = "moe_router_load_hook"
 EXPERTS, TOP, STEPS = 5, 2, 2
@@ -115,9 +115,19 @@ def test_numbers_of_experts_are_told_from_a_mask_of_the_same_shape(
 ) -> None:
     as_measured(tmp_path, monkeypatch, there=there)
     cell = nn.Cell()
-    cell.num_experts = 3
+    cell.num_experts, cell.top_k = 3, 1
     chosen = Tensor(np.array([[0, 1, 1], [1, 1, 1], [0, 2, 0]], np.int32))
     numbers, mask = (choices_of(cell, chosen, RouterCall(tokens=tokens)).counts.asnumpy().tolist() for tokens in (9, 3))
     assert (numbers, mask) == ([3, 5, 1], [1, 3, 2])
     with pytest.raises(NotARouterError):
         choices_of(cell, chosen, RouterCall())
+
+
+def test_a_result_that_does_not_say_how_many_experts_there_are_is_refused() -> None:
+    result = Tensor(np.zeros((6, 2), np.float32)), Tensor(np.zeros((6, 2), np.int32))
+    with pytest.raises(NotARouterError, match=UNKNOWN_EXPERTS):
+        choices_of(nn.Cell(), result, RouterCall(tokens=6))
+    cell = nn.Cell()
+    cell.weight = Parameter(Tensor(np.zeros((8, 4), np.float32)))
+    call = call_of(cell, (Tensor(np.zeros((6, 4), np.float32)),), {})
+    assert choices_of(cell, result, call).counts.asnumpy().tolist() == [12, *[0] * 7]

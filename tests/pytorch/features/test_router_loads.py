@@ -14,13 +14,14 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.nn import functional as F
 from watching import Output, Row, attached, warnings_in
 
-from monitor.pytorch.features.choices import choices_of, count_indices
-from monitor.pytorch.features.reading import logit_sums_from
+from monitor.pytorch.features.choices import choices_of, count_indices, counts_of
+from monitor.pytorch.features.reading import call_of, logit_sums_from
 from monitor.recording.features.reading import (
     ANOTHER_CHOICE,
     OTHER_MAP,
     PART_OF_CHOICE,
     UNCLEAR_CHOICE,
+    UNKNOWN_EXPERTS,
     NotARouterError,
     RouterCall,
 )
@@ -306,10 +307,27 @@ class Fixed(nn.Module):
     [
         ((torch.rand(6, 4), torch.rand(6, 4, 3) > 0.5), {"num_experts": 4}, OTHER_MAP),  # DeepSpeed: the slots of experts
         ((torch.rand(6, 4), torch.rand(12, 4) > 0.5), {}, OTHER_MAP),
-        ((torch.rand(6, 4), torch.randint(4, (13,))), {}, UNCLEAR_CHOICE),
+        ((torch.rand(6, 4), torch.randint(4, (13,))), {"num_experts": 4}, UNCLEAR_CHOICE),
+        ((torch.rand(6, 4), torch.randint(4, (6, 2))), {}, UNKNOWN_EXPERTS),
+        ((torch.rand(6, 3), torch.randint(6, (3,))), {"num_experts": 3}, UNCLEAR_CHOICE),  # the tokens of each expert
+        ((torch.rand(3, 4), torch.randint(6, (3, 4))), {"num_experts": 3}, UNCLEAR_CHOICE),  # experts choose tokens
+        ((torch.rand(3, 2), torch.randint(6, (3, 2))), {"num_experts": 3}, UNCLEAR_CHOICE),  # as many as there are tokens
+        ((torch.randint(4, (6, 4)), torch.rand(6, 4) > 0.5), {"num_experts": 4, "top_k": 4}, UNCLEAR_CHOICE),  # keeps some
+        ((torch.randint(6, (6, 2)), torch.rand(6) > 0.5), {"num_experts": 6}, OTHER_MAP),
         ((torch.ones(6, 4, dtype=torch.int64), torch.rand(6, 4)), {"second_expert_policy": "all"}, PART_OF_CHOICE),  # NLLB
     ],
-    ids=["slots", "other tokens", "a remainder", "a part"],
+    ids=[
+        "slots",
+        "other tokens",
+        "a remainder",
+        "experts unknown",
+        "counts",
+        "expert choice",
+        "expert choice of capacity 1",
+        "mask of indices",
+        "mask of tokens",
+        "a part",
+    ],
 )
 def test_a_result_that_is_no_choice_of_each_token_is_refused(result: Any, known: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotARouterError, match=reason):
@@ -319,12 +337,35 @@ def test_a_result_that_is_no_choice_of_each_token_is_refused(result: Any, known:
 def test_numbers_of_experts_are_told_from_a_mask_of_the_same_shape() -> None:
     """Four sequences of four tokens, and four experts."""
     chosen = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 1, 0, 1], [1, 1, 0, 3]])
-    numbers = choices_of(Fixed(None, num_experts=4), chosen, RouterCall(tokens=16))
+    numbers = choices_of(Fixed(None, num_experts=4, top_k=1), chosen, RouterCall(tokens=16))
     mask = choices_of(Fixed(None, num_experts=4), chosen, RouterCall(tokens=4))
     assert numbers.counts.tolist() == [4, 11, 0, 1]
     assert mask.counts.tolist() == [2, 4, 2, 4]
     with pytest.raises(NotARouterError, match=UNCLEAR_CHOICE):
         choices_of(Fixed(None, num_experts=4), chosen, RouterCall())
+
+
+class PublishedGate(nn.Module):
+    """As DeepSeek publishes its gate: the weights and numbers of the chosen experts. Only its weight tells how many exist."""
+
+    topk = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = F.linear(x, self.weight).softmax(-1)
+        chosen = scores.topk(self.topk, -1).indices
+        return scores.gather(1, chosen), chosen
+
+
+def test_a_weight_tells_how_many_experts_there_are() -> None:
+    gate, tokens = PublishedGate(), torch.randn(40, 8)
+    chosen = gate(tokens)
+    counts = Counter(chosen[1].flatten().tolist())
+    assert counts_of(gate, chosen, call_of(gate, (tokens,), {})).tolist() == [counts[expert] for expert in range(6)]
+    assert call_of(gate, (torch.randn(40, 6),), {}).experts is None  # its columns would be the experts
 
 
 class LogitsOnly(nn.Linear):
