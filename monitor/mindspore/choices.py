@@ -44,7 +44,7 @@ def choices_of(cell: nn.Cell, result: Any, call: reading.RouterCall) -> reading.
         counts = Tensor(count_on_host(on.of(chosen), experts)) if on.may_look else _count(on, chosen, experts)
         total = float(on.of(counts).sum()) if on.may_look else on.sum(counts)
         limited = any(_attribute(cell, name) is not None for name in CAPACITY_NAMES)
-        return reading.Choices(counts, total, asked - total if limited and asked else None)
+        return reading.Choices(counts, total, asked - total if limited and asked else None, chosen.dtype == ms.bool_)
 
 
 def chosen_in(cell: nn.Cell, result: Any, call: reading.RouterCall = UNKNOWN) -> ChosenExperts:

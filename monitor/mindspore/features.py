@@ -466,7 +466,9 @@ def embeds(cell: nn.Cell) -> bool:
 
 def is_linear(cell: nn.Cell) -> bool:
     """Whether a cell returns the product with its weight, and applies nothing else."""
-    return isinstance(cell, mint.nn.Linear) or (isinstance(cell, nn.Dense) and cell.activation is None)
+    if not isinstance(cell, mint.nn.Linear | nn.Dense) or getattr(cell, "activation", None) is not None:
+        return False
+    return type(cell).construct in (mint.nn.Linear.construct, nn.Dense.construct)
 
 
 def unwrapped(cell: nn.Cell) -> nn.Cell:

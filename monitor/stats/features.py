@@ -27,8 +27,9 @@ MATRICES: Final = SMALLS
 SINK_QUERIES, HEADS, HEADS_ABOVE = SMALLS, NANS, POSINFS
 """Columns of ``attention_head_hook``, which add: queries of which the sinks' weights are, heads, and those above the bound."""
 ASSIGNED, DROPPED, UNKNOWN_DROPS, ROUTERS = partials.POSINFS, partials.NEGINFS, NANS, SMALLS
-"""Of a router or expert: assignments, and those that a capacity refused. ``UNKNOWN_DROPS`` is not 0 if that is not known.
-``ROUTERS`` is the number of rows of routers that a row combines, and 0 in rows of experts.
+"""Of a router or expert: assignments, and those that a capacity refused. ``UNKNOWN_DROPS`` is not 0 if a router may not
+show them, which it does if there are any. ``ROUTERS`` is the number of rows of routers that a row combines, and 0 in rows of
+experts.
 """
 
 _IMBALANCE: Final = partials.M3
@@ -121,8 +122,9 @@ def _has_logits(p: Partials) -> Valid:
 
 
 def _dropped(_column: int, p: Partials) -> Derived:
-    every = p.columns[ASSIGNED] + p.columns[DROPPED]
-    return p.columns[DROPPED] / every, (p.columns[ROUTERS] > 0) & (p.columns[UNKNOWN_DROPS] == 0) & (every > 0)
+    every, dropped = p.columns[ASSIGNED] + p.columns[DROPPED], p.columns[DROPPED]
+    shown = (p.columns[UNKNOWN_DROPS] == 0) | (dropped > 0)
+    return dropped / every, (p.columns[ROUTERS] > 0) & shown & (every > 0)
 
 
 def _summary(column: int, p: Partials) -> Derived:

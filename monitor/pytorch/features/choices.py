@@ -39,10 +39,10 @@ def choices_of(module: nn.Module, result: Any, call: reading.RouterCall) -> read
     """
     if any(_attribute(module, name) for name in PADDING_NAMES):
         raise reading.NotARouterError(reading.PADDED)
-    counts, asked = _counted(module, result, call)
+    counts, asked, by_map = _counted(module, result, call)
     total = counts.sum()
     limited = any(_attribute(module, name) is not None for name in CAPACITY_NAMES)
-    return reading.Choices(counts, total, asked - total if limited and asked is not None else None)
+    return reading.Choices(counts, total, asked - total if limited and asked is not None else None, by_map)
 
 
 def counts_of(module: nn.Module, result: Any, call: reading.RouterCall = UNKNOWN) -> Tensor:
@@ -57,8 +57,11 @@ def counts_of(module: nn.Module, result: Any, call: reading.RouterCall = UNKNOWN
     return _counted(module, result, call)[0]
 
 
-def _counted(module: nn.Module, result: Any, call: reading.RouterCall) -> tuple[Tensor, int | None]:
-    """``counts_of``, and the number of assignments before a capacity refused any; None if that is not known."""
+def _counted(module: nn.Module, result: Any, call: reading.RouterCall) -> tuple[Tensor, int | None, bool]:
+    """``counts_of``, the number of assignments before a capacity refused any, and whether a map shows the choices.
+
+    The number is None if it is not known.
+    """
     if any(hasattr(module, name) for name in reading.PART_NAMES):
         raise reading.NotARouterError(reading.PART_OF_CHOICE)
     call = call._replace(experts=_number(module, EXPERTS_NAMES) or call.experts, top=_number(module, TOP_K_NAMES))
@@ -70,18 +73,18 @@ def _counted(module: nn.Module, result: Any, call: reading.RouterCall) -> tuple[
     if not indices:
         floats = [one for one in found if one.is_floating_point()]
         chosen = _greatest(module, floats)
-        return count_indices(chosen, floats[0].shape[-1]), chosen.numel()
+        return count_indices(chosen, floats[0].shape[-1]), chosen.numel(), False
     chosen = _expert_indices(indices, call.top)
     if not call.experts:
         raise reading.NotARouterError(reading.UNKNOWN_EXPERTS)
     if call.is_map(chosen.shape):
         return _count_map(chosen != 0, call)
-    return count_indices(chosen, call.experts), chosen.numel()
+    return count_indices(chosen, call.experts), chosen.numel(), False
 
 
-def _count_map(chosen: Tensor, call: reading.RouterCall) -> tuple[Tensor, int | None]:
+def _count_map(chosen: Tensor, call: reading.RouterCall) -> tuple[Tensor, int | None, bool]:
     asked = None if call.top is None else chosen[..., 0].numel() * call.top
-    return chosen.flatten(0, -2).sum(0), asked
+    return chosen.flatten(0, -2).sum(0), asked, True
 
 
 def _greatest(module: nn.Module, floats: Sequence[Tensor]) -> Tensor:
@@ -89,9 +92,14 @@ def _greatest(module: nn.Module, floats: Sequence[Tensor]) -> Tensor:
     top, experts = _number(module, TOP_K_NAMES), _number(module, EXPERTS_NAMES)
     if len(floats) != 1 or not top or floats[0].shape[-1] < top or floats[0].shape[-1] != (experts or floats[0].shape[-1]):
         raise reading.NotARouterError(NO_CHOICE)
-    if any(_attribute(module, name) is not None for name in OTHER_CHOICE_NAMES):
+    if not is_linear(module) or any(_attribute(module, name) is not None for name in OTHER_CHOICE_NAMES):
         raise reading.NotARouterError(reading.ANOTHER_CHOICE)
     return floats[0].topk(top, -1).indices
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module returns the product with its weight, plus bias, and nothing else."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
 
 def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

@@ -114,7 +114,7 @@ def weight_placement(framework: Framework, rank: int, parameter: NamedParameter,
     return replace(part, partial=False, data_parallel=kept.data_parallel)
 
 
-choices_of, count_tokens = choices.choices_of, choices.count_tokens
+choices_of, count_tokens, is_linear = choices.choices_of, choices.count_tokens, choices.is_linear
 dtype_of_routing = matrices.dtype_of_routing
 entropy_of, entropy_from = matrices.entropy_of, matrices.entropy_from
 logit_sums_of, logit_sums_from = matrices.logit_sums_of, matrices.logit_sums_from
@@ -166,11 +166,6 @@ def is_floating_point(x: Any) -> bool:
 def embeds(module: nn.Module) -> bool:
     """Whether the weight of a module is an embedding table."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module returns the product with its weight, plus bias, and nothing else."""
-    return isinstance(module, nn.Linear)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

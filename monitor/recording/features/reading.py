@@ -38,7 +38,7 @@ CHANNELS_SPLIT: Final = "the channels of its output are split over ranks, its nu
 
 
 PADDED: Final = "it pads the tokens of each expert to its capacity, so that its map does not show what it chose"
-ANOTHER_CHOICE: Final = "it returns logits only, and does not choose the greatest of them"
+ANOTHER_CHOICE: Final = "it returns one tensor, and may choose other experts than the greatest in it"
 NOT_WHOLE_CHOICE: Final = "what it chose is split over ranks"
 UNCLEAR_CHOICE: Final = "its result may be numbers of experts, or a map of them"
 OTHER_MAP: Final = "its map does not have a number for each token and expert, experts last"
@@ -258,11 +258,14 @@ class Choices(NamedTuple):
         counts: Assignments to each expert, shape ``(experts,)``, without those that a capacity refused.
         total: Their sum.
         dropped: Assignments that a capacity refused; None if the router does not show them.
+        shown: Whether every refused assignment is one of ``dropped``. Otherwise 0 says nothing: a router may keep the number of
+            an expert and give it the weight 0.
     """
 
     counts: Any
     total: Number
     dropped: Number | None
+    shown: bool = True
 
 
 class Activation(NamedTuple):

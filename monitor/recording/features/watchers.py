@@ -510,10 +510,10 @@ class RouterLoadWatcher(LogitWatcher):
 def _of_router(chosen: reading.Choices, sums: reading.Logits | None) -> dict[int, Any]:
     """The sums of the row of a router, by column of partials."""
     numbers = {features.ROUTERS: 1.0, features.ASSIGNED: chosen.total}
-    if chosen.dropped is None:
-        numbers[features.UNKNOWN_DROPS] = 1.0
-    else:
+    if chosen.dropped is not None:
         numbers[features.DROPPED] = chosen.dropped
+    if chosen.dropped is None or not chosen.shown:
+        numbers[features.UNKNOWN_DROPS] = 1.0
     if sums is not None:
         numbers |= {COUNT: sums.tokens, SUM: sums.squares, MAX: sums.greatest}
     return numbers

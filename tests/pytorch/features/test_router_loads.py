@@ -235,6 +235,11 @@ def test_what_a_capacity_refuses_is_dropped_and_no_load(output: Output) -> None:
     assert router.values["dropped"] == pytest.approx((40 - sum(kept)) / 40)
 
 
+def test_a_capacity_that_leaves_all_numbers_does_not_show_whether_it_refuses(output: Output) -> None:
+    """Routers may refuse by a weight of 0, and return the number of the expert all the same."""
+    assert "dropped" not in there(rows_of(output, Layer(Switch(8, 4, capacity=40)))[0])
+
+
 def test_without_a_capacity_nothing_is_said_of_dropped_tokens(output: Output) -> None:
     assert "dropped" not in there(rows_of(output, Layer(Switch(8, 4, None)))[0])
 
@@ -379,6 +384,18 @@ def test_a_router_of_logits_alone_chooses_the_greatest(output: Output) -> None:
     torch.manual_seed(1)
     counts = Counter(model.router(torch.randn(40, 8)).topk(2).indices.flatten().tolist())
     assert [row.values["assigned"] for row in experts] == [counts[expert] for expert in range(4)]
+
+
+class Rectified(LogitsOnly):
+    """As ReMoE: each positive number is a choice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+def test_a_layer_that_changes_its_logits_is_not_guessed(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    assert rows_of(output, Layer(Rectified(8, 4))) == []
+    assert f"{KIND}: {ANOTHER_CHOICE}: 'router'" in warnings_in(caplog)[0]
 
 
 def test_a_router_that_corrects_its_logits_is_not_guessed(output: Output, caplog: pytest.LogCaptureFixture) -> None:
