@@ -260,6 +260,17 @@ def logit_sums_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: 
         return _logit_sums(on, _parts_from(on, tokens, weight, bias, dtype), math.prod(tokens.shape[:-1]))
 
 
+def logits_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any) -> None:
+    """None: the results of routers are not compared with their logits."""
+    del tokens, weight, bias, dtype
+
+
+def confirmed(sums: Any, logits: None, result: Any, unsure: bool) -> Any:
+    """The sums, if they need no result that confirms them."""
+    del logits, result
+    return None if unsure else sums
+
+
 def _parts_of(on: Arithmetic, logits: Tensor) -> Iterator[Array]:
     return (on.floats(block) for block in _tokens(on, logits))
 
@@ -364,7 +375,8 @@ def matrix_of(cell: nn.Cell) -> Tensor | None:
 def bias_of(cell: nn.Cell, experts: int) -> Tensor | None:
     """The bias that is added to logits; None if there is none."""
     bias = _attribute(cell, "bias")
-    return whole_rows(bias) if isinstance(bias, Tensor) and tuple(bias.shape) == (experts,) else None
+    fits = isinstance(bias, Tensor) and tuple(bias.shape) == (experts,) and not reading.adds_to_scores(cell)
+    return whole_rows(bias) if fits else None
 
 
 def local_matrix(weight: Tensor | None) -> Tensor:
@@ -417,6 +429,7 @@ __all__ = [
     "beneath",
     "bias_of",
     "choices_of",
+    "confirmed",
     "count_tokens",
     "dtype_of_routing",
     "embeds",
@@ -430,6 +443,7 @@ __all__ = [
     "local_matrix",
     "logit_sums_from",
     "logit_sums_of",
+    "logits_from",
     "matrix_of",
     "norms_of",
     "searching",

@@ -7,14 +7,15 @@ its result depends on the largest element.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from monitor.pytorch.frameworks.dtensor import layout_of
 from monitor.recording.features import reading
-from monitor.stats.torch.tensors import local_shard
+from monitor.stats.torch.tensors import local_shard, working_precision
 
 EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts")
 TOP_K_NAMES: Final = ("top_k", "topk", "num_experts_per_tok", "moe_router_topk")
@@ -26,6 +27,13 @@ OTHER_CHOICE_NAMES: Final = ("e_score_correction_bias", "expert_bias", "correcti
 """A router with one of these does not choose the greatest logits."""
 
 UNKNOWN: Final = reading.RouterCall()
+
+LEAST_TOLERANCE: Final = 1e-3
+"""Relative difference of two float32 products on a device that rounds their factors to TF32."""
+
+MOST_TOLERANCE: Final = 0.1
+
+Sums = TypeVar("Sums", reading.Routing, reading.Logits)
 
 NO_CHOICE: Final = "it returns neither the indices of the chosen experts nor logits with a top_k"
 SEVERAL: Final = "it returns several integer tensors, and it is unknown which one holds the chosen experts"
@@ -95,6 +103,49 @@ def _greatest(module: nn.Module, floats: Sequence[Tensor]) -> Tensor:
     if not is_linear(module) or any(_attribute(module, name) is not None for name in OTHER_CHOICE_NAMES):
         raise reading.NotARouterError(reading.ANOTHER_CHOICE)
     return floats[0].topk(top, -1).indices
+
+
+# --- Whether the logits of a router are those that follow from its input and weight.
+
+
+def confirmed(sums: Sums, logits: Tensor, result: Any, unsure: bool) -> Sums | None:
+    """The sums of logits that were computed, with a count of 0 if the router returns other logits or scores.
+
+    Zeros in a result stand for experts that were not chosen. Such a result tells nothing, as one without a number for each
+    expert.
+
+    Args:
+        logits: Shape ``(tokens, experts)``.
+        unsure: Whether sums are missing unless the result confirms them.
+    """
+    try:
+        shown = [one for one in _result_tensors(result) if one.is_floating_point() and one.shape[-1] == logits.shape[-1]]
+    except reading.NotARouterError:
+        shown = []
+    given = [one.flatten(0, -2) for one in shown if one.numel() == logits.numel()]
+    if not given:
+        return None if unsure else sums
+    fits = torch.stack([_follows(one, logits) for one in given]).any()
+    if not unsure:
+        fits = fits | torch.stack([(one == 0).any() for one in given]).all()
+    tokens, *others = sums
+    neutral = (-torch.inf if name == "greatest" else 0.0 for name in sums._fields[1:])
+    return type(sums)(fits.double() * tokens, *map(partial(torch.where, fits), others, neutral))
+
+
+def _follows(given: Tensor, logits: Tensor) -> Tensor:
+    """Whether a result is these logits, their softmax or their sigmoid, as far as its precision tells; true if they are not
+    finite, which the sums show.
+    """
+    tolerance = max(LEAST_TOLERANCE, *(4 * torch.finfo(one.dtype).eps for one in (given, logits)))
+    exact, seen = (one.to(working_precision(one.dtype)) for one in (logits, given))
+    length = torch.linalg.vector_norm(exact)
+    of_scores = (tolerance * (1 + length / exact.numel() ** 0.5)).clamp(max=MOST_TOLERANCE)
+    alike = torch.linalg.vector_norm(seen - exact) <= tolerance * length
+    for scores in (exact.softmax(-1), exact.sigmoid()):
+        alike |= torch.linalg.vector_norm(seen - scores) <= of_scores * torch.linalg.vector_norm(scores)
+    found: Tensor = alike | ~length.isfinite()
+    return found
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -234,6 +234,11 @@ def logit_sums_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: 
     return _logit_sums(tokens.device, _parts_from(tokens, weight, bias, dtype))
 
 
+def logits_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The logits of ``entropy_from``, shape ``(tokens, experts)``."""
+    return torch.cat(list(_parts_from(tokens, weight, bias, dtype)))
+
+
 def _parts_of(logits: Tensor) -> Iterator[Tensor]:
     flat = logits.flatten(0, -2)
     yield from flat.split(max(1, BLOCK // max(1, flat.shape[1])))

@@ -41,7 +41,8 @@ def matrix_of(module: nn.Module) -> Tensor | None:
 def bias_of(module: nn.Module, experts: int) -> Tensor | None:
     """The whole bias of the logits; None if there is none."""
     bias = _stored(module, "bias")
-    return whole_rows(bias) if isinstance(bias, Tensor) and tuple(bias.shape) == (experts,) else None
+    fits = isinstance(bias, Tensor) and tuple(bias.shape) == (experts,) and not reading.adds_to_scores(module)
+    return whole_rows(bias) if fits else None
 
 
 def _stored(module: nn.Module, name: str) -> Any:
@@ -117,6 +118,7 @@ def weight_placement(framework: Framework, rank: int, parameter: NamedParameter,
 choices_of, count_tokens, is_linear = choices.choices_of, choices.count_tokens, choices.is_linear
 dtype_of_routing = matrices.dtype_of_routing
 entropy_of, entropy_from = matrices.entropy_of, matrices.entropy_from
+confirmed, logits_from = choices.confirmed, matrices.logits_from
 logit_sums_of, logit_sums_from = matrices.logit_sums_of, matrices.logit_sums_from
 norms_of, similarity_of_rows = matrices.norms_of, matrices.similarity_of_rows
 
@@ -126,6 +128,7 @@ __all__ = [
     "beneath",
     "bias_of",
     "choices_of",
+    "confirmed",
     "count_tokens",
     "dtype_of_routing",
     "embeds",
@@ -139,6 +142,7 @@ __all__ = [
     "local_matrix",
     "logit_sums_from",
     "logit_sums_of",
+    "logits_from",
     "matrix_of",
     "norms_of",
     "searching",

@@ -48,6 +48,12 @@ PART_OF_CHOICE: Final = "it returns only a part of what it chose"
 PART_NAMES: Final = ("second_expert_policy",)
 """Attributes of routers that return a map of their first choice alone."""
 
+SCORE_NAMES: Final = ("score_func", "scoring_func", "score_function")
+"""With one of these, a ``bias`` may be added to the scores of experts, after the logits."""
+
+CORRECTION_NAMES: Final = ("e_score_correction_bias", "expert_bias", "correction_bias")
+"""With one of these, even if it is None, ``bias`` belongs to the logits."""
+
 
 class MisfitError(Exception):
     """A module does not have the feature of its hook. The message gives the reason."""
@@ -83,6 +89,16 @@ def says_causal(kwargs: Mapping[str, Any]) -> bool:
 def first_named(kwargs: Mapping[str, Any], names: tuple[str, ...], kind: type[T]) -> T | None:
     """The first keyword argument of type ``kind`` that has one of the names."""
     return next((kwargs[name] for name in names if isinstance(kwargs.get(name), kind)), None)
+
+
+def adds_to_scores(module: Any) -> bool:
+    """Whether a router may add its ``bias`` to scores instead of logits."""
+    return not has_correction(module) and any(getattr(module, name, None) is not None for name in SCORE_NAMES)
+
+
+def has_correction(module: Any) -> bool:
+    """Whether a router has another name than ``bias`` for what it adds to scores."""
+    return any(hasattr(module, name) for name in CORRECTION_NAMES)
 
 
 def rows_for(weight: Any, tokens_of: Callable[[int], Any]) -> int | None:
@@ -180,14 +196,14 @@ class Similarity(NamedTuple):
 class Routing(NamedTuple):
     """The number of tokens, and the sum of the entropies of their softmax over the experts, in nats."""
 
-    tokens: int
+    tokens: Number
     entropy: Number
 
 
 class Logits(NamedTuple):
     """The number of tokens, the sum of the squares of log Σ exp(logit) over the experts of each, and the greatest logit."""
 
-    tokens: int
+    tokens: Number
     squares: Number
     greatest: Number
 
@@ -429,6 +445,17 @@ class FeatureReading(Protocol):
     def entropy_from(self, tokens: Any, weight: Any, bias: Any, dtype: Any) -> Routing: ...
     def logit_sums_of(self, logits: Any) -> Logits: ...
     def logit_sums_from(self, tokens: Any, weight: Any, bias: Any, dtype: Any) -> Logits: ...
+
+    def logits_from(self, tokens: Any, weight: Any, bias: Any, dtype: Any) -> Any:
+        """The logits of a call, to be compared with its result; None if the framework compares none."""
+
+    def confirmed(self, sums: Any, logits: Any, result: Any, unsure: bool) -> Any:
+        """The sums of logits that were computed, with a count of 0 if the router returns other logits or scores;
+        None if it cannot show them. Does not wait for a device.
+
+        Args:
+            unsure: Whether sums are missing unless the result confirms them.
+        """
 
     def choices_of(self, module: Any, result: Any, call: RouterCall) -> Choices:
         """What a router chose, by its result. Does not wait for a device.

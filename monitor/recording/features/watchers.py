@@ -376,8 +376,17 @@ def _of_heads(found: Spread) -> Mapping[int, Any]:
     return {**of_queries, MAX: found.logit, HEADS: found.heads, HEADS_ABOVE: found.above}
 
 
+class _Formed(NamedTuple):
+    """The sums of logits that are computed, and what ``FeatureReading.confirmed`` needs."""
+
+    sums: Any
+    logits: Any
+    unsure: bool
+
+
 class LogitWatcher(FeatureWatcher):
-    """Finds the logits of a router. A linear layer returns them. For other routers they are computed from input and weight.
+    """Finds the logits of a router. A linear layer returns them. For other routers they are computed from input and weight, and
+    compared with what the router returns.
 
     The weight is read before the forward, since it may be gathered only for the forward.
     """
@@ -412,14 +421,15 @@ class LogitWatcher(FeatureWatcher):
         if not self._returns_logits and weight is not None and experts is not None:
             self._open[-1] = place, experts, self._formed(module, args, kwargs, weight)
 
-    def _formed(self, module: Any, args: Any, kwargs: Any, weight: Any) -> Any:
+    def _formed(self, module: Any, args: Any, kwargs: Any, weight: Any) -> _Formed | None:
         """The sums, computed from the tokens that the router receives; None if they or a whole weight are missing."""
         tokens, whole = self._reading.tokens_of(args, kwargs, weight.shape[1]), self._reading.whole_rows(weight)
         if tokens is None or whole is None or whole.shape != weight.shape or not prod(tokens.shape):
             return None
         with self._reading.beneath():
             bias, dtype = self._reading.bias_of(module, whole.shape[0]), self._reading.dtype_of_routing(module, tokens, weight)
-            return self._sums_from(tokens, whole, bias, dtype)
+            sums, logits = (form(tokens, whole, bias, dtype) for form in (self._sums_from, self._reading.logits_from))
+            return _Formed(sums, logits, bias is not None and not reading.has_correction(module))
 
     def _after(self, module: Any, args: Any, kwargs: Any, result: Any) -> None:
         if not self._open or module is not self._module:
@@ -428,12 +438,17 @@ class LogitWatcher(FeatureWatcher):
         if call is None or result is None:  # there is no result if forward raised
             return
         place, experts, formed = call
-        # A router may return values derived from its logits. Logits computed from its weight are certain.
-        logits = self._logits(result, experts) if formed is None else None
-        if logits is not None:
-            with self._reading.beneath():
-                formed = self._sums_of(logits)
-        self._record_call(place, formed, result, reading.RouterCall(self._reading.count_tokens(args, kwargs), experts))
+        with self._reading.beneath():
+            if formed is None:
+                sums = self._sums(result, experts)
+            else:
+                sums = self._reading.confirmed(formed.sums, formed.logits, result, formed.unsure)
+        self._record_call(place, sums, result, reading.RouterCall(self._reading.count_tokens(args, kwargs), experts))
+
+    def _sums(self, result: Any, experts: int | None) -> Any:
+        """The sums of the logits that a linear layer returns. Other routers may return values derived from theirs."""
+        logits = self._logits(result, experts) if self._returns_logits else None
+        return None if logits is None else self._sums_of(logits)
 
     def _logits(self, result: Any, experts: int | None) -> Any:
         """The logits: a single tensor with a number for each expert. Several tensors cannot be told apart."""

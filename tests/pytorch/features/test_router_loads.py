@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,8 +15,8 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.nn import functional as F
 from watching import Output, Row, attached, warnings_in
 
-from monitor.pytorch.features.choices import choices_of, count_indices, counts_of
-from monitor.pytorch.features.reading import call_of, logit_sums_from
+from monitor.pytorch.features.choices import choices_of, confirmed, count_indices, counts_of
+from monitor.pytorch.features.reading import call_of, logit_sums_from, logits_from
 from monitor.recording.features.reading import (
     ANOTHER_CHOICE,
     OTHER_MAP,
@@ -423,6 +424,78 @@ def test_logits_that_are_not_found_leave_the_counts(output: Output) -> None:
     assert {"z_loss", "logit_max"}.isdisjoint(there(router))
 
 
+class Returning(nn.Module):
+    """Returns what a function makes of its logits, beside the numbers of the chosen experts."""
+
+    num_experts = top_k = 4
+
+    def __init__(self, result: Callable[[Tensor], Tensor], **known: Any) -> None:
+        super().__init__()
+        self.weight, self.result = nn.Parameter(torch.randn(4, 8, generator=torch.Generator().manual_seed(0))), result
+        for name, value in known.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x, self.weight)
+        return x.sum(-1), self.result(logits), logits.topk(4, -1).indices
+
+
+def sparse(logits: Tensor) -> Tensor:
+    """As Megatron's router: the scaled weights of the chosen experts."""
+    chosen = logits.topk(2, -1).indices
+    return torch.zeros_like(logits).scatter(1, chosen, 2.5 * logits.gather(1, chosen).softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("result", "known"),
+    [
+        (lambda x: x, True),
+        (lambda x: x.softmax(-1).bfloat16(), True),
+        (lambda x: x.sigmoid(), True),
+        (sparse, True),
+        (lambda x: (x / 3).tanh() * 3, False),
+        (lambda x: F.normalize(x, dim=-1) / 0.1, False),
+        (lambda x: (x / 2).softmax(-1), False),
+        (lambda x: x + 0.1 * torch.linspace(-1, 1, 4), False),
+    ],
+    ids=["logits", "softmax", "sigmoid", "sparse", "softcap", "cosine", "temperature", "noise"],
+)
+def test_computed_logits_are_recorded_unless_the_router_returns_others(
+    output: Output, result: Callable[[Tensor], Tensor], known: bool
+) -> None:
+    model = Layer(Returning(result))
+    both = {KIND: ["router"], "moe_router_logit_hook": ["router"]}
+    router = rows_of(output, model, l2_targets=both)[0]
+    (entropy,) = output.rows("moe_router_logit_hook")
+    torch.manual_seed(1)
+    logits = torch.randn(40, 8).double() @ model.router.weight.detach().double().T
+    shares = logits.softmax(-1)
+    expected = logits.logsumexp(-1).square().mean(), logits.amax(), -(shares * shares.log()).sum(-1).mean()
+    found = router.values["z_loss"], router.values["logit_max"], entropy.values["per_token_expert_entropy"]
+    assert found == (pytest.approx([one.item() for one in expected], rel=1e-5) if known else (None,) * 3)
+    assert router.values["assigned"] == 160
+
+
+def test_logits_that_are_not_finite_are_recorded_as_such(output: Output) -> None:
+    model = Layer(Returning(lambda x: x))
+    with torch.no_grad():
+        model.router.weight[0, 0] = torch.nan
+    assert math.isnan(rows_of(output, model)[0].values["z_loss"])
+
+
+@pytest.mark.parametrize(
+    ("known", "added"),
+    [({"score_func": "sigmoid"}, 0.0), ({}, None), ({"expert_bias": None}, 5.0)],
+    ids=["scores", "unknown", "logits"],
+)
+def test_a_bias_is_added_to_logits_only_if_it_is_theirs(output: Output, known: dict[str, Any], added: float | None) -> None:
+    model = Layer(Returning(lambda x: x[:, :2], bias=nn.Parameter(torch.full((4,), 5.0)), **known))
+    greatest = rows_of(output, model)[0].values["logit_max"]
+    torch.manual_seed(1)
+    logits = torch.randn(40, 8) @ model.router.weight.detach().T
+    assert greatest == (None if added is None else pytest.approx(logits.max().item() + added, rel=1e-5))
+
+
 def test_256_experts_are_written_by_as_few_operations_as_4(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     from monitor.pytorch import tensor_reader
 
@@ -481,6 +554,9 @@ def test_counting_asks_no_device_for_a_number() -> None:
         chosen = scores.topk(2).indices
         counts = count_indices(chosen, 4)
         sums = logit_sums_from(tokens, torch.rand(4, 8, device="cuda"), None, torch.float32)
+        sums = confirmed(
+            sums, logits_from(tokens, torch.rand(4, 8, device="cuda"), None, torch.float32), (scores, chosen), False
+        )
         with pytest.raises(DynamicOutputShapeException):
             torch.bincount(chosen.flatten())
     assert {str(one.device) for one in (counts, sums.squares, sums.greatest)} == {"cuda:0"}
