@@ -185,12 +185,15 @@ class MindSporeStepReading:
         self._reduced: set[NamedParameter] = set()
 
     def begin_step(self, turn: OptimizerTurn) -> None:
-        self._uses.clear()
-        self._reduced.clear()
+        self.end_step()
         if not self._framework.is_adam(turn.optimizer):
             name = type(turn.optimizer).__name__
             said = f"staleness and below_eps need an Adam optimizer, and {name} is no known Adam"
-            self._failures.warn("optimizer_health", f"optimizer_health: {said}: it has no rows of them.")
+            self._failures.warn("optimizer_health", f"optimizer_health: {said}: their cells are empty.")
+
+    def end_step(self) -> None:
+        self._uses.clear()
+        self._reduced.clear()
 
     def remember(self, parameter: NamedParameter, turn: OptimizerTurn) -> None:
         del turn

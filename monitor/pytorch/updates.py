@@ -16,7 +16,7 @@ from monitor.recording.attached_model import Attached, ComputedRow, NamedParamet
 from monitor.recording.phases import STILL_SCALED, Collector, OptimizerTurn
 from monitor.recording.updates import HealthCollector, RatioCollector, WeightsBefore
 from monitor.series import DIRECTION_KIND
-from monitor.stats.partials import COUNT, SUM, WRITES
+from monitor.stats.partials import COUNT, SUM, SUMSQ, WRITES
 from monitor.stats.torch.tensors import local_shard
 from monitor.stats.torch.updates import Numbers, Scratch, agreement, signed, squares_of_update, staleness, swallowed, together
 
@@ -168,11 +168,13 @@ class AdamSteps:
         corrections = biases if group.get("bias_correction", True) not in (False, 0) else [1.0, 1.0]
         return AdamMoments(mean, square, corrections[0], corrections[1], biases[1], float(group["eps"]), was_made)
 
-    def is_adam(self, optimizer: Optimizer, field: str, needs: str) -> bool:
-        """Whether an optimizer is a known Adam. If not, a warning of a configuration field says once what ``needs`` one."""
+    def is_adam(self, optimizer: Optimizer, field: str, needs: str, without: str = "it has no rows") -> bool:
+        """Whether an optimizer is a known Adam. If not, a warning of a configuration field says once what ``needs`` one, and
+        what is missing ``without``.
+        """
         known = any(base.__name__ in ADAMS for base in type(optimizer).__mro__)
         if not known:
-            self._failures.warn(field, f"{needs}, and {type(optimizer).__name__} is none: it has no rows.")
+            self._failures.warn(field, f"{needs}, and {type(optimizer).__name__} is none: {without}.")
         return known
 
 
@@ -329,27 +331,42 @@ def _share(agreeing: Tensor, x: Tensor) -> ComputedRow:
 # --- ``optimizer_health``: what rounding makes of a step, and whether Adam's second moment fits the gradient.
 
 
+CHANGED: Final = (
+    "optimizer_health: gradients are changed or cleared inside the optimizer's step or in a hook of it (first: {name}). Their "
+    "staleness and below_eps are empty, and swallowed counts elements whose first moment is not 0: without one, no row. "
+    "To record all columns, change and clear gradients outside the step."
+)
+SPARSE: Final = "optimizer_health: parameters with sparse gradients have no rows (first: {name})."
+COMPLEX: Final = "optimizer_health: complex parameters have no rows (first: {name})."
+
+
 class TorchStepReading:
     """The gradients and moments of a step (``StepReading``)."""
 
     def __init__(self, attached: Attached) -> None:
         self._framework = attached.framework
         self._is_reduced = attached.is_reduced
+        self._failures = attached.failures
         self._steps = AdamSteps(attached)
-        self._reduced: set[NamedParameter] = set()
+        self._ready: dict[NamedParameter, tuple[Tensor, int]] = {}
 
     def begin_step(self, turn: OptimizerTurn) -> None:
         del turn
         self._steps.begin()
-        self._reduced.clear()
+
+    def end_step(self) -> None:
+        self._ready.clear()
 
     def remember(self, parameter: NamedParameter, turn: OptimizerTurn) -> None:
+        if parameter.tensor.is_complex():
+            self._warn(COMPLEX, parameter)
         if turn.optimizer is not None:
             self._steps.remember(parameter, turn.optimizer)
 
     def gradient_ready(self, parameter: NamedParameter) -> None:
-        if self._is_reduced(parameter, self._framework.reduced(parameter)):
-            self._reduced.add(parameter)
+        gradient = self._framework.reduced(parameter)
+        if gradient is not None and self._is_reduced(parameter, gradient) and not gradient.is_inference():
+            self._ready[parameter] = gradient, gradient._version
 
     def health(self, parameter: NamedParameter, turn: OptimizerTurn, weight: Tensor, before: Tensor) -> Numbers | None:
         found = None if turn.optimizer is None else self._steps.stepped(parameter, turn.optimizer)
@@ -359,33 +376,61 @@ class TorchStepReading:
         was_made = self._steps.made(parameter, stepped, group)
         if was_made is not None and not isinstance(was_made, Tensor) and not was_made:
             return None
+        ready = self._ready.get(parameter)
+        if ready is not None and ready[0].layout is not torch.strided:
+            self._warn(SPARSE, parameter)
+            return None
         moments = self._moments(parameter, stepped, group, weight)
         gradient = self._gradient(parameter, turn, weight)
-        due = moments.mean if gradient is None and moments is not None else gradient
+        if gradient is None:
+            due = self._momentum(parameter, stepped, weight) if moments is None else moments.mean
+        else:
+            due = gradient
         if due is None:
             return None
         numbers = swallowed(weight, before, due, steps=_steps_at_all(group.get("lr")))
         if gradient is not None and moments is not None:
             lowest = moments.eps**2 * moments.square_correction
             numbers |= staleness(gradient, moments.square, moments.bias, lowest, before, _decay(stepped.optimizer, group))
+            if ready is not None and gradient is not ready[0]:
+                # A DTensor has no new version after ``zero_grad`` of a fused optimizer.
+                numbers |= {SUMSQ: numbers[SUMSQ] * (numbers[SUM] != 0)}
         return {**numbers, WRITES: _was_made(was_made, stepped.optimizer)}
+
+    def _momentum(self, parameter: NamedParameter, stepped: SteppedTensor, weight: Tensor) -> Tensor | None:
+        """The first moment of an optimizer that is no Adam, if the parameter had a gradient."""
+        found = self._framework.moment("exp_avg", parameter, stepped.optimizer) if parameter in self._ready else None
+        momentum = None if found is None else local_shard(found)
+        return momentum if momentum is not None and _fits(momentum, weight) else None
 
     def _moments(
         self, parameter: NamedParameter, stepped: SteppedTensor, group: Mapping[str, Any], weight: Tensor
     ) -> AdamMoments | None:
         needs = "optimizer_health: staleness and below_eps need an Adam optimizer"
-        if not group or not self._steps.is_adam(stepped.optimizer, "optimizer_health", needs):
+        if not group or not self._steps.is_adam(stepped.optimizer, "optimizer_health", needs, "their cells are empty"):
             return None
         moments = self._steps.moments(parameter, stepped, group)
         return moments if moments is not None and _fits(moments.mean, weight) else None
 
     def _gradient(self, parameter: NamedParameter, turn: OptimizerTurn, weight: Tensor) -> Tensor | None:
         """The gradient that the optimizer has used, as far as it is known to be that one."""
-        gradient = self._framework.used_gradient(parameter)
-        if gradient is None or parameter not in self._reduced or not _unscales(turn):
+        gradient, ready = self._framework.used_gradient(parameter), self._ready.get(parameter)
+        if ready is None or not _unscales(turn) or self._framework.loses_gradients:
+            return None
+        if gradient is None or self._has_changed(gradient, *ready):
+            self._warn(CHANGED, parameter)
             return None
         held = part_like(gradient, parameter.tensor)
         return held if held is not None and held.layout is torch.strided and _fits(held, weight) else None
+
+    def _has_changed(self, gradient: Tensor, before: Tensor, version: int) -> bool:
+        """Whether a gradient is another one than before the step, or was written to. Writes by fused optimizers, which divide
+        by the loss scale, are no new version.
+        """
+        return gradient is not before or (gradient._version != version and not self._framework.clips_in_step)
+
+    def _warn(self, message: str, parameter: NamedParameter) -> None:
+        self._failures.warn(message.split(" (first")[0], message.format(name=parameter.name))
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:

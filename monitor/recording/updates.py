@@ -136,6 +136,9 @@ class StepReading(Protocol):
     def gradient_ready(self, parameter: NamedParameter) -> None:
         """The gradient is complete, before the step."""
 
+    def end_step(self) -> None:
+        """The step has ended: drop what was noted in it."""
+
     def health(self, parameter: NamedParameter, turn: OptimizerTurn, weight: Any, before: Any) -> Mapping[int, Any] | None:
         """Numbers by column of partials, as ``monitor/series.py`` says; None if the parameter was not stepped or that is not
         known.
@@ -158,6 +161,10 @@ class HealthCollector(_Comparing):
 
     def gradients_ready(self, turn: OptimizerTurn) -> None:
         self._series.each(self._reading.gradient_ready, turn.held)
+
+    def end_turn(self, turn: OptimizerTurn | None) -> None:
+        super().end_turn(turn)
+        self._reading.end_step()
 
     def _keep(self, parameter: NamedParameter, turn: OptimizerTurn) -> None:
         if parameter.tensor.requires_grad:

@@ -120,6 +120,16 @@ def test_a_step_of_the_rate_zero_swallows_nothing(tmp_path: Any, monkeypatch: py
         assert values["staleness"] == pytest.approx(math.sqrt(1 - values["below_eps"]), rel=1e-5)
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_second_moment_that_underflows_gives_no_number(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    """The square of 1e-25 is 0 in float32."""
+    output, net = as_measured(tmp_path, monkeypatch, there=there), Net()
+    optimizer = nn.AdamWeightDecay(net.trainable_params(), 0.01, eps=1e-30)
+    with attached(output, net, optimizer, **HEALTH):
+        optimizer(tuple(Tensor(np.full(one.shape, 1e-25, np.float32)) for one in optimizer.parameters))
+    assert [(row["staleness"], row["below_eps"]) for row in found(output).values()] == [(None, None)] * 4
+
+
 def test_a_gradient_that_the_optimizer_changes_in_another_way_has_no_staleness(output: Output) -> None:
     net = Net()
     groups = [{"params": net.trainable_params(), "grad_centralization": True}]

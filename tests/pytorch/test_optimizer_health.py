@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, SparseAdam
 from watching import Output, attached, train, warnings_in
 
 from monitor.pytorch.updates import TorchWeightCopies
@@ -343,7 +347,120 @@ def test_an_optimizer_without_second_moment_has_no_staleness(output: Output, cap
     assert len(rows) == 8
     assert {(row.values["staleness"], row.values["below_eps"]) for row in rows} == {(None, None)}
     assert min(row.values["swallowed"] for row in rows) > 0.5
-    assert sum("staleness and below_eps need an Adam optimizer, and SGD is none" in said for said in warnings_in(caplog)) == 1
+    reason = "staleness and below_eps need an Adam optimizer, and SGD is none: their cells are empty"
+    assert sum(reason in said for said in warnings_in(caplog)) == 1
+
+
+def zero(optimizer: Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def enlarge(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad.mul_(100)
+
+
+@pytest.mark.parametrize("change", [Optimizer.zero_grad, zero, enlarge])
+@pytest.mark.parametrize("kind", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_a_gradient_that_a_hook_of_the_step_changes_has_no_staleness(
+    output: Output, change: Callable[[Optimizer], None], kind: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_model()
+    optimizer = AdamW(model.parameters(), lr=0.1, **kind)
+    optimizer.register_step_post_hook(lambda stepped, *_: change(stepped))
+    with attached(output, model, optimizer, **HEALTH):
+        train(model, optimizer, 2, X)
+    empty = {"staleness": None, "swallowed": 0.0, "below_eps": None}
+    assert [row.values for row in output.rows("optimizer_health")] == [empty] * 8
+    (said,) = warnings_in(caplog)
+    assert "gradients are changed or cleared inside the optimizer's step or in a hook of it (first: 0.weight)" in said
+
+
+@pytest.mark.parametrize("kind", [{"foreach": False}, {"fused": True}])
+def test_a_gradient_of_fsdp2_that_a_hook_clears_has_no_staleness(output: Output, tmp_path: Path, kind: dict[str, bool]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = fully_shard(small_model(), mesh=dist.init_device_mesh("cpu", (1,)))
+        optimizer = AdamW(model.parameters(), lr=0.1, **kind)
+        optimizer.register_step_post_hook(lambda stepped, *_: zero(stepped))
+        with attached(output, model, optimizer, **HEALTH):
+            train(model, optimizer, 2, X)
+    finally:
+        dist.destroy_process_group()
+    cells = [(row.values["staleness"], row.values["below_eps"]) for row in output.rows("optimizer_health")]
+    assert cells == [(None, None)] * 8
+
+
+def test_a_step_that_clears_its_gradients_has_no_staleness(output: Output) -> None:
+    class Clearing(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            self.zero_grad(set_to_none=False)
+            return result
+
+    model = small_model()
+    optimizer = Clearing(model.parameters(), lr=0.1)
+    with attached(output, model, optimizer, **HEALTH):
+        train(model, optimizer, 2, X)
+    empty = {"staleness": None, "swallowed": 0.0, "below_eps": None}
+    assert [row.values for row in output.rows("optimizer_health")] == [empty] * 8
+
+
+def test_a_gradient_into_which_sgd_adds_its_momentum_counts_by_that(output: Output) -> None:
+    model = small_model()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    with attached(output, model, optimizer, **HEALTH):
+        train(model, optimizer, 2, X)
+    assert [row.values["swallowed"] for row in output.rows("optimizer_health")] == [0.0] * 8
+
+
+def test_no_gradient_is_held_beyond_the_step(output: Output) -> None:
+    model = small_model()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    with attached(output, model, optimizer, **HEALTH):
+        model(X).square().sum().backward()
+        held = [weakref.ref(p.grad) for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [one() for one in held] == [None] * 4
+
+
+@pytest.mark.parametrize("optimizer_of", [lambda p: SGD(p, 0.1, momentum=0.9), lambda p: SparseAdam(p, 0.1)])
+def test_sparse_gradients_are_named_as_the_reason_for_no_rows(
+    output: Output, optimizer_of: Callable[[Any], Optimizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True))
+    optimizer = optimizer_of(model.parameters())
+    with attached(output, model, optimizer, **HEALTH):
+        train(model, optimizer, 2, torch.tensor([1, 2]))
+    assert "parameters with sparse gradients have no rows (first: 0.weight)" in warnings_in(caplog)[0]
+    assert not any("needs an Adam" in said or "need an Adam" in said for said in warnings_in(caplog))
+
+
+def test_complex_parameters_are_named_as_the_reason_for_no_rows(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    optimizer = Adam(model.parameters())
+    with attached(output, model, optimizer, **HEALTH):
+        model.weight.grad = torch.ones(3, dtype=torch.complex64)
+        optimizer.step()
+    assert "complex parameters have no rows (first: weight)" in warnings_in(caplog)[0]
+
+
+def test_a_second_moment_that_underflows_gives_no_number(output: Output) -> None:
+    """The square of 1e-200 is 0 in float64. A gradient of 0 needs no second moment."""
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    model = nn.Module()
+    model.register_parameter("weight", weight)
+    optimizer = AdamW(model.parameters(), eps=0.0)
+    with attached(output, model, optimizer, **HEALTH):
+        for gradient in ([1e-200, 1.0], [1e-100, 1.0]):
+            optimizer.state.clear()
+            weight.grad = torch.tensor(gradient, dtype=torch.float64)
+            optimizer.step()
+    rows = [row.values for row in output.rows("optimizer_health")]
+    assert [(row["staleness"], row["below_eps"]) for row in rows] == [(None, None), (pytest.approx(1.0), 0.0)]
 
 
 def test_an_optimizer_of_another_rule_has_no_staleness(output: Output) -> None:

@@ -271,6 +271,7 @@ class Framework:
         unusable_state: Sentences about optimizer state that is no moment of one parameter.
         reports_twice: Whether ``catch_unreduced`` reports a gradient after each backward, and again when it is complete.
         loses_gradients: Whether gradients are cleared or overwritten before a step has ended.
+        clips_in_step: Whether gradients are clipped after they were reported as ready.
         reads_before_clipping: Whether a step begins before clipping: gradients that changed since backward were then only
             reduced.
     """
@@ -278,6 +279,7 @@ class Framework:
     name = "torch"
     reports_twice = False
     loses_gradients = False
+    clips_in_step = False
     reads_before_clipping = False
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:

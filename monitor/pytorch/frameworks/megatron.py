@@ -531,7 +531,7 @@ class Megatron(Framework):
     """Model chunks inside Megatron's DistributedDataParallel, stepped by one of its optimizers, possibly a chained one."""
 
     name = "megatron"
-    reports_twice = True
+    reports_twice = clips_in_step = True
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
         super().__init__(chunks, None, main_grad=main_grad)

@@ -141,13 +141,15 @@ def staleness(
         decay: The multiple of the weight that belongs to the gradient.
 
     Returns:
-        Numbers by column of partials, as the kind ``optimizer_health`` has them.
+        Numbers by column of partials, as the kind ``optimizer_health`` has them. No element has a known second moment if that
+        of any element is too small for float32, and its gradient is not 0.
 
     Raises:
         EarlierFailure: An earlier operation has failed.
     """
     total: Any = 0.0
     below: Any = 0.0
+    lost: Any = 0.0
     with computing() as on:
         if on.may_look:
             given = bias, lowest, decay
@@ -155,13 +157,17 @@ def staleness(
             for g, v, w in _chunks(on.of(gradient), on.of(square), weight):
                 used = g.astype(np.float64) / divisor + added * w
                 below += float(np.count_nonzero(v < least))
+                lost += float(np.count_nonzero((np.maximum(v, least) < TINY) & (used != 0)))
                 total += float(np.sum(used * used / np.maximum(v, max(least, TINY))))
-            return {SUM: total * unbiased, SUMSQ: float(square.size), POSINFS: below}
+            return {SUM: total * unbiased, SUMSQ: 0.0 if lost else float(square.size), POSINFS: below}
         for g, v, w in _pieces(gradient, square, weight):
             used, is_below = mint.add(g / divisor, w * decay), mint.lt(v, lowest)
             below = below + mint.sum(is_below, dtype=ms.float32)
-            total = total + mint.sum(mint.mul(used, used) / mint.clamp(mint.where(is_below, lowest, v), TINY))
-        return {SUM: total * bias, SUMSQ: float(square.size), POSINFS: below}
+            divisors = mint.where(is_below, lowest, v)
+            vanished = mint.logical_and(mint.lt(divisors, TINY), mint.ne(used, 0.0))
+            lost = lost + mint.sum(vanished, dtype=ms.float32)
+            total = total + mint.sum(mint.mul(used, used) / mint.clamp(divisors, TINY))
+        return {SUM: total * bias, SUMSQ: mint.eq(lost, 0.0).to(ms.float32) * float(square.size), POSINFS: below}
 
 
 class MindSporeSigned(Protocol):

@@ -122,21 +122,26 @@ def staleness(
         decay: The multiple of it that belongs to the gradient; 0 for none.
 
     Returns:
-        Numbers by column of partials, as the kind ``optimizer_health`` has them.
+        Numbers by column of partials, as the kind ``optimizer_health`` has them. No element has a known second moment if that
+        of any element is too small for its dtype, and its gradient is not 0.
     """
     scratch, precision = Scratch(), _precision(square)
-    total, below = (torch.zeros((), dtype=torch.float64, device=square.device) for _ in range(2))
+    total, below, lost = (torch.zeros((), dtype=torch.float64, device=square.device) for _ in range(3))
     tiny = torch.finfo(precision).tiny
+    may_lose = isinstance(lowest, Tensor) or lowest < tiny
     for gradient_part, square_part, weight_part in together(gradient, square, weight):
         v = scratch.copy("square", square_part, precision)
-        if not v.is_cpu or not v.amin().item() >= max(lowest, tiny):
-            below += scratch.copy("below", v, precision).lt_(lowest).sum()
-            v.clamp_(min=lowest).clamp_(min=tiny)
         g = scratch.copy("gradient", gradient_part, precision)
         if isinstance(decay, Tensor) or decay:
             g.add_(scratch.copy("weight", weight_part, precision).mul_(decay))
+        if not v.is_cpu or not v.amin().item() >= max(lowest, tiny):
+            below += scratch.copy("below", v, precision).lt_(lowest).sum()
+            v.clamp_(min=lowest)
+            if may_lose:
+                lost += torch.count_nonzero((v < tiny) & (g != 0))
+            v.clamp_(min=tiny)
         total += g.square_().div_(v).sum()
-    return {SUM: total * bias, SUMSQ: float(square.numel()), POSINFS: below}
+    return {SUM: total * bias, SUMSQ: lost.eq(0).to(torch.float64) * square.numel(), POSINFS: below}
 
 
 def _precision(x: Tensor) -> torch.dtype:
