@@ -25,8 +25,8 @@ from monitor.merge.merge import Wanted, merge
 from monitor.query.opened import Lacking, open_source, total_norms
 from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order, ranges_of
 from monitor.report.bands import Numbers
-from monitor.report.history import FACTOR, FACTOR_OF_WEIGHTS, WINDOW, Axis, Ints, KindHistory, RowTaker, without_number
-from monitor.series import CLIPPED_NORM, GRAD_NORM, KIND_TABLE, KINDS_OF_RANKS, PARAMETER_KINDS, REPLICA_KIND, RUN_KIND
+from monitor.report.history import WINDOW, Axis, Ints, KindHistory, RowTaker, SuddenBound, without_number
+from monitor.series import CLIPPED_NORM, GRAD_NORM, KIND_TABLE, KINDS_OF_RANKS, REPLICA_KIND, RUN_KIND
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import COLUMNS_OF
 
@@ -82,11 +82,6 @@ def shows_all(kind: str, ops: Collection[str]) -> bool:
     """Whether ops of a kind show every NaN and infinity among the elements."""
     together = {"min", "max"} <= {*ops} or {"nans", "infs"} <= {*ops}
     return together or bool(COLUMNS_OF.get(kind)) or not {*_SHOWS_ALL}.isdisjoint(ops)
-
-
-def sudden_factor(kind: str) -> float:
-    """By how much a value of this kind changes at least if it does so suddenly."""
-    return FACTOR_OF_WEIGHTS if kind in PARAMETER_KINDS else FACTOR
 
 
 @dataclass
@@ -401,7 +396,7 @@ def _read(
     facts.axis = _axis(told, _series_about(facts))
     facts.measured, facts.left_out = _measured(base, told), _left_out(facts)
     for kind, rows in facts.kinds.items():
-        facts.histories[kind] = KindHistory(facts.axis, len(facts.ranks), MOST_KEPT, MOST_EVENTS, sudden_factor(kind))
+        facts.histories[kind] = KindHistory(facts.axis, len(facts.ranks), MOST_KEPT, MOST_EVENTS, SuddenBound.of(kind))
         rows.feed(facts.histories[kind], progress=progress)
         _mark_differing(facts, kind, facts.histories[kind])
     _read_total_norm(facts)

@@ -15,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from monitor.series import GRADIENT_KINDS, PARAMETER_KINDS
+
 Ints = NDArray[np.int64]
 Codes = NDArray[np.uint8]
 Values = NDArray[np.float32]
@@ -39,6 +41,10 @@ SUDDEN: Final = 12.0
 """Standard deviations of a sudden change. It also is by ``FACTOR``: healthy gradients jump tenfold at times."""
 FACTOR: Final = 30.0
 FACTOR_OF_WEIGHTS: Final = 2.0
+SMALL_SHARE: Final = 1 / 64
+"""A gradient below this share of the greatest one of its kind in the step may be noise of rounding: that of a bias of keys is
+zero in exact arithmetic.
+"""
 
 # The cells of a heat map, such that the greatest of several is the one to show.
 NOT_RECORDED: Final = 0
@@ -58,6 +64,29 @@ LARGEST: Final = float(np.finfo(np.float32).max)
 """Finite values beyond it are drawn here."""
 DEVIATIONS_OF: Final = 1.349
 """Standard deviations between the quartiles of a normal distribution."""
+
+
+class SuddenBound(NamedTuple):
+    """What makes a value of a kind a sudden change, beside ``SUDDEN``.
+
+    Attributes:
+        factor: It differs from its history by this factor.
+        small: A value is none if it and its history are below this share of the greatest value of its kind in the step. A value
+            that becomes zero is one.
+    """
+
+    factor: float = FACTOR
+    small: float = 0.0
+
+    @classmethod
+    def of(cls, kind: str) -> SuddenBound:
+        """The bound of a kind."""
+        if kind in PARAMETER_KINDS:
+            return cls(FACTOR_OF_WEIGHTS)
+        return cls(small=SMALL_SHARE if kind in (*GRADIENT_KINDS, "actv_grad") else 0.0)
+
+
+USUAL: Final = SuddenBound()
 
 
 class Sudden(NamedTuple):
@@ -146,9 +175,9 @@ class KindHistory:
         infinite: Number of values that are NaN or infinite; ``first_infinite`` is the first of them.
     """
 
-    def __init__(self, axis: Axis, ranks: int, most_kept: int = 0, most_events: int = 50, factor: float = FACTOR) -> None:
+    def __init__(self, axis: Axis, ranks: int, most_kept: int = 0, most_events: int = 50, bound: SuddenBound = USUAL) -> None:
         """Args: most_kept: Cells of all pairs to keep; more, and ``cells`` and ``values`` are None."""
-        self._sudden = np.log(factor)
+        self._bound = bound
         self._axis, self._ranks, self._most_kept, self._most_events = axis, ranks, most_kept, most_events
         self.grid: Codes = np.zeros((0, axis.bins), np.uint8)
         self.pair_series: Ints = np.zeros(0, np.int64)
@@ -280,7 +309,8 @@ class KindHistory:
         zero = recorded & (logarithm <= ZERO)
         if self._single_zeros:
             self._judge_single_zeros(own, zero, recorded)
-        sudden = (recorded & ~finite) | (judged & (deviations >= SUDDEN) & (apart >= self._sudden))
+        far = judged & (deviations >= SUDDEN) & (apart >= np.log(self._bound.factor))
+        sudden = (recorded & ~finite) | (far & ~self._is_small(logarithm, median))
         if sudden.any():
             typical = np.where(number >= WARM_UP, np.exp(median.astype(np.float64)), np.nan)
             about = own, step, micro_step, matrix, typical, deviations
@@ -297,6 +327,12 @@ class KindHistory:
         kept = self._held[len(step) :, own] if len(step) < len(self._held) else self._held[:0, own]
         self._held[:, own] = np.concatenate([kept, logarithm[-len(self._held) :]])
         self._seen[own] |= recorded.any(axis=0)
+
+    def _is_small(self, logarithm: Values, median: Values) -> Flags:
+        """Whether a value and its history are small beside the greatest value of its step."""
+        greatest = np.fmax.reduce(logarithm, axis=1, keepdims=True, initial=ZERO)
+        small: Flags = np.maximum(logarithm, median) < greatest + np.log(max(self._bound.small, SMALLEST))
+        return small & (logarithm > ZERO)
 
     def _judge_single_zeros(self, own: Ints, zero: Flags, recorded: Flags) -> None:
         """A zero is a sudden change if the next value is zero, too. The gradient of an expert that no token chose is a zero."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from monitor.report.facts import Facts, KindReader
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
-from monitor.report.history import WARM_UP, Axis, Ints, KindHistory
+from monitor.report.history import WARM_UP, Axis, Ints, KindHistory, SuddenBound
 
 # --- How often gradients were clipped.
 
@@ -88,7 +88,7 @@ def updates_of_layers(facts: Facts) -> CheckFinding:
     if _KIND not in facts.kinds:
         return CheckFinding(NOT_LOOKED_AT, "They were not recorded.")
     rows = KindReader(facts.source, _KIND, _KIND)
-    history = KindHistory(Axis(facts.axis.steps, 1), len(facts.ranks), factor=OUT_OF_BAND)
+    history = KindHistory(Axis(facts.axis.steps, 1), len(facts.ranks), bound=SuddenBound(OUT_OF_BAND))
     rows.feed(_BesideOthers(history))
     if not history.judged:
         return CheckFinding(NOT_LOOKED_AT, f"There are not {FEWEST} tensors with more than {WARM_UP} recorded values.")

@@ -27,8 +27,8 @@ from monitor.coordinator.progress import ProgressRecord, read_progress
 from monitor.merge.discovery import choose, discover, runs_of
 from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.query.sources import QueryError, RankDirectories, RowChoice
-from monitor.report.facts import NOT_FINITE, NOT_PICTURED, judged_ops, shows_all, sudden_factor
-from monitor.report.history import INFINITE, WINDOW, Axis, Ints, KindHistory, most_unusual
+from monitor.report.facts import NOT_FINITE, NOT_PICTURED, judged_ops, shows_all
+from monitor.report.history import INFINITE, WINDOW, Axis, Ints, KindHistory, SuddenBound, most_unusual
 from monitor.series import RUN_KIND
 from monitor.sinks.spool import PART
 
@@ -483,7 +483,7 @@ class RowsNow:
         if kind not in self._kinds:
             more = [one for one in ops if one in NOT_FINITE and one != op and rows[one].null_count < len(rows)]
             beside = () if shows_all(kind, [op]) else tuple(more)
-            history = KindHistory(Axis(np.arange(1), 1), len(self.ranks), factor=sudden_factor(kind))
+            history = KindHistory(Axis(np.arange(1), 1), len(self.ranks), bound=SuddenBound.of(kind))
             self._kinds[kind] = _Kind(history, op, beside)
         read = self._kinds[kind]
         if not shows_all(kind, (op, *read.beside)):

@@ -10,7 +10,19 @@ import pytest
 from reported_job import cells, record, reported
 
 from monitor.report import model
-from monitor.report.history import HISTORY_BEGINS, INFINITE, LEAST, MOST, NAN, NOT_RECORDED, PARTLY, WARM_UP, Axis, KindHistory
+from monitor.report.history import (
+    HISTORY_BEGINS,
+    INFINITE,
+    LEAST,
+    MOST,
+    NAN,
+    NOT_RECORDED,
+    PARTLY,
+    WARM_UP,
+    Axis,
+    KindHistory,
+    SuddenBound,
+)
 from monitor.report.model import layer_of, model_of
 
 
@@ -144,3 +156,26 @@ def test_a_zero_is_sudden_if_another_follows(zeros: int, batch: int) -> None:
             one = np.zeros(len(steps), np.int64)
             history.add(steps, one - 1, one, one, values[steps])
         assert [(event.step, event.value) for event in history.events] == ([(first, 0.0)] if zeros == 2 else [])
+
+
+def changes(size: float, then: float, kind: str = "grad_reduced") -> list[int]:
+    """Steps with an event of a series of ``size`` that is ``then`` in steps 40 and 41, beside a series of about 1."""
+    history = KindHistory(Axis(np.arange(60), 60), 1, bound=SuddenBound.of(kind))
+    small = np.array(noise(60, 1)) * size
+    small[40:42] = then
+    values = np.stack([noise(60), small], axis=1).ravel()
+    steps, series = np.divmod(np.arange(120), 2)
+    history.add(steps, series * 0 - 1, series, series * 0, values)
+    return [event.step for event in history.events]
+
+
+@pytest.mark.parametrize("kind", ["grad_unreduced", "grad_reduced", "actv_grad"])
+def test_a_gradient_that_stays_small_beside_others_has_no_sudden_change(kind: str) -> None:
+    """The gradient of a bias of keys is zero in exact arithmetic, and its noise of rounding may grow a hundredfold."""
+    assert changes(1e-6, 1e-4, kind) == changes(1e-4, 1e-6, kind) == []
+    assert changes(1e-6, 1e-4, "actv") == [40]
+
+
+@pytest.mark.parametrize(("size", "then"), [(1e-6, 0.1), (0.1, 1e-6), (1e-3, 1e3), (1e-6, 0.0), (1e-6, np.nan)])
+def test_a_gradient_that_is_or_becomes_large_or_zero_changes_suddenly(size: float, then: float) -> None:
+    assert changes(size, then) == [40]
