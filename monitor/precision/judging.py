@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from monitor.precision.operands import GRADIENT, OPERANDS, OperandRows
+from monitor.precision.operands import GRADIENT, LAST_CALL, OPERANDS, OperandRows
 from monitor.precision.rounding import GRIDS, Grid, Index, Lost, Magnitudes, lost
 from monitor.stats.partials import Floats
 
@@ -188,20 +188,22 @@ class OperandJudge:
         return np.full(len(rows), self.scaling.loss_scale if scaled else 1.0)
 
     def _greatest_before(self, rows: OperandRows) -> Floats:
-        """Of each row, the greatest magnitude of the rows of the same tensor before it; NaN if there are none."""
+        """Of each row, the greatest magnitude of the rows of the same operand before it; NaN if there are none."""
         found = np.full(len(rows), np.nan)
-        order = np.lexsort((rows.call, rows.step, rows.series))
+        calls = rows.call ^ LAST_CALL if self.what == GRADIENT else rows.call  # backward begins with the last call
+        order = np.lexsort((calls, rows.step, rows.series))
         series = rows.series[order]
         starts = np.flatnonzero(np.diff(series, prepend=-1))
         for each in np.split(order, starts[1:]) if len(order) else []:
-            one, history = int(rows.series[each[0]]), self.scaling.history
+            one = int(rows.series[each[0]])
             tail = self._tails.get(one, np.zeros(0))
+            history = min(self.scaling.history, len(tail) + len(each))
             values = np.concatenate([np.zeros(history), tail, rows.absmax[each]])
             windows = np.lib.stride_tricks.sliding_window_view(values[:-1], history)[len(tail) :]
             greatest = windows.max(axis=1)
             if not len(tail):
                 greatest[0] = np.nan
-            found[each], self._tails[one] = greatest, values[history:][-history:].copy()
+            found[each], self._tails[one] = greatest, values[history:][-self.scaling.history :].copy()
         return found
 
 

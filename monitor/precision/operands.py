@@ -59,6 +59,8 @@ NO_NUMBER: Final = -1.0
 """What a row does not have. NaN is a measured value."""
 
 _CALL_BITS: Final = 20
+LAST_CALL: Final = (1 << _CALL_BITS) - 1
+"""The number of the last call that a micro-step may have."""
 _FIRST: Final = range(1)
 
 
@@ -87,7 +89,7 @@ class OperandRows:
     Attributes:
         gemm: Of each row the number of its GEMM.
         call: Its micro-step, and its call within that.
-        series: A number for each tensor of each rank.
+        series: A number for each GEMM on each rank: all calls have one history of magnitudes.
         absmax, norm: ``NO_NUMBER`` where the row does not have it.
         count: Elements.
         texts: Histograms; null where a row has none.
@@ -143,7 +145,6 @@ class RecordedGemms:
         self._source = source
         self._table = source.series()
         self.kinds: dict[str, str | None] = {what: self._kind(what) for what in KINDS_OF}
-        self._series: dict[tuple[str, int], int] = {}
         self._read: dict[str, tuple[object, pa.Table]] = {}
         self._rows_of_a_step = 0
         some, ranks = max(1, ROWS_AT_A_TIME * len(source.ranks) // max(1, len(self._table))), source.ranks
@@ -215,21 +216,13 @@ class RecordedGemms:
             rows["step"].to_numpy(),
             rank,
             (_column(rows, "micro_step", -1) + 1 << _CALL_BITS) + call[codes],
-            self._numbered(what, texts, codes, rank),
+            gemm.astype(np.int64)[codes] * (max(self._source.ranks, default=0) + 2) + rank + 1,
             _column(rows, "absmax", NO_NUMBER),
             _column(rows, "norm", NO_NUMBER),
             _column(rows, "count", 0).astype(np.float64),
             rows[MAGNITUDES].cast(pa.string()) if MAGNITUDES in rows.column_names else none,
         )
         return found.of((found.gemm >= 0) & ~term)
-
-    def _numbered(self, what: str, names: Sequence[str], codes: Index, rank: Index) -> Index:
-        """A number for each tensor of each rank, the same in every window."""
-        ranks, which = np.unique(rank, return_inverse=True)
-        pairs, back = np.unique(codes.astype(np.int64) * len(ranks) + which, return_inverse=True)
-        keys = [(f"{what} {names[one // len(ranks)]}", int(ranks[one % len(ranks)])) for one in pairs.tolist()]
-        found: Index = np.array([self._series.setdefault(key, len(self._series)) for key in keys], dtype=np.int64)[back]
-        return found
 
     def _rows(self, what: str, steps: range, columns: Sequence[str], ranks: Ranks) -> pa.Table | None:
         """Rows under the names that tensors have in the whole model; None if there are none."""

@@ -163,6 +163,39 @@ def test_delayed_scales_are_those_of_the_rows_before(tmp_path: Path) -> None:
         assert limited.operands["input"].casts[Casting("e4m3", "delayed")].numbers["saturated"] == 0.0
 
 
+def with_two_calls(base: Path) -> Path:
+    """A layer that is called twice in each step. The second call is eight times as large."""
+    one = RecordedRank(base, 0, 1, "hdf5", ops=OPS)
+    for step in range(3):
+        modules = [
+            Measured(f"a.{place}{call}", [size, size / 2, size / 4, size / 8], 0, shape=(2, 2), magnitudes=True)
+            for call, size in (("", 1.0), ("#1", 8.0))
+            for place in ("input", "output")
+        ]
+        weight = Measured("a.weight", [1.0, 2.0, 3.0, 4.0], shape=(2, 2), magnitudes=True)
+        one.write(step, {"actv": modules, "actv_grad": modules, "param_origin": [weight]})
+    one.close()
+    return base
+
+
+def test_all_calls_of_a_layer_have_one_history(tmp_path: Path) -> None:
+    """An input meets the scale of the call before it. Backward begins with the last call, which has the larger gradient."""
+    run = with_two_calls(tmp_path)
+    (layer,) = advised(run, way="delayed", history=1).gemms
+    taken, given = (layer.operands[what].casts[Casting("e4m3", "delayed")] for what in ("input", "gradient"))
+    assert (taken.step, taken.numbers["most_saturated"]) == (0, 0.75)
+    assert (given.step, given.numbers["most_saturated"]) == (1, 0.75)
+    (layer,) = advised(run, way="delayed", history=2).gemms
+    assert layer.operands["gradient"].casts[Casting("e4m3", "delayed")].numbers["saturated"] == 0.0
+
+
+def test_a_history_may_be_longer_than_any_memory(tmp_path: Path) -> None:
+    run = with_two_calls(tmp_path)
+    every = printed(run, "--scaling", "delayed", "--history", 6)
+    longer = printed(run, "--scaling", "delayed", "--history", 3 * 10**17)
+    assert longer["layers"] == every["layers"]
+
+
 # --- Which modules are layers.
 
 
