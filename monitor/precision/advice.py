@@ -144,7 +144,7 @@ def advise(source: RunSource, steps: range, scaling: Scaling, progress: Progress
     """Read a run and judge its GEMMs.
 
     Raises:
-        QueryError: The run cannot be read.
+        QueryError: The run cannot be read, or has no rows in these steps.
     """
     recorded = RecordedGemms(source)
     judged, effects, done = judges(len(recorded.gemms), scaling), LossEffects(recorded.gemms), 0

@@ -151,7 +151,7 @@ def _print(found: advice.Advice, console: Console) -> None:
         say(console, one, style="yellow")
     if not found.gemms:
         return
-    say(console, "\nThe row that loses most, by format and scaling:")
+    say(console, "\nThe rows that lose most, by format and scaling:")
     _print_columns(
         [("format", "scaling", "layer", "operand", "step", "to zero", "saturates", "error"), *_casts(found)], console
     )
@@ -166,10 +166,18 @@ def _of_loss(found: advice.Advice) -> str:
     if found.loss.most is None or found.loss.expected is None:
         return "How much the loss would change is not known: norms of weights, inputs, outputs or gradients are missing."
     most, expected = found.loss.most, found.loss.expected
-    return (
-        f"With the safe layers in FP8, the loss of a step is expected to change by {expected:.2g}, rarely by more than "
-        f"{advice.RARELY * expected:.2g}, and at most by {most:.2g} to first order."
-    )
+    said = f"With the safe layers in FP8, the loss of a step is expected to change by {expected:.2g}, rarely by more than "
+    said += f"{advice.RARELY * expected:.2g}"
+    if expected > most:
+        return f"{said}. The second order dominates, so the bound of the first order ({most:.2g}) does not hold."
+    return f"{said}, and at most by {most:.2g} to first order."
+
+
+def _without_layer(names: Sequence[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - MOST_SAID} more" if len(names) > MOST_SAID else ""
+        count, were = (f"{len(names)} matrices belong", "were") if len(names) > 1 else ("1 matrix belongs", "was")
+        yield f"{count} to no layer, and {were} not looked at: {', '.join(names[:MOST_SAID])}{more}"
 
 
 def _line(one: advice.GemmVerdict) -> tuple[str, ...]:

@@ -155,11 +155,16 @@ class RecordedGemms:
         self._number_of_weight = {one.weight: number for number, one in enumerate(self.gemms)}
 
     def windows(self, steps: range) -> Iterator[tuple[range, int, int]]:
-        """The recorded steps, some at a time, as ranges that hold them, with how many are done and how many there are."""
+        """The recorded steps, some at a time, as ranges that hold them, with how many are done and how many there are.
+
+        Raises:
+            QueryError: There are rows, but none in these steps.
+        """
         kinds = {kind for what in OPERANDS if (kind := self.kinds[what])}
-        recorded = sorted(
-            {step for kind in kinds for each in self._source.steps.get(kind, []) for step in each if step in steps}
-        )
+        every = {step for kind in kinds for each in self._source.steps.get(kind, []) for step in each}
+        recorded = sorted(step for step in every if step in steps)
+        if every and not recorded:
+            raise QueryError(f"there are no rows in these steps. There are rows of steps {min(every)} to {max(every)}.")
         each = max(1, ROWS_AT_A_TIME // max(1, self._rows_of_a_step // len(self.groups)))
         for first in range(0, len(recorded), each):
             some = recorded[first : first + each]

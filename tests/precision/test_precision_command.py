@@ -85,6 +85,7 @@ def test_the_table_has_a_line_for_each_layer_in_order_of_depth_and_says_what_the
         (["--steps", "2"], "Write the first and the last step, as in 100:200."),
         (["--scaling", "later"], "Write current or delayed."),
         (["--steps", "9:8"], "ends before it begins"),
+        (["--steps", "100:200"], "there are no rows in these steps. There are rows of steps 0 to 0."),
     ],
 )
 def test_arguments_that_make_no_sense_end_with_2(arguments: list[str], said: str, trained: Trained, tmp_path: Path) -> None:
@@ -194,6 +195,28 @@ def test_a_history_may_be_longer_than_any_memory(tmp_path: Path) -> None:
     every = printed(run, "--scaling", "delayed", "--history", 6)
     longer = printed(run, "--scaling", "delayed", "--history", 3 * 10**17)
     assert longer["layers"] == every["layers"]
+
+
+def test_no_bound_is_given_where_the_second_order_dominates(trained: Trained, tmp_path: Path) -> None:
+    run = recorded(trained.copy(), [trained.batch(1)], tmp_path)
+    assert "and at most by" in ran(run)[1]
+    huge = recorded(Squares(), [(torch.randn(64, 8), torch.zeros(64, 8))], tmp_path / "huge", loss=of_huge_numbers)
+    said = ran(huge)[1].splitlines()[-1]
+    assert "The second order dominates" in said
+    assert "at most" not in said
+
+
+class Squares(nn.Sequential):
+    """Two layers, whose loss is far from linear."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def of_huge_numbers(output: torch.Tensor, _following: torch.Tensor) -> torch.Tensor:
+    """A loss of which the gradient is large, so that its square is larger."""
+    return 1e9 * output.square().sum()
 
 
 # --- Which modules are layers.
