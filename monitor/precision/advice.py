@@ -122,6 +122,7 @@ class Advice:
         gemms: In order of depth.
         loss: Of all GEMMs that are safe, together.
         lacking: What the run did not record, a sentence each.
+        without_layer: Matrices that belong to no layer, so nothing is said of their products.
         steps: How many were read.
     """
 
@@ -129,6 +130,7 @@ class Advice:
     gemms: list[GemmVerdict]
     loss: LossChange
     lacking: list[str]
+    without_layer: list[str]
     steps: int
 
     def having(self, verdict: str) -> list[GemmVerdict]:
@@ -136,8 +138,8 @@ class Advice:
 
     @property
     def is_clean(self) -> bool:
-        """Whether every layer was looked at, and is safe."""
-        return bool(self.gemms) and not self.lacking and len(self.having(SAFE)) == len(self.gemms)
+        """Whether every layer was looked at, and is safe, and every matrix belongs to a layer."""
+        return bool(self.gemms) and not self.lacking and not self.without_layer and len(self.having(SAFE)) == len(self.gemms)
 
 
 def advise(source: RunSource, steps: range, scaling: Scaling, progress: Progress | None = None) -> Advice:
@@ -159,9 +161,8 @@ def advise(source: RunSource, steps: range, scaling: Scaling, progress: Progress
             effects.add(found, {what: recorded.read(what, window, ranks) for what in (OF_INPUT, OF_WEIGHT, OUTPUT)})
         done = count
     gemms = [_gemm(number, one.name, judged, effects) for number, one in enumerate(recorded.gemms)]
-    return Advice(
-        scaling, gemms, _together(gemms, effects), recorded.lacking(any(one.without.any() for one in judged.values())), done
-    )
+    lacking = recorded.lacking(any(one.without.any() for one in judged.values()))
+    return Advice(scaling, gemms, _together(gemms, effects), lacking, recorded.without_layer, done)
 
 
 def _judged(what: str, rows: OperandRows | None, judged: Mapping[str, OperandJudge]) -> dict[str, Judged]:

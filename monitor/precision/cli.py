@@ -124,6 +124,7 @@ def for_programs(found: advice.Advice, missing: Sequence[str]) -> dict[str, Any]
             "verdicts": counted,
             "loss": asdict(found.loss),
             "lacking": found.lacking,
+            "without_layer": found.without_layer,
             "missing": list(missing),
             "layers": layers,
         }
@@ -147,7 +148,7 @@ def _print(found: advice.Advice, console: Console) -> None:
         _print_columns([_HEADER, *map(_line, found.gemms[:MOST_LAYERS])], console)
     if len(found.gemms) > MOST_LAYERS:
         say(console, f"and {len(found.gemms) - MOST_LAYERS:,} more layers: --json prints all")
-    for one in found.lacking:
+    for one in [*found.lacking, *_without_layer(found.without_layer)]:
         say(console, one, style="yellow")
     if not found.gemms:
         return

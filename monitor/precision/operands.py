@@ -41,8 +41,9 @@ _WHOLE: Final = (WEIGHT, OF_WEIGHT)
 _PLACES: Final = {INPUT: "input", OF_INPUT: "input", GRADIENT: "output", OUTPUT: "output"}
 _GLOBS: Final = ("*.input", "*.input#*", "*.input_0", "*.input_0#*", "*.output", "*.output#*", "*.output_0", "*.output_0#*")
 """Names of rows of modules. A linear layer has one input and one output; some libraries return a bias with it."""
+_INPUTS: Final = "*.input_*"
+"""Names of further rows: several inputs of a module, and inputs that were given by keyword."""
 _TENSOR: Final = re.compile(r"(?P<module>.*)\.(?P<place>input|output)(?:_0)?(?:#(?P<call>\d+))?|(?P<of>.*)\.weight")
-_EMBEDDING: Final = re.compile(r"emb|wte$|wpe$", re.IGNORECASE)
 
 FIELDS: Final = {
     INPUT: '"xy_distribution": true, "all_xy": true',
@@ -150,6 +151,8 @@ class RecordedGemms:
         some, ranks = max(1, ROWS_AT_A_TIME * len(source.ranks) // max(1, len(self._table))), source.ranks
         self.groups: list[Ranks] = [frozenset(ranks[first : first + some]) for first in range(0, len(ranks), some)]
         """Ranks that are read together."""
+        self.without_layer: list[str] = []
+        """Matrices that belong to no layer."""
         self.gemms = list(self._found())
         self._number = {one.name: number for number, one in enumerate(self.gemms)}
         self._number_of_weight = {one.weight: number for number, one in enumerate(self.gemms)}
@@ -229,15 +232,19 @@ class RecordedGemms:
         )
         return found.of((found.gemm >= 0) & ~term)
 
-    def _rows(self, what: str, steps: range, columns: Sequence[str], ranks: Ranks) -> pa.Table | None:
-        """Rows under the names that tensors have in the whole model; None if there are none."""
+    def _rows(self, what: str, steps: range, columns: Sequence[str], ranks: Ranks, *, every: bool = False) -> pa.Table | None:
+        """Rows under the names that tensors have in the whole model; None if there are none.
+
+        Args:
+            every: All parameters instead of weights, or all inputs.
+        """
         kind, whole = self.kinds[what], self._is_whole(what)
         if kind is None:
             return None
         wanted = ["name", "step", "micro_step", "count", *columns, *(["term"] if whole else _OF_RANKS)]
-        globs = ("*.weight",) if what in _WHOLE else _GLOBS
+        globs: tuple[str, ...] = ("*" if every else "*.weight",) if what in _WHOLE else (*_GLOBS, *[_INPUTS] * every)
         choice = RowChoice(kind, whole, NameFilter(globs), steps, None if whole else ranks, tuple(wanted))
-        key = steps, ranks, wanted
+        key = steps, ranks, wanted, globs
         if self._read.get(kind, (None,))[0] != key:  # inputs and outputs are of one kind: it is read once
             self._read[kind] = (key, self._named(choice))
         found = self._read[kind][1]
@@ -267,18 +274,23 @@ class RecordedGemms:
 
     def _found(self) -> Iterator[Gemm]:
         """In the order in which forward calls them, as far as that is known, and then by name."""
-        weights = self._first(WEIGHT) or self._first(OF_WEIGHT)
-        tensors = self._first(INPUT)
+        parameters = self._first(WEIGHT) or self._first(OF_WEIGHT)
+        weights = {name: one for name, one in parameters.items() if name.endswith(".weight")}
+        tensors, named = self._first(INPUT), set[str]()
         found: list[tuple[tuple[Any, ...], Gemm]] = []
         for name, weight in weights.items():
             module = name.removesuffix(".weight")
             taken, given = (_of_module(tensors, module, place) for place in ("input", "output"))
-            width = _width(module, weight, taken, given)
+            is_other = _is_other(weight, taken, given)
+            width = None if is_other else _width(weight, taken)
             heads = list(_sharing(module, weight, tensors, weights)) if width is None or taken is given else []
             if width is not None and not heads:
                 place = taken.place if taken else given.place if given else (len(tensors), 0, 0)
                 heads = [((*place, *_natural(module)), Gemm(module, width, module))]
             found += heads
+            named |= {name} if heads or is_other else set()
+        matrices = (name for name, one in parameters.items() if name not in named and _is_matrix(name, one))
+        self.without_layer = [name for name in matrices if not _is_of_other(name, parameters[name], tensors)]
         yield from (gemm for _, gemm in sorted(found, key=lambda one: one[0]))
 
     def _first(self, what: str) -> dict[str, FirstRow]:
@@ -288,7 +300,7 @@ class RecordedGemms:
         first = min((one[0] for one in steps), default=-1)
         found: dict[str, FirstRow] = {}
         for ranks in self.groups if first >= 0 else ():
-            rows = self._rows(what, range(first, first + 1), self._layout_columns(what), ranks)
+            rows = self._rows(what, range(first, first + 1), self._layout_columns(what), ranks, every=True)
             if rows is not None:
                 self._rows_of_a_step += len(rows)
                 found = self._first_rows(str(kind), rows) | found
@@ -332,22 +344,29 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def _of_module(tensors: Mapping[str, FirstRow], module: str, place: str) -> FirstRow | None:
-    return tensors.get(f"{module}.{place}") or tensors.get(f"{module}.{place}_0")
+    """Its first input or output; any input that was given by keyword, if there is no other."""
+    start = f"{module}.{place}"
+    named = (name for name in tensors if name.startswith(f"{start}_") and "." not in name[len(start) :])
+    return tensors.get(start) or tensors.get(f"{start}_0") or tensors.get(next(named, ""))
 
 
-def _width(module: str, weight: FirstRow, taken: FirstRow | None, given: FirstRow | None) -> int | None:
+def _width(weight: FirstRow, taken: FirstRow | None) -> int | None:
     """The last dimension of a GEMM's input, 0 if the input is not known. None if shapes say that the module is no GEMM."""
-    if taken is not None and ("int" in taken.dtype.lower() or _is_other(weight, taken, given)):
-        return None
     shape = weight.shape
     if shape is not None and len(shape) > 2:
         return None
     if taken is None or not taken.shape:
-        return 0 if shape is not None and len(shape) == 2 and not _looks_up(module, shape, given) else None
+        return 0 if shape is not None and len(shape) == 2 else None
     width = taken.shape[-1]
     if shape is not None and len(shape) == 2:
         return width if width in shape else None
     return width if width and weight.elements > width and weight.elements % width == 0 else None
+
+
+def _is_matrix(name: str, parameter: FirstRow) -> bool:
+    """Whether a parameter has two dimensions, or three as the weights of experts do. Weights of convolutions are left out."""
+    shape = parameter.shape or ()
+    return len(shape) in ((2,) if name.endswith(".weight") else (2, 3)) and min(shape) > 1 and not name.endswith("bias")
 
 
 def _sharing(
@@ -357,26 +376,32 @@ def _sharing(
     for name, taken in tensors.items():
         module, _, place = name.rpartition(".")
         given = _of_module(tensors, module, "output")
-        if place != "input" or not module or f"{module}.weight" in weights or "int" in taken.dtype.lower():
+        if place not in ("input", "input_0") or not module or f"{module}.weight" in weights or "int" in taken.dtype.lower():
             continue
         if given is None or not taken.shape or not given.shape:
             continue
         fits = (given.shape[-1], taken.shape[-1]) == weight.shape and given.shape[-1] != taken.shape[-1]
-        if fits and not any(one.startswith(f"{module}.") for one in tensors.keys() - {name, f"{module}.output"}):
+        if fits and _is_leaf(module, tensors):
             yield (*taken.place, *_natural(module)), Gemm(module, taken.shape[-1], embedding)
 
 
-def _is_other(weight: FirstRow, taken: FirstRow, given: FirstRow | None) -> bool:
-    """Whether shapes are those of an embedding, which adds a dimension, or of a norm over two dimensions."""
-    if given is None or not given.shape or not taken.shape:
+def _is_other(weight: FirstRow, taken: FirstRow | None, given: FirstRow | None) -> bool:
+    """Whether a module takes integers, or shapes are those of an embedding, which adds a dimension, or of a norm over two."""
+    if taken is not None and "int" in taken.dtype.lower():
+        return True
+    if given is None or not given.shape or taken is None or not taken.shape:
         return False
     is_norm = weight.shape == taken.shape[-2:] == given.shape[-2:] and len(set(weight.shape)) > 1
     return len(given.shape) > len(taken.shape) or is_norm
 
 
-def _looks_up(module: str, weight: tuple[int, ...], given: FirstRow | None) -> bool:
-    """Whether a module without a known input is an embedding: its outputs are rows of its weight."""
-    shape = None if given is None else given.shape
-    return (shape is not None and shape[-1:] == weight[1:] != weight[:1]) or _EMBEDDING.search(
-        module.rpartition(".")[2]
-    ) is not None
+def _is_of_other(name: str, parameter: FirstRow, tensors: Mapping[str, FirstRow]) -> bool:
+    """Whether a matrix under another name than ``weight`` is that of an embedding or norm without modules inside."""
+    module = name.rpartition(".")[0]
+    taken, given = (_of_module(tensors, module, place) for place in ("input", "output"))
+    return _is_leaf(module, tensors) and _is_other(parameter, taken, given)
+
+
+def _is_leaf(module: str, tensors: Mapping[str, FirstRow]) -> bool:
+    """Whether no module inside a module has rows."""
+    return not any("." in name[len(module) + 1 :] for name in tensors if name.startswith(f"{module}.") or not module)

@@ -274,3 +274,83 @@ def test_a_head_has_the_weight_of_the_embedding_that_it_shares(tmp_path: Path) -
         + errors["weight"] * float(model.head.weight.detach().norm()) * gradient
     )
     assert head.loss.most == pytest.approx(bound, rel=1e-4)
+
+
+class TiedByArgument(Tied):
+    """The head is given its weight, as Megatron gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = GivenWeight()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(tokens), weight=self.words.weight)
+
+
+class GivenWeight(nn.Module):
+    """A layer without a weight of its own."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight.t()
+
+
+def test_a_head_may_be_given_the_weight_of_the_embedding(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(16, (2, 4))
+    (head,) = advised(recorded(TiedByArgument(), [(tokens, tokens)], tmp_path)).gemms
+    assert (head.name, head.verdict) == ("head", "fp8")
+
+
+class Scattered(nn.Module):
+    """Matrix products that no linear layer does, and one that gets its input by keyword under the name of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(16, 8), nn.Embedding(4, 8)
+        self.linear, self.patch_emb = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.lstm, self.attention = nn.LSTM(8, 8), nn.MultiheadAttention(8, 2)
+        self.bare = nn.Parameter(torch.randn(8, 8))
+        self.experts = nn.Parameter(torch.randn(2, 8, 8))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.linear(self.words(tokens) + self.positions(input=torch.arange(4)))
+        x = self.lstm(self.normed(x))[0] @ self.bare.t()
+        x = self.attention(x, x, x)[0] @ self.experts[0]
+        return self.head(self.patch_emb(input=x))
+
+
+@pytest.mark.parametrize("format", ["hdf5", "parquet", "csv"])
+def test_a_product_that_is_in_no_table_is_named_and_the_run_is_not_safe(format: str, tmp_path: Path) -> None:  # noqa: A002
+    torch.manual_seed(0)
+    tokens = torch.randint(16, (2, 4))
+    run = recorded(Scattered(), [(tokens, tokens)], tmp_path, format=format, ops=[*OPS, "dtype"])
+    status, said = ran(run)
+    found = printed(run)
+    of_none = ["attention.in_proj_weight", "bare", "experts", "lstm.weight_hh_l0", "lstm.weight_ih_l0"]
+    assert sorted(found["without_layer"]) == [*of_none, "normed.parametrizations.weight.original1"]
+    assert "6 matrices belong to no layer, and were not looked at: " in said
+    verdicts = {one["name"]: one["verdict"] for one in found["layers"]}
+    absent = dict.fromkeys(("patch_emb", "attention.out_proj"), "not looked at")
+    assert verdicts == {"linear": "fp8", "head": "fp8", **absent}
+    assert status == 1
+
+
+class Bare(nn.Module):
+    """A layer and a parameter that is multiplied without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bare = nn.Linear(8, 16), nn.Parameter(torch.eye(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x @ self.bare)
+
+
+def test_a_matrix_without_a_layer_alone_makes_a_run_not_safe(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    status, said = ran(recorded(Bare(), [(torch.randn(2, 4, 8), torch.randint(16, (2, 4)))], tmp_path))
+    assert status == 1
+    assert "1 matrix belongs to no layer, and was not looked at: bare" in said
+    assert "1 layers in 1 steps: 1 FP8" in said
