@@ -26,7 +26,8 @@ MOST_CHARACTERS: Final = 200
 """Of an identifier; the rest is cut off."""
 MOST_WAITING: Final = 100_000
 """Calls that may wait for the writer; then the oldest are lost."""
-LONGEST_LINE: Final = 2**17
+LONGEST_LINE: Final = 2**18
+"""Each of ``MOST_CHARACTERS`` may take 12 bytes as JSON."""
 
 Identifier = str | int
 Batches = list[list[Identifier]]

@@ -279,7 +279,7 @@ class Attachment:
 
     def log(self, numbers: Mapping[str, Any]) -> None:
         """Record numbers of the step in progress, if it is collected. Refused between two steps."""
-        if self._numbers is None or not self._recorder.active:
+        if not self._recorder.active or (self._numbers is None and BATCH not in numbers):
             return
         if self._has_forwards and not self.begun:
             self._failures.warn("logging between two steps", BETWEEN_STEPS.format(names=", ".join(numbers)))
@@ -287,7 +287,8 @@ class Attachment:
         if BATCH in numbers:
             note = self._failures.guarded("logging a batch", self._batch_notes.note, "Its identifiers are not recorded.")
             note(self.clock.step, numbers[BATCH])
-        self._numbers.log({name: given for name, given in numbers.items() if name != BATCH})
+        if self._numbers is not None:
+            self._numbers.log({name: given for name, given in numbers.items() if name != BATCH})
 
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
         self._failures.reraise_deferred()

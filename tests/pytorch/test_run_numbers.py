@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from watching import Output, attached, warnings_in
 
 from monitor import open_run
-from monitor.coordinator.batches import read_batches
+from monitor.coordinator.batches import MOST_CHARACTERS, MOST_IN_A_STEP, read_batches
 from monitor.merge.merge import Wanted, merge
 from monitor.sinks.hdf5 import read_hdf5
 
@@ -354,6 +354,16 @@ def test_identifiers_of_batches_are_written_beside_the_rows_and_have_none(output
             optimizer.step()
     assert read_batches(output.directory(), {0, 1}) == {0: [["shard-7:1"], ["shard-7:2", 3]], 1: [[4], ["a"]]}
     assert {name for name, _ in numbers(output)} == {"loss", "learning_rate.0", "grad_norm"}
+
+
+def test_identifiers_of_batches_are_written_without_numbers_of_the_run_and_at_any_length(output: Output) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given = ["\N{GRINNING FACE}" * MOST_CHARACTERS] * MOST_IN_A_STEP
+    with attached(output, model, optimizer, **{**GRADIENTS, "run_numbers": False}) as monitor:
+        monitor.log(loss=backward(model), batch=given)
+        optimizer.step()
+    assert read_batches(output.directory(), {0}) == {0: [given]}
 
 
 @pytest.mark.parametrize("given", [torch.ones(2), 1.5, object()])
