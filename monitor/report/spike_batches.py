@@ -69,6 +69,13 @@ def batches(around: Around) -> Link:
     return Link("batches", wrong_activation(around, standing) or _batch_evidence(around, standing), look)
 
 
+def lone_rank(around: Around) -> int | None:
+    """The only rank that stands out in the step of the jump."""
+    found = [one for one in (_gradients(around), _inputs(around), _losses(around)) if one is not None]
+    ranks = {one.ranks for one in found if one.is_alone and len(one.ranks) == 1}
+    return around.rank(next(iter(ranks))[0]) if len(ranks) == 1 else None
+
+
 def activations(around: Around) -> Link:
     """Whether they are known. What is wrong with them is said of the batches."""
     return Link("") if around.has("actv") else Link("activations", look=_ACTIVATIONS)

@@ -30,7 +30,9 @@ MOST_READ: Final = 5_000_000
 LOOK_BACK: Final = 8
 """Steps before a jump in which a broken link may have caused it."""
 SOON: Final = 2
-"""Steps within which wrong weights show."""
+"""Steps within which a broken link usually shows. One before that is a cause only beside others."""
+_DRIFT: Final = Limit(4, 1.05)
+_NARROWEST_DRIFT: Final = 0.01
 
 WEIGHTS, MOMENTS, RATE, DEVICE = "weights", "moments", "learning rate", "device"
 BATCH, RANK_DATA, NOT_FINITE, SKIPPED = "batch", "rank data", "not finite", "skipped steps"
@@ -61,6 +63,7 @@ class Evidence(NamedTuple):
         phase: Of the step in which it is seen first.
         is_exclusive: Whether nothing else gives it, if no other link is broken before it.
         is_local: Whether it is about a part of the ranks or micro-steps of a step, and the others are as usual.
+        suspects: Ranks that it may be about.
     """
 
     cause: str
@@ -70,6 +73,7 @@ class Evidence(NamedTuple):
     place: Place
     is_exclusive: bool
     is_local: bool = False
+    suspects: tuple[int, ...] = ()
 
 
 class Link(NamedTuple):
@@ -93,12 +97,14 @@ class Around:
     Attributes:
         loss: The name of the loss.
         rates: Of each learning rate all recorded steps and the greatest of all ranks.
+        curves: Of the losses and norms that are judged all recorded steps and the mean of all ranks.
     """
 
     facts: Facts
     spike: Spike
     loss: str = "loss"
     rates: dict[str, tuple[Ints, Numbers]] = field(default_factory=dict)
+    curves: dict[str, tuple[Ints, Numbers]] = field(default_factory=dict)
     _windows: dict[str, Window | None] = field(default_factory=dict)
 
     @cached_property
@@ -161,11 +167,49 @@ class Around:
     def rank(self, number: int) -> int:
         return self.facts.ranks[number]
 
+    def is_soon(self, step: int) -> bool:
+        return self.spike.step - step <= SOON
+
+    def follows(self, evidence: Evidence) -> bool:
+        """Whether the jump is in the first step that a cause acts on, or a loss or norm has drifted from there to the jump."""
+        acts = evidence.step + (evidence.cause not in (WEIGHTS, DEVICE))  # updates act on the next step
+        return self.spike.step <= acts or any(self._drifts(acts, *one) for one in self.curves.values())
+
+    def _drifts(self, acts: int, steps: Ints, values: Numbers) -> bool:
+        """Whether the value right before the jump is above the band of those before a step."""
+        first, last = np.searchsorted(steps, (acts, self.spike.step)).tolist()
+        if first == last or steps[last - 1] != self.spike.step - 1:
+            return False
+        course = np.append(values[max(first - BEFORE, 0) : first], values[last - 1])
+        return bool(bands.bands_of(course[:, None], _NARROWEST_DRIFT).out(_DRIFT)[-1, 0])
+
 
 # --- Weights: they are what the step before has left.
 
 _SAME: Final = 1e-6
 """Of norms of the same bits; files may round them."""
+_SIZABLE: Final = 0.01
+"""Change of the logarithm of a norm that a jump may come from. It must also be ``_ABOVE`` the changes of other steps."""
+_ABOVE: Final = 10
+_USUAL: Final = 0.75
+"""The quantile of earlier changes that is usual: a weight that was wrong once before may be wrong again."""
+
+
+class Between(NamedTuple):
+    """How weights changed between two steps. Arrays have the shape ``(steps, columns)``.
+
+    Attributes:
+        columns: Name and rank of each.
+        begins, left: What steps began with, and what they left.
+        changed: The change of the logarithm between a step and the next one, one step less.
+        updated: That of an update.
+    """
+
+    columns: Sequence[tuple[str, int]]
+    begins: Numbers
+    left: Numbers
+    changed: Numbers
+    updated: Numbers
 
 
 def weights(around: Around) -> Link:
@@ -175,32 +219,61 @@ def weights(around: Around) -> Link:
     if pair is None:
         return Link(what, look=look)
     columns, begins, left = pair
-    with np.errstate(divide="ignore", invalid="ignore"):
-        changed = np.abs(np.log(np.maximum(begins[1:], bands.SMALLEST) / np.maximum(left[:-1], bands.SMALLEST)))
-    for at in around.past:
-        usual = np.fmax.reduce(changed[: at - 1], axis=0, initial=0.0)
-        found = np.flatnonzero(changed[at - 1] > _SAME + 10 * usual)
-        if len(found) and around.at - at <= SOON:
-            return Link(what, _changed_weights(around, at, columns, found, begins[at], left[at - 1]))
+    between = Between(columns, begins, left, _apart(begins[1:], left[:-1]), _apart(left, begins))
+    found = [one for at in around.past if (one := _changed_weights(around, at, between)) is not None]
+    if found:
+        return Link(what, min(found, key=lambda one: (not one.is_exclusive, not around.is_soon(one.step), one.step)))
     known = around.has("param_origin", both=True) and around.has("param_updated", both=True)
-    return Link(what, look="" if known else look)
+    return Link(_of_copies(around, what, set(columns)), look="" if known else look)
 
 
-def _changed_weights(
-    around: Around, at: int, columns: Sequence[tuple[str, int]], found: Ints, begins: Numbers, left: Numbers
-) -> Evidence:
-    by_size = found[np.argsort(-np.abs(np.log(begins[found] / np.maximum(left[found], bands.SMALLEST))), kind="stable")]
-    first, step = int(by_size[0]), int(around.steps[at])
-    name, rank = columns[first]
-    others = len({columns[one][0] for one in found.tolist()}) - 1
+def _apart(one: Numbers, other: Numbers) -> Numbers:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        apart: Numbers = np.abs(np.log(np.maximum(one, bands.SMALLEST) / np.maximum(other, bands.SMALLEST)))
+    return apart
+
+
+def _changed_weights(around: Around, at: int, between: Between) -> Evidence | None:
+    changed, before = between.changed[at - 1], between.changed[: at - 1]
+    found = np.flatnonzero(changed > _SAME + _ABOVE * _usual(before))
+    if not len(found):
+        return None
+    first, step = int(found[np.argmax(changed[found])]), int(around.steps[at])
+    name, rank = between.columns[first]
+    others = len({between.columns[one][0] for one in found.tolist()}) - 1
     continued = any(one["step"] == step for one in around.facts.told.get("joints", {}).get("listed", ()))
     says = (
-        f"the weight {name} changed between steps {step - 1} and {step}"
-        f"{', where the run was continued' if continued else ''}: its norm was {left[first]:.4g} and became {begins[first]:.4g}"
-        f"{_and_others(others, 'weight')}"
+        f"the weight {name} changed between steps {step - 1} and {step}{', where the run was continued' if continued else ''}: "
+        f"its norm was {_became(between.left[at - 1, first], between.begins[at, first])}{_and_others(others, 'weight')}"
     )
-    place = Place(step, around.rank(rank), "param_origin", name)
-    return Evidence(WEIGHTS, step, BEGINS, says, place, is_exclusive=True)
+    most = max(np.fmax.reduce(before[:, first], initial=0.0), float(_usual(between.updated[:at, [first]])[0]))
+    exclusive = bool(around.is_soon(step) and changed[first] > max(_SIZABLE, _ABOVE * most))
+    return Evidence(WEIGHTS, step, BEGINS, says, Place(step, around.rank(rank), "param_origin", name), exclusive)
+
+
+def _usual(changes: Numbers) -> Numbers:
+    """Of each column; 0 where none is known."""
+    padded = np.vstack([changes, np.where(np.isfinite(changes).any(axis=0), np.nan, 0.0)])
+    usual: Numbers = np.nanquantile(np.where(np.isfinite(padded), padded, np.nan), _USUAL, axis=0)
+    return usual
+
+
+def _became(before: float, after: float) -> str:
+    """Both numbers, with digits enough to tell them apart."""
+    pairs = ((f"{before:.{digits}g}", f"{after:.{digits}g}") for digits in range(4, 18))
+    return " and became ".join(next((one for one in pairs if one[0] != one[1]), (str(before), str(after))))
+
+
+def _of_copies(around: Around, what: str, known: set[tuple[str, int]]) -> str:
+    """Of several copies, which may differ, only one may have rows: that one was as usual."""
+    local = around.window("grad_unreduced")
+    if local is None:
+        lacking = len({rank for _, rank in known}) < len(around.facts.ranks)
+    else:
+        names = {name for name, _ in known}
+        lacking = any(key[0] in names and key not in known for key in around.columns("grad_unreduced", local))
+    agree = _are_compared(around) and not any(_differing(around))
+    return f"one copy of the {what}" if lacking and not agree else what
 
 
 def _and_others(count: int, what: str) -> str:
@@ -226,7 +299,12 @@ def moments(around: Around) -> Link:
     found = [one for kind in known for one in _broken_moments(around, kind)]
     if found:
         return Link(what, min(found, key=lambda one: one.step))
-    return Link(what, look="" if any(around.has(kind, both=True) for kind in known) else look)
+    recorded = [kind for kind in known if around.has(kind, both=True)]
+    if not recorded:
+        return Link(what, look=look)
+    window = around.window(recorded[0])
+    assert window is not None
+    return Link(_of_copies(around, what, set(around.columns(recorded[0], window))))
 
 
 def _broken_moments(around: Around, kind: str) -> Iterator[Evidence]:
@@ -320,16 +398,19 @@ def rates(around: Around) -> Link:
 
 def _jumps(around: Around, name: str, steps: Ints, values: Numbers) -> Iterator[Evidence]:
     last = int(np.searchsorted(steps, around.spike.step))  # its own rate is used after its loss
-    for at in range(max(last - LOOK_BACK, _FEW), last):
-        if not values[at] > _RATE_GROWS * values[at - 1]:
+    begin = max(last - LOOK_BACK, _FEW)
+    for at in range(begin, last):
+        low = float(values[max(at - LOOK_BACK, 0) : at].min())
+        if not values[at] > max(_RATE_GROWS * low, values[at - 1]):
             continue
-        is_new, step = bool(values[at] > _BEYOND * values[:at].max()), int(steps[at])
-        if not is_new and around.spike.step - step > SOON:
+        is_new, step = bool(values[at] > _BEYOND * values[:begin].max()), int(steps[at])
+        if not is_new and not around.is_soon(step):
             continue
-        index = int(np.searchsorted(around.steps, step))
-        grown = updates_grew(around, index)
+        grown = updates_grew(around, int(np.searchsorted(around.steps, step)))
         what = name if len(around.rates) > 1 else "the learning rate"
-        says = f"{what} rose from {values[at - 1]:.3g} to {values[at]:.3g} in step {step}"
+        high = at + int(np.argmax(values[at:last]))
+        when = f"step {step}" if high == at else f"steps {step} to {steps[high]}"
+        says = f"{what} rose from {low:.3g} to {values[high]:.3g} in {when}"
         says += f", and updates were {grown:.3g} times as large" if grown else ""
         exclusive = is_new and grown is not None and around.spike.lasts is not False
         yield Evidence(RATE, step, UPDATE, says, Place(step, None, RUN_KIND, name), exclusive)
@@ -343,7 +424,7 @@ _COMPARED: Final = '"replica_check": true and "param_distribution": true, and dp
 
 def replicas(around: Around) -> Link:
     """Whether copies of a weight, moment or gradient differ between ranks."""
-    told, what, spike = around.facts.told, "replicas", around.spike
+    what, spike = "replicas", around.spike
     if len(around.facts.ranks) == 1:
         return Link("")
     first = min(_differing(around), key=lambda one: one.step, default=None)
@@ -351,9 +432,13 @@ def replicas(around: Around) -> Link:
         return Link(what, look=f"replicas that agree: they have differed since step {first.step}")
     if first is not None and first.step <= spike.step:
         return Link(what, first)
+    return Link(what, look="" if _are_compared(around) else _COMPARED)
+
+
+def _are_compared(around: Around) -> bool:
+    told = around.facts.told
     bits = told.get("bits", {"compared": {}})
-    compared = any(one for one in bits["compared"].values()) or told["rows"].get("replica", 0)
-    return Link(what, look="" if compared else _COMPARED)
+    return any(one for one in bits["compared"].values()) or bool(told["rows"].get("replica", 0))
 
 
 def _differing(around: Around) -> Iterator[Evidence]:
@@ -362,18 +447,18 @@ def _differing(around: Around) -> Iterator[Evidence]:
     first = told.get("bits", {"first": []})["first"]
     for one in first:
         suspects = one.get("changed_on") or one["odd_ranks"]
-        yield _difference(around, one["step"], one["kind"], one["name"], suspects[0], who(one))
+        yield _difference(around, one["step"], one["kind"], one["name"], suspects, who(one))
     for one in told["disagreements"]["listed"] if not first else ():
         says = f"its {one['op']} is {one['value']} on rank {one['rank']} and {one['others_value']} on rank {one['other_rank']}"
-        yield _difference(around, one["step"], one["kind"], one["name"], one["rank"], says)
+        yield _difference(around, one["step"], one["kind"], one["name"], [one["rank"], one["other_rank"]], says)
 
 
-def _difference(around: Around, step: int, kind: str, name: str, rank: int, says: str) -> Evidence:
+def _difference(around: Around, step: int, kind: str, name: str, suspects: Sequence[int], says: str) -> Evidence:
     begins = kind == "param_origin" or kind.startswith("exp_avg")
     shown = around.facts.shown_name(kind, name)
     text = f"{kind} {shown} differed between replicas in step {step}: {says}"
-    place, phase = Place(step, rank, kind, shown), BEGINS if begins else UPDATE
-    return Evidence(DEVICE, step, phase, text, place, is_exclusive=kind == "param_origin", is_local=begins)
+    place, phase = Place(step, suspects[0], kind, shown), BEGINS if begins else UPDATE
+    return Evidence(DEVICE, step, phase, text, place, kind == "param_origin", begins, tuple(suspects))
 
 
 # --- Numbers that are not finite, and steps that were skipped. They come with another cause, or are all that is known.

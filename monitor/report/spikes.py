@@ -15,7 +15,7 @@ from monitor.report import bands, spike_links
 from monitor.report.bands import Ints, Limit, Means, Numbers
 from monitor.report.facts import TOTAL_KIND, Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
-from monitor.report.spike_batches import activations, batches
+from monitor.report.spike_batches import activations, batches, lone_rank
 from monitor.report.spike_links import Around, Evidence, Link, Spike
 from monitor.series import GRAD_NORM, LEARNING_RATE, RUN_KIND
 
@@ -28,6 +28,8 @@ _NARROWEST: Final = {GRAD_NORM: 0.05}
 _NARROWEST_OF_LOSS: Final = 0.01
 _WARM_UP: Final = 12
 """Values before the first that is judged beyond those that a band needs: at the beginning all numbers change fast."""
+_LEAST: Final = bands.LEVEL + bands.ENOUGH + _WARM_UP
+"""Values of a number that is judged: more than these."""
 _LASTS: Final = 0.3
 """Share of a jump, in logarithms, that is left in the next step if its cause lasts."""
 _ZERO: Final = 1e-30
@@ -53,20 +55,28 @@ class Explained(NamedTuple):
 def spikes(facts: Facts) -> CheckFinding:
     """Whether the loss or the total norm left its band, and why."""
     numbers = _numbers(facts)
-    judged = {name: one for name, one in numbers.items() if _is_judged(name)}
-    if not any(len(steps) > bands.LEVEL + bands.ENOUGH + _WARM_UP for steps, _ in judged.values()):
-        return CheckFinding(NOT_LOOKED_AT, "No loss and no total norm has enough values: pass the loss to log(loss=...).")
+    named = {name: one for name, one in numbers.items() if _is_judged(name)}
+    signed = sorted(name for name, (_, values) in named.items() if _is_signed(values))
+    judged = {name: one for name, one in named.items() if name not in signed and len(one[0]) > _LEAST}
+    without = f" {' and '.join(signed)} had values below zero, which have no logarithm: not looked at." if signed else ""
+    if not judged:
+        says = "No loss and no total norm has enough values: pass the loss to log(loss=...)."
+        return CheckFinding(NOT_LOOKED_AT, without.strip() or says)
     skipped = np.array(sorted(spike_links.skipped_steps(facts)), np.int64)
     found = _separate([one for name, each in judged.items() for one in jumps(name, *each, skipped)])
     if not found:
-        return CheckFinding(GOOD, f"{' and '.join(sorted(judged))} stayed in the band of the values before.")
+        return CheckFinding(GOOD, f"{' and '.join(sorted(judged))} stayed in the band of the values before.{without}")
     rates = {name: each for name, each in numbers.items() if name.startswith(LEARNING_RATE)}
-    first_loss = next((name for name in judged if name != GRAD_NORM), "")
-    explained = [explain(Around(facts, one, first_loss, rates)) for one in found[:MOST_EXPLAINED]]
+    first_loss = next((name for name in named if name != GRAD_NORM), "")
+    explained = [explain(Around(facts, one, first_loss, rates, judged)) for one in found[:MOST_EXPLAINED]]
     first = explained[0]
     more = f" The run has {len(found) - 1} more jumps." if len(found) > 1 else ""
     listed = tuple(map(_for_programs, explained))
     return CheckFinding(BAD, f"{first.says}{more}", first.place, _then(first), listed)
+
+
+def _is_signed(values: Numbers) -> bool:
+    return bool((values[np.isfinite(values)] < 0).any())
 
 
 def _is_judged(name: str) -> bool:
@@ -99,7 +109,7 @@ def jumps(name: str, steps: Ints, values: Numbers, skipped: Ints) -> Iterator[Sp
     Args:
         skipped: Steps that the optimizer skipped. There, a number that is not finite only says that the loss scale was large.
     """
-    if not len(steps) or (values[np.isfinite(values)] < 0).any():
+    if not len(steps) or _is_signed(values):
         return  # a number that may be negative has no logarithm
     numbers = np.where(np.isfinite(values), values, np.inf)
     of = bands.bands_of(numbers[:, None], _NARROWEST.get(name, _NARROWEST_OF_LOSS))
@@ -130,8 +140,9 @@ def _separate(found: Sequence[Spike]) -> list[Spike]:
 
 def explain(around: Around) -> Explained:
     """Look at every link, and join what is known."""
-    links = [*(look(around) for look in spike_links.LINKS), batches(around), activations(around)]
-    found = sorted((one.evidence for one in links if one.evidence is not None), key=lambda one: (one.step, one.phase))
+    looked = [*(look(around) for look in spike_links.LINKS), batches(around), activations(around)]
+    links = [one._replace(evidence=weighed(around, one.evidence)) for one in looked]
+    found = sorted((one.evidence for one in links if one.evidence is not None), key=lambda one: _order(around, one))
     unknown = [one for one in links if one.look]
     chosen, clue = _told(_chosen(found), unknown, around.spike)
     if chosen is not None and chosen.cause not in _OF_DATA:
@@ -141,7 +152,7 @@ def explain(around: Around) -> Explained:
         says = f"{start}. {_cannot_tell(links)}{clue}"
         return Explained(around.spike, "cannot tell", "", says, _place(around), _looks(unknown))
     others = [one for one in links if one.evidence is not chosen]
-    rivals = [one for one in others if _is_rival(one.evidence, chosen)]
+    rivals = [one for one in others if _is_rival(around, one.evidence, chosen)]
     is_certain = chosen.is_exclusive and not unknown and not rivals
     usual = _listed([one.what for one in others if one.what and not one.look and one.evidence is None])
     word: Certainty = "because" if is_certain else "probably"
@@ -150,6 +161,25 @@ def explain(around: Around) -> Explained:
     if unknown and not is_certain:
         says += f" Not known: {_listed([one.what for one in unknown])}."
     return Explained(around.spike, word, chosen.cause, says, chosen.place, _looks(unknown))
+
+
+def weighed(around: Around, own: Evidence | None) -> Evidence | None:
+    """Evidence, exclusive only if the jump follows from it. Of replicas, the rank that differs must stand out alone, too."""
+    if own is None or not own.is_exclusive or own.cause in _OF_DATA:
+        return own
+    follows = around.follows(own)
+    if own.cause != spike_links.DEVICE:
+        return own._replace(is_exclusive=follows)
+    rank = lone_rank(around)
+    if rank is None or rank not in own.suspects:
+        return own._replace(is_exclusive=False, is_local=False)
+    return own._replace(is_exclusive=follows and around.is_soon(own.step), place=own.place._replace(rank=rank))
+
+
+def _order(around: Around, own: Evidence) -> tuple[bool, int, int]:
+    """What broke first comes first, and last what broke long before the jump and did not show."""
+    is_remote = not own.is_local and not around.is_soon(own.step) and not around.follows(own)
+    return is_remote, own.step, own.phase
 
 
 def _chosen(found: Sequence[Evidence]) -> Evidence | None:
@@ -174,11 +204,15 @@ def _told(chosen: Evidence | None, unknown: Sequence[Link], spike: Spike) -> tup
     return chosen, ""
 
 
-def _is_rival(own: Evidence | None, chosen: Evidence) -> bool:
-    """Whether other evidence is as early, or not explained by the cause. Replicas differ if a weight of one rank changes."""
+def _is_rival(around: Around, own: Evidence | None, chosen: Evidence) -> bool:
+    """Whether other evidence is as early, or not explained by the cause. Replicas differ if a weight of one rank changes.
+
+    A batch that stands out is explained only by a cause that is soon before it.
+    """
     if own is None or (chosen.cause == spike_links.DEVICE and own.cause == spike_links.WEIGHTS and own.step == chosen.step):
         return False
-    return own.is_exclusive or (own.step, own.phase) <= (chosen.step, chosen.phase)
+    late = own.cause in _OF_DATA and not around.is_soon(chosen.step)
+    return own.is_exclusive or late or (own.step, own.phase) <= (chosen.step, chosen.phase)
 
 
 def _says(around: Around) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recorded_job import merged
-from reported_job import reported
+from recorded_job import RecordedRank, merged
+from reported_job import record, reported
+from sink_rows import Measured
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -19,8 +21,10 @@ from typer.testing import CliRunner
 from monitor.config import MonitorConfig
 from monitor.pytorch import TrainerMon
 from monitor.report.cli import app
+from monitor.report.facts import facts_of
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding
-from monitor.report.spikes import jumps
+from monitor.report.spike_links import Around, Spike, replicas
+from monitor.report.spikes import jumps, weighed
 
 STEPS, AT = 44, 34
 EVERYTHING: Mapping[str, Any] = {
@@ -44,6 +48,11 @@ def nothing(_step: int, _model: nn.Module, _optimizer: Any) -> None: ...
 
 def usual(_step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x, y
+
+
+def mislabelled(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """From ``AT`` on, for some steps: nothing but the loss and its gradients shows it."""
+    return (x, (y + 1) % 6) if AT <= step < AT + 6 else (x, y)
 
 
 def bad(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,11 +98,11 @@ def in_step(at: int, change: Callable[[nn.Module, Any], object]) -> Event:
     return event
 
 
-def faster(_model: nn.Module, optimizer: Any) -> None:
-    optimizer.param_groups[0]["lr"] *= 60
+def faster(_model: nn.Module, optimizer: Any, factor: float = 400) -> None:
+    optimizer.param_groups[0]["lr"] *= factor
 
 
-def scaled(model: nn.Module, _optimizer: Any) -> None:
+def scaled(model: nn.Module, _optimizer: Any = None) -> None:
     model.get_parameter("2.weight").mul_(20)
 
 
@@ -106,7 +115,7 @@ CAUSES: dict[str, tuple[Event, Batch, str]] = {
     "learning rate": (
         in_step(AT - 1, faster),
         usual,
-        f"the learning rate rose from 0.003 to 0.18 in step {AT - 1}, and updates",
+        f"the learning rate rose from 0.003 to 1.2 in step {AT - 1}, and updates",
     ),
     "weights": (in_step(AT, scaled), usual, f"the weight 2.weight changed between steps {AT - 1} and {AT}: its norm was"),
     "moments": (in_step(AT - 1, forgotten), usual, "the moment exp_avg of "),
@@ -139,7 +148,7 @@ def test_with_the_loss_alone_no_cause_is_named_and_what_to_record_is(cause: str,
 
 
 def test_two_causes_at_once_are_never_certain(tmp_path: Path) -> None:
-    train(tmp_path / "out", in_step(AT - 3, faster), bad)
+    train(tmp_path / "out", in_step(AT - 3, lambda *of: faster(*of, factor=60)), bad)
     certain = [one for one in found(tmp_path / "out").listed if one["step"] == AT and one["certainty"] == "because"]
     assert certain == []
 
@@ -189,6 +198,118 @@ def test_small_moments_that_csv_rounds_are_not_lost(tmp_path: Path) -> None:
 def test_a_short_run_is_not_looked_at(tmp_path: Path) -> None:
     train(tmp_path / "out", steps=20)
     assert found(tmp_path / "out").state == NOT_LOOKED_AT
+
+
+def stage(_model: nn.Module, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 2.5
+
+
+def nudged(factor: float) -> Callable[[nn.Module, Any], object]:
+    return lambda model, _: model.get_parameter("2.bias").mul_(factor)
+
+
+HARMLESS: dict[str, Event] = {
+    "a rate of a new stage long before": in_step(AT - 6, stage),
+    "a rate of a new stage right before it acts": in_step(AT - 2, stage),
+    "a weight that changed by less than an update": in_step(AT, nudged(1 + 1e-5)),
+    "a weight that changed by 5 % long before": in_step(AT - 5, nudged(1.05)),
+}
+
+
+@pytest.mark.parametrize("event", HARMLESS)
+def test_what_did_not_show_for_some_steps_or_is_negligible_is_no_certain_cause(event: str, tmp_path: Path) -> None:
+    train(tmp_path / "out", HARMLESS[event], mislabelled)
+    first = found(tmp_path / "out").listed[0]
+    assert first["step"] == AT
+    assert first["certainty"] != "because"
+
+
+def test_a_small_change_of_a_weight_is_said_with_digits_that_show_it(tmp_path: Path) -> None:
+    train(tmp_path / "out", HARMLESS["a weight that changed by less than an update"], mislabelled)
+    (said,) = re.findall(r"its norm was (\S+) and became ([^\s;.]+\.\d+)", found(tmp_path / "out").says)
+    assert 0 < abs(float(said[1]) / float(said[0]) - 1) < 1e-4
+
+
+def test_a_weight_that_changed_some_steps_before_is_not_called_as_usual(tmp_path: Path) -> None:
+    train(tmp_path / "out", HARMLESS["a weight that changed by 5 % long before"], mislabelled)
+    assert "eights" not in found(tmp_path / "out").says.split(" as usual")[0]
+
+
+@pytest.mark.parametrize("where", [(0, 1), (1,)])
+@pytest.mark.parametrize("since", [37, 40])
+def test_replicas_that_differ_are_certain_only_if_that_rank_stands_out_alone_and_soon(
+    where: tuple[int, ...], since: int, tmp_path: Path
+) -> None:
+    def fault(rank: int, step: int, kind: str, name: str, values: np.ndarray) -> np.ndarray:
+        if kind == "param_origin" and rank == 1 and step >= since and name == "layers.1.weight":
+            return values * (1 + 1e-6)
+        larger = step == 40 and (kind == "grad_reduced" or (kind == "grad_unreduced" and rank in where))
+        return values * 1000 if larger else values
+
+    def changing(*of: Any) -> np.ndarray:
+        return fault(*of) * np.random.default_rng(of[1]).lognormal(0, 0.1)
+
+    record(tmp_path / "out", changing, steps=48, checked=True)
+    (first,) = found(tmp_path / "out").listed
+    is_lone_and_soon = where == (1,) and since == 40
+    assert (first["step"], first["cause"] == "device") == (40, where == (1,) or since == 40), first["says"]
+    with facts_of(str(tmp_path / "out")) as facts:
+        around = Around(facts, Spike("grad_norm", 40, 1.0, 0.1, lasts=False))
+        own = weighed(around, replicas(around).evidence)
+    assert own is not None
+    assert own.is_exclusive == is_lone_and_soon
+
+
+def test_weights_of_which_one_rank_alone_has_rows_are_one_copy(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for rank in range(2):
+        one = RecordedRank(tmp_path / "out", rank, 2, "parquet", {"dp": (0, 1)}, ops=("norm",))
+        for step in range(48):
+            values = (random.standard_normal(64) * (1000 if step == 40 else 1)).tolist()
+            rows = {"grad_unreduced": [Measured("layer.weight", values)]}
+            if rank == 0:
+                rows |= {kind: [Measured("layer.weight", [1.0])] for kind in ("param_origin", "param_updated")}
+                rows["grad_reduced"] = [Measured("layer.weight", values)]
+            one.write(step, rows)
+        one.close()
+    assert re.search(r"it lacks[^.]*replicas.* One copy of the weights .*as usual", found(tmp_path / "out").says)
+
+
+def test_the_same_fault_is_found_again(tmp_path: Path) -> None:
+    def twice(step: int, model: nn.Module, _optimizer: Any) -> None:
+        if step in (AT - 10, AT + 5):
+            with torch.no_grad():
+                scaled(model)
+
+    train(tmp_path / "out", twice, steps=STEPS + 8)
+    causes = {one["step"]: one["cause"] for one in found(tmp_path / "out").listed}
+    assert causes == {AT - 10: "weights", AT + 5: "weights"}
+
+
+def test_a_rate_that_rises_over_several_steps_is_a_cause(tmp_path: Path) -> None:
+    def rises(step: int, _model: nn.Module, optimizer: Any) -> None:
+        if AT - 5 <= step < AT + 2:
+            optimizer.param_groups[0]["lr"] *= 1.9
+
+    train(tmp_path / "out", rises)
+    spikes = found(tmp_path / "out")
+    assert (spikes.state, spikes.listed[0]["cause"]) == (BAD, "learning rate")
+
+
+def test_weights_are_not_known_if_steps_between_were_not_collected(tmp_path: Path) -> None:
+    train(tmp_path / "out", in_step(AT, scaled), **{**EVERYTHING, "step_interval": 2}, steps=2 * STEPS)
+    says = found(tmp_path / "out").says
+    assert re.search(r"(Not known|it lacks)[^.]*weights[^.]*moments", says)
+
+
+def test_a_loss_below_zero_is_said_not_to_be_looked_at(tmp_path: Path) -> None:
+    train(tmp_path / "out", logged=lambda step: {"signed_loss": -1.0 - step % 3})
+    spikes = found(tmp_path / "out")
+    assert spikes.state == GOOD
+    assert spikes.says == (
+        "grad_norm and loss stayed in the band of the values before. "
+        "signed_loss had values below zero, which have no logarithm: not looked at."
+    )
 
 
 def judged(name: str, values: np.ndarray, skipped: tuple[int, ...] = ()) -> list[int]:
