@@ -111,7 +111,7 @@ def _greatest(module: nn.Module, floats: Sequence[Tensor]) -> Tensor:
 def confirmed(sums: Sums, logits: Tensor, result: Any, unsure: bool) -> Sums | None:
     """The sums of logits that were computed, with a count of 0 if the router returns other logits or scores.
 
-    Zeros in a result say which experts were not chosen. Such a result tells nothing, as one without a number for each
+    A zero in a result means that an expert was not chosen. Such a result tells nothing, as one without a number for each
     expert.
 
     Args:

@@ -54,9 +54,9 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.randn(experts, hidden))
         self.bias = nn.Parameter(torch.randn(experts))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shares = torch.softmax(F.linear(x, self.weight, self.bias), -1)
-        return torch.topk(shares, 1)
+        return *torch.topk(shares, 1), shares
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
