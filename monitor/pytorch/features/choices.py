@@ -119,10 +119,12 @@ def confirmed(sums: Sums, logits: Tensor, result: Any, unsure: bool) -> Sums | N
         unsure: Whether sums are missing unless the result confirms them.
     """
     try:
-        shown = [one for one in _result_tensors(result) if one.is_floating_point() and one.shape[-1] == logits.shape[-1]]
+        found = list(_result_tensors(result))
     except reading.NotARouterError:
-        shown = []
-    given = [one.flatten(0, -2) for one in shown if one.numel() == logits.numel()]
+        found = []
+    weights = {one.shape for one in _integers(found)}  # of chosen experts, which are sorted
+    shown = [one for one in found if one.is_floating_point() and one.shape not in weights]
+    given = [one.flatten(0, -2) for one in shown if one.shape[-1] == logits.shape[-1] and one.numel() == logits.numel()]
     if not given:
         return None if unsure else sums
     fits = torch.stack([_follows(one, logits) for one in given]).any()
