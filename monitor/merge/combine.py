@@ -304,7 +304,8 @@ def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome)
     made = _global(piece.columns, rows, starts, tensors)
     if not whole.all():
         made, tensors, several = made.filter(whole), tensors.take(whole), several[whole]
-    outcome.missing = missing_ops(tensors, several, statistics.known.any(axis=1))
+    recorded: Flags = np.logical_or.reduce(statistics.known, axis=1)
+    outcome.missing = missing_ops(tensors, several, recorded)
     return made
 
 

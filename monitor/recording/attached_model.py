@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from monitor.config import MonitorConfig, Target
-from monitor.coordinator.batches import BatchNotes
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
@@ -231,14 +230,14 @@ class Host:
 
     Attributes:
         run: Returns the run, which the first call creates.
-        batches: Takes the identifiers of batches.
+        note_batch: Takes the step and the identifiers of one call.
     """
 
     recorder: Recorder
     run: Callable[[], Run]
     failures: Failures
     backend: RecordingBackend
-    batches: BatchNotes
+    note_batch: Callable[[int, Any], None]
 
 
 def _no_gradients(_parameter: NamedParameter, _gradient: Any) -> bool:

@@ -152,7 +152,7 @@ class Attachment:
         schedule: Schedule | None = None,
     ) -> None:
         self._backend, self._recorder, self._failures, self._run = host.backend, host.recorder, host.failures, host.run
-        self.watch, self._batch_notes = watch, host.batches
+        self.watch, self._note_batch = watch, host.note_batch
         self.schedule = schedule or Schedule.of(watch.config)
         self.clock = Clock(start_step, abs(watch.grad_acc_steps), len(watch.chunks), learning=watch.guesses)
         self.on_first_step: Callable[[], None] | None = None
@@ -285,7 +285,7 @@ class Attachment:
             self._failures.warn("logging between two steps", BETWEEN_STEPS.format(names=", ".join(numbers)))
             return
         if BATCH in numbers:
-            note = self._failures.guarded("logging a batch", self._batch_notes.note, "Its identifiers are not recorded.")
+            note = self._failures.guarded("logging a batch", self._note_batch, "Its identifiers are not recorded.")
             note(self.clock.step, numbers[BATCH])
         if self._numbers is not None:
             self._numbers.log({name: given for name, given in numbers.items() if name != BATCH})

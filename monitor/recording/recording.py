@@ -39,6 +39,10 @@ ApplyConfig = Callable[[MonitorConfig, Schedule, int], None]
 """Applies a configuration and a schedule between two steps, as if the given number of steps had been collected."""
 
 
+_BATCHES: Final = "the batches"
+"""The name of the watcher that writes identifiers of batches, from the first one on."""
+
+
 class ConfigTarget(Protocol):
     """The recording that a configuration is applied to."""
 
@@ -251,8 +255,7 @@ class Recording:
         self._apply_config: ApplyConfig = _nothing
         self._missing_kinds = MissingKinds(spec.failures)
         self._batches = BatchNotes()
-        own: dict[str, Watcher] = {"the check for missing kinds": self._missing_kinds, "the batches": self._batches}
-        self._listening = own
+        self._listening: dict[str, Watcher] = {"the check for missing kinds": self._missing_kinds}
         self._listening |= {name: make(self.series) for name, make in listening.items()}
 
     def listen(self, name: str, make: WatcherFactory) -> None:
@@ -260,6 +263,12 @@ class Recording:
         self._listening[name] = make(self.series)
         if self.run is not None:
             self.run.listen(name, self._listening[name])
+
+    def _note_batch(self, step: int, given: Any) -> None:
+        """Keep identifiers, which the writer thread writes. A loop without any pays nothing in a step."""
+        self._batches.note(step, given)
+        if _BATCHES not in self._listening:
+            self.listen(_BATCHES, lambda _series: self._batches)
 
     def follow_file(self, apply_config: ApplyConfig) -> None:
         """Follow the configuration file from the end of the first step on.
@@ -325,7 +334,7 @@ class Recording:
             # The step in progress continues under its number. Writing its rows so far would write the step twice.
             self.attachment.detach(keep=False)
             rest = self.attachment.collected, None if self.attachment.clock.learning else self.attachment.schedule
-        host = Host(self._recorder, self.open, self._failures, self._backend, self._batches)
+        host = Host(self._recorder, self.open, self._failures, self._backend, self._note_batch)
         self.attachment = Attachment(watch, names, host, start_step, *rest)
         self._expect()
         self._show_steps()

@@ -80,7 +80,7 @@ def _counted(module: nn.Module, result: Any, call: reading.RouterCall) -> tuple[
         return _count_map(maps[0], call)
     if not indices:
         floats = [one for one in found if one.is_floating_point()]
-        chosen = _greatest(module, floats)
+        chosen = _greatest(module, floats, call)
         return count_indices(chosen, floats[0].shape[-1]), chosen.numel(), False
     chosen = _expert_indices(indices, call.top)
     if not call.experts:
@@ -95,12 +95,13 @@ def _count_map(chosen: Tensor, call: reading.RouterCall) -> tuple[Tensor, int | 
     return chosen.flatten(0, -2).sum(0), asked, True
 
 
-def _greatest(module: nn.Module, floats: Sequence[Tensor]) -> Tensor:
+def _greatest(module: nn.Module, floats: Sequence[Tensor], call: reading.RouterCall) -> Tensor:
     """The indices of the greatest logits, for a router that returns only logits and chooses these."""
     top, experts = _number(module, TOP_K_NAMES), _number(module, EXPERTS_NAMES)
     if len(floats) != 1 or not top or floats[0].shape[-1] < top or floats[0].shape[-1] != (experts or floats[0].shape[-1]):
         raise reading.NotARouterError(NO_CHOICE)
-    if not is_linear(module) or any(_attribute(module, name) is not None for name in OTHER_CHOICE_NAMES):
+    picks = call.picks_greatest or is_linear(module)
+    if not picks or any(_attribute(module, name) is not None for name in OTHER_CHOICE_NAMES):
         raise reading.NotARouterError(reading.ANOTHER_CHOICE)
     return floats[0].topk(top, -1).indices
 

@@ -99,7 +99,8 @@ class TorchRouters:
         if not module.training or modules.repeating():
             return
         with tensors.computing():
-            counts = choices.counts_of(module, result, reading.call_of(module, args, kwargs))
+            call = reading.call_of(module, args, kwargs)._replace(picks_greatest=True)
+            counts = choices.counts_of(module, result, call)
             known = self._counts.get(name)
             self._counts[name] = counts if known is None else known.add_(counts)
 

@@ -214,11 +214,13 @@ class RouterCall(NamedTuple):
     Attributes:
         tokens: Number of tokens.
         top: Number of experts that are chosen for a token.
+        picks_greatest: Whether the router is known to choose the greatest of logits that it returns alone.
     """
 
     tokens: int | None = None
     experts: int | None = None
     top: int | None = None
+    picks_greatest: bool = False
 
     def check_map(self, shapes: Sequence[tuple[int, ...]], integers: Sequence[tuple[int, ...]]) -> None:
         """Raise ``NotARouterError`` unless a result has one tensor of booleans, and it is a map with experts last.

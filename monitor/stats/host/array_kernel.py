@@ -430,7 +430,7 @@ def of_singles(v: NDArray[np.float32], count: CountBins) -> NDArray[np.int64]:
     np.bitwise_and(magnitudes, np.uint32(_SIGN), out=magnitudes)
     exponents = (magnitudes + np.uint32((1 << _MANTISSA) - 1)) >> np.uint32(_MANTISSA)
     return _in_bins(
-        count(exponents.view(np.int32)), lambda low, high: np.count_nonzero((magnitudes > low) & (magnitudes <= high))
+        count(exponents.view(np.int32)), lambda low, high: int(np.count_nonzero((magnitudes > low) & (magnitudes <= high)))
     )
 
 
