@@ -188,9 +188,9 @@ def test_another_adam_s_rule_is_distinguished_by_that_test(wrong: str) -> None:
     train(net, optimizer, steps=1)
     m = framework.adam_of(parameters[0])
     changed = (
-        MindSporeMoments(m.mean, m.square, m.mean_correction, m.square_correction, m.eps, eps_on_root=True)
+        MindSporeMoments(m.mean, m.square, m.mean_correction, m.square_correction, m.eps, eps_on_root=True, bias=m.bias)
         if wrong == "eps_on_root"
-        else MindSporeMoments(m.mean, m.square, 1.0, 1.0, m.eps, eps_on_root=False)
+        else MindSporeMoments(m.mean, m.square, 1.0, 1.0, m.eps, eps_on_root=False, bias=m.bias)
     )
     assert np.abs((weight - array(net.a.weight)) / 0.01 - update(changed)).max() > 1e-3
 
