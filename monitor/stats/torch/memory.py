@@ -194,19 +194,7 @@ class TorchDevicePageCopy:
 
 def write_numbers(page: PageMemory, row: int, numbers: Mapping[int, float | torch.Tensor]) -> None:
     """Write a row, with 0 in columns that are not in ``numbers``. Does not wait for tensors on a device."""
-    if isinstance(page, HostPage):
-        page.numbers[row] = 0.0
-        page.numbers[row, WRITES] = 1.0
-        for column, number in numbers.items():
-            page.numbers[row, column] = number.item() if isinstance(number, torch.Tensor) else number
-        return
-    assert isinstance(page, TorchDevicePage)
-    with page.written():
-        page.tensor[row].zero_()
-        page.tensor[row, WRITES].fill_(1.0)
-        for column, number in numbers.items():
-            place = page.tensor[row, column]
-            place.copy_(number) if isinstance(number, torch.Tensor) else place.fill_(number)
+    write_block(page, range(row, row + 1), numbers)
 
 
 def write_block(page: PageMemory, rows: range, numbers: Mapping[int, float | torch.Tensor]) -> None:
@@ -216,7 +204,7 @@ def write_block(page: PageMemory, rows: range, numbers: Mapping[int, float | tor
         page.numbers[part] = 0.0
         page.numbers[part, WRITES] = 1.0
         for column, number in numbers.items():
-            page.numbers[part, column] = number.numpy() if isinstance(number, torch.Tensor) else number
+            page.numbers[part, column] = _on_host(number) if isinstance(number, torch.Tensor) else number
         return
     assert isinstance(page, TorchDevicePage)
     with page.written():
@@ -225,6 +213,11 @@ def write_block(page: PageMemory, rows: range, numbers: Mapping[int, float | tor
         for column, number in numbers.items():
             place = page.tensor[part, column]
             place.copy_(number) if isinstance(number, torch.Tensor) else place.fill_(number)
+
+
+def _on_host(numbers: torch.Tensor) -> float | Floats:
+    found: float | Floats = numbers.item() if numbers.numel() == 1 else numbers.numpy()
+    return found
 
 
 def write_histogram(page: PageMemory, row: int, counts: NDArray[np.int64] | torch.Tensor) -> None:

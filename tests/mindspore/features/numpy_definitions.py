@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
+from sampled_outputs import sampled_elements, sampled_tokens
 
 FLOATS = [ms.float32, ms.float16, ms.bfloat16, ms.float64]
 
@@ -62,18 +62,6 @@ def similarity(weight: np.ndarray) -> float:
 def entropy_per_token(logits: np.ndarray) -> float:
     """The mean entropy of the softmax over the last dimension."""
     return entropies(softmax(logits)).mean()
-
-
-def sampled_elements(x: np.ndarray) -> np.ndarray:
-    """Every n-th element in the order of the dimensions: at most 16,384, where n and the number of channels are coprime."""
-    distance = next(n for n in itertools.count(1) if x.size <= n * 16_384 and math.gcd(n, x.shape[-1]) == 1)
-    return x.ravel()[::distance]
-
-
-def sampled_tokens(x: np.ndarray) -> np.ndarray:
-    """Every n-th token, at most 64."""
-    tokens = x.reshape(-1, x.shape[-1])
-    return tokens[:: next(n for n in itertools.count(1) if len(tokens) <= n * 64)]
 
 
 def health(x: np.ndarray) -> dict[str, float]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 import torch
+from sampled_outputs import sampled_elements, sampled_tokens
 from torch import Tensor
 
 
@@ -63,18 +63,6 @@ def rows_of_heads(scores: Tensor, name: str, **how: float) -> dict[str, dict[str
     """The rows of a module: one of all heads, and one of each."""
     each = {f"{name}.heads.{head}": head_numbers(scores[:, head : head + 1], **how) for head in range(scores.shape[1])}
     return {f"{name}.heads": head_numbers(scores, **how), **each}
-
-
-def sampled_elements(x: np.ndarray) -> np.ndarray:
-    """Every n-th element in the order of the dimensions: at most 16,384, where n and the number of channels are coprime."""
-    distance = next(n for n in itertools.count(1) if x.size <= n * 16_384 and math.gcd(n, x.shape[-1]) == 1)
-    return x.ravel()[::distance]
-
-
-def sampled_tokens(x: np.ndarray) -> np.ndarray:
-    """Every n-th token, at most 64."""
-    tokens = x.reshape(-1, x.shape[-1])
-    return tokens[:: next(n for n in itertools.count(1) if len(tokens) <= n * 64)]
 
 
 def health(x: Tensor) -> dict[str, float]:
