@@ -58,6 +58,7 @@ setup(
     ext_modules=[
         in_c("monitor.stats._host_kernel", "monitor/stats/host_kernel.c", *KERNEL, depends=HEADERS),
         in_c("monitor.sinks._lines", "monitor/sinks/lines.c", "-O2"),
+        in_c("monitor.mindspore._tape", "monitor/mindspore/tape.c", "-O2", depends=HEADERS),
         # It relies on the GIL.
         *(
             [in_c("monitor.pytorch._fast_path", "monitor/pytorch/fast_path.c", "-O2", depends=HEADERS + FAST_PATH)]

@@ -30,6 +30,7 @@ DECIDING = (
     "monitor/stats/host_pass.h",
     "monitor/stats/host_magnitudes.h",
     "monitor/sinks/lines.c",
+    "monitor/mindspore/tape.c",
 )
 """What is in an environment: the packages, and what was built of the project's own."""
 

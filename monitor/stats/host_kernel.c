@@ -276,19 +276,23 @@ static double *row_of(Py_buffer *page, Py_ssize_t number) {
     return (double *)page->buf + number * COLUMNS;
 }
 
-static int reduce_into_row(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
-    int done;
+static int reduce_unlocked(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
     double numbers[COLUMNS];
-    if (n < RELEASED) {
-        done = chosen(x, n, format, bound, wanted, numbers);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        done = chosen(x, n, format, bound, wanted, numbers);
-        Py_END_ALLOW_THREADS
-    }
+    int done = chosen(x, n, format, bound, wanted, numbers);
     if (done) {
         memcpy(row, numbers, sizeof numbers);
     }
+    return done;
+}
+
+static int reduce_into_row(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
+    int done;
+    if (n < RELEASED) {
+        return reduce_unlocked(x, n, format, bound, wanted, row);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    done = reduce_unlocked(x, n, format, bound, wanted, row);
+    Py_END_ALLOW_THREADS
     return done;
 }
 
@@ -424,7 +428,7 @@ static PyMethodDef METHODS[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static const struct host_kernel SHARED = {COLUMNS, reduce_into_row};
+static const struct host_kernel SHARED = {COLUMNS, reduce_into_row, reduce_unlocked};
 
 static int prepare(PyObject *module) {
     PyObject *shared = PyCapsule_New((void *)&SHARED, KERNEL_CAPSULE, NULL);

@@ -16,6 +16,8 @@ struct host_kernel {
     /* Writes the partials of `n` elements, at least one, into `row`; returns 0, with the row untouched, if it cannot. The caller holds
      * the GIL, which is released while many elements are read. */
     int (*reduce)(const void *x, size_t n, enum format format, double bound, int wanted, double *row);
+    /* The same for callers that do not hold the GIL. */
+    int (*reduce_unlocked)(const void *x, size_t n, enum format format, double bound, int wanted, double *row);
 };
 
 #endif

@@ -1,0 +1,376 @@
+/* The operators with which MindSpore's executor measures tensors, in its own order: see monitor/mindspore/tape.py.
+ *
+ * Each measurement is an entry of a *tape*, a buffer that grows and that Python drains. An entry holds all that Python needs: no
+ * pointer leads from a compiled graph, which may outlive the monitor, to memory of Python. MindSpore raises an error in training if
+ * an operator fails, so the operators never do: what they cannot measure has an entry without numbers. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../stats/host_kernel.h"
+
+#define EXPORTED __attribute__((visibility("default")))
+
+enum { MOST_TAPES = 256, MOST_DIMENSIONS = 8, ROW = 20, GATED = 1, CHECKED = 2 };
+
+/* What an entry has: all numbers; only elements, a copy that Python has to reduce; or neither. */
+enum { MEASURED, SET_ASIDE, UNREADABLE };
+
+struct entry {
+    int64_t id, flags, state, format, dimensions, shape[MOST_DIMENSIONS];
+    double row[ROW];
+};
+
+struct aside {
+    size_t bytes;
+    void *elements;
+};
+
+struct tape {
+    int open, on, wanted;
+    double bounds[FORMATS];
+    struct entry *entries;
+    size_t used, room;
+    struct aside *asides;
+    size_t asides_used, asides_room;
+    PyObject *signalled;
+};
+
+static const struct host_kernel *KERNEL = NULL;
+static pthread_mutex_t LOCK = PTHREAD_MUTEX_INITIALIZER;
+static struct tape TAPES[MOST_TAPES];
+
+/* MindSpore's names of dtypes, with the format of the host kernel; -1 where Python reduces the elements. */
+static const struct {
+    const char *name;
+    int format;
+    size_t bytes;
+} DTYPES[] = {
+    {"float32", FLOAT32, 4}, {"bfloat16", BFLOAT16, 2}, {"float16", FLOAT16, 2}, {"float64", FLOAT64, 8}, {"int64", -1, 8},
+    {"int32", -1, 4}, {"bool", -1, 1}, {"uint8", -1, 1}, {"int8", -1, 1}, {"int16", -1, 2}, {"uint16", -1, 2},
+    {"uint32", -1, 4}, {"uint64", -1, 8}, {"complex64", -1, 8}, {"complex128", -1, 16},
+};
+enum { DTYPE_COUNT = sizeof DTYPES / sizeof *DTYPES };
+
+/* An array with room for one element more; NULL, with the array as it was, if there is no memory. */
+static void *grown(void *array, size_t used, size_t *room, size_t bytes) {
+    if (used < *room) {
+        return array;
+    }
+    size_t wanted = *room ? 2 * *room : 64;
+    void *larger = realloc(array, wanted * bytes);
+    if (larger != NULL) {
+        *room = wanted;
+    }
+    return larger;
+}
+
+static size_t count_of(const struct entry *entry) {
+    size_t count = 1;
+    for (int64_t i = 0; i < entry->dimensions; i++) {
+        count *= (size_t)entry->shape[i];
+    }
+    return count;
+}
+
+/* Copies elements that Python has to reduce. Called without the lock. */
+static struct aside copied(const void *x, size_t bytes) {
+    struct aside aside = {bytes, malloc(bytes ? bytes : 1)};
+    if (aside.elements != NULL) {
+        memcpy(aside.elements, x, bytes);
+    }
+    return aside;
+}
+
+/* Appends an entry; drops it, and its elements, if the tape was closed or there is no memory. */
+static void append(struct tape *tape, const struct entry *entry, struct aside aside) {
+    pthread_mutex_lock(&LOCK);
+    struct entry *entries = tape->open ? grown(tape->entries, tape->used, &tape->room, sizeof *entries) : NULL;
+    if (entries != NULL) {
+        tape->entries = entries;
+        struct aside *asides = tape->asides;
+        if (entry->state == SET_ASIDE) {
+            asides = grown(tape->asides, tape->asides_used, &tape->asides_room, sizeof *asides);
+        }
+        if (entry->state != SET_ASIDE || asides != NULL) {
+            tape->asides = asides;
+            tape->entries[tape->used++] = *entry;
+            if (entry->state == SET_ASIDE) {
+                tape->asides[tape->asides_used++] = aside;
+                aside.elements = NULL;
+            }
+        }
+    }
+    pthread_mutex_unlock(&LOCK);
+    free(aside.elements);
+}
+
+/* The tape of a slot if it takes entries now, with its settings in `now`; else NULL. */
+static struct tape *taking(const int64_t *slot, struct tape *now) {
+    struct tape *tape = slot[0] >= 0 && slot[0] < MOST_TAPES ? &TAPES[slot[0]] : NULL;
+    if (tape != NULL) {
+        pthread_mutex_lock(&LOCK);
+        *now = *tape;
+        pthread_mutex_unlock(&LOCK);
+    }
+    return tape != NULL && now->open && (now->on || !(slot[2] & GATED)) ? tape : NULL;
+}
+
+static void measure(const void *x, const char *dtype, struct entry *entry, const struct tape *now, struct aside *aside) {
+    int known = 0;
+    while (known < DTYPE_COUNT && strcmp(DTYPES[known].name, dtype) != 0) {
+        known++;
+    }
+    entry->state = UNREADABLE;
+    if (known == DTYPE_COUNT) {
+        return;
+    }
+    size_t count = count_of(entry);
+    entry->format = known;
+    int format = DTYPES[known].format, wanted = now->wanted | (entry->flags & CHECKED ? CHECK_SUMS : 0);
+    if (format >= 0 && count && KERNEL->reduce_unlocked(x, count, (enum format)format, now->bounds[format], wanted, entry->row)) {
+        entry->state = MEASURED;
+        return;
+    }
+    *aside = copied(x, count * DTYPES[known].bytes);
+    entry->state = aside->elements == NULL ? UNREADABLE : SET_ASIDE;
+}
+
+/* The operator `read(x, slot)`: appends the measurements of `x` to a tape. A slot is int64: the number of the tape, an id, and
+ * flags. */
+EXPORTED int read_tensor(int count, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra) {
+    (void)stream;
+    (void)extra;
+    struct tape now;
+    if (count != 3) {
+        return 0;
+    }
+    const int64_t *slot = params[1];
+    *(int32_t *)params[2] = 0;
+    struct tape *tape = taking(slot, &now);
+    if (tape == NULL || KERNEL == NULL || ndims[0] > MOST_DIMENSIONS) {
+        return 0;
+    }
+    struct entry entry = {.id = slot[1], .flags = slot[2], .format = -1, .dimensions = ndims[0]};
+    struct aside aside = {0, NULL};
+    memcpy(entry.shape, shapes[0], (size_t)ndims[0] * sizeof *entry.shape);
+    measure(params[0], dtypes[0], &entry, &now, &aside);
+    append(tape, &entry, aside);
+    return 0;
+}
+
+/* The operator `signal(x, slot)`: calls the function of a tape with the id, whatever `x` is. */
+EXPORTED int signal_python(int count, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra) {
+    (void)ndims;
+    (void)shapes;
+    (void)dtypes;
+    (void)stream;
+    (void)extra;
+    struct tape now;
+    if (count != 3) {
+        return 0;
+    }
+    const int64_t *slot = params[1];
+    *(int32_t *)params[2] = 0;
+    if (taking(slot, &now) == NULL || now.signalled == NULL || !Py_IsInitialized()) {
+        return 0;
+    }
+    PyGILState_STATE state = PyGILState_Ensure();
+    struct tape *tape = &TAPES[slot[0]];
+    PyObject *call = tape->open ? tape->signalled : NULL; /* changed with the GIL only */
+    Py_XINCREF(call);
+    PyObject *result = call == NULL ? NULL : PyObject_CallFunction(call, "L", (long long)slot[1]);
+    if (call != NULL && result == NULL) {
+        PyErr_WriteUnraisable(call);
+    }
+    Py_XDECREF(result);
+    Py_XDECREF(call);
+    PyGILState_Release(state);
+    return 0;
+}
+
+/* --- What Python calls. */
+
+static struct tape *tape_of(PyObject *number) {
+    long place = PyLong_AsLong(number);
+    if (place >= 0 && place < MOST_TAPES && TAPES[place].open) {
+        return &TAPES[place];
+    }
+    if (!PyErr_Occurred()) {
+        PyErr_Format(PyExc_ValueError, "tape %ld is not open", place);
+    }
+    return NULL;
+}
+
+static PyObject *open_tape(PyObject *module, PyObject *signalled) {
+    (void)module;
+    static int last = -1; /* numbers of closed tapes are used last: compiled graphs may still know them */
+    long found = -1;
+    pthread_mutex_lock(&LOCK);
+    for (int step = 1; step <= MOST_TAPES && found < 0; step++) {
+        int place = (last + step) % MOST_TAPES;
+        if (!TAPES[place].open) {
+            memset(&TAPES[place], 0, sizeof TAPES[place]);
+            TAPES[place].open = 1;
+            TAPES[place].signalled = signalled == Py_None ? NULL : Py_NewRef(signalled);
+            found = last = place;
+        }
+    }
+    pthread_mutex_unlock(&LOCK);
+    return found < 0 ? PyErr_Format(PyExc_RuntimeError, "all %d tapes are open", MOST_TAPES) : PyLong_FromLong(found);
+}
+
+static PyObject *set_up(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    struct tape *tape = count == 4 ? tape_of(args[0]) : NULL;
+    if (tape == NULL) {
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "set_up takes 4 arguments, not %zd", count);
+    }
+    double narrow = PyFloat_AsDouble(args[1]), wide = PyFloat_AsDouble(args[2]);
+    long wanted = PyLong_AsLong(args[3]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    pthread_mutex_lock(&LOCK);
+    tape->bounds[FLOAT32] = tape->bounds[BFLOAT16] = tape->bounds[FLOAT16] = narrow;
+    tape->bounds[FLOAT64] = wide;
+    tape->wanted = (int)wanted;
+    pthread_mutex_unlock(&LOCK);
+    Py_RETURN_NONE;
+}
+
+static PyObject *turn(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    struct tape *tape = count == 2 ? tape_of(args[0]) : NULL;
+    if (tape == NULL) {
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "turn takes 2 arguments, not %zd", count);
+    }
+    int on = PyObject_IsTrue(args[1]);
+    if (on < 0) {
+        return NULL;
+    }
+    pthread_mutex_lock(&LOCK);
+    tape->on = on;
+    pthread_mutex_unlock(&LOCK);
+    Py_RETURN_NONE;
+}
+
+/* Takes everything from a tape, under the lock; the caller frees it. */
+static struct tape taken(struct tape *tape) {
+    pthread_mutex_lock(&LOCK);
+    struct tape all = *tape;
+    tape->entries = NULL;
+    tape->asides = NULL;
+    tape->used = tape->room = tape->asides_used = tape->asides_room = 0;
+    pthread_mutex_unlock(&LOCK);
+    return all;
+}
+
+static void free_all(struct tape *all) {
+    for (size_t i = 0; i < all->asides_used; i++) {
+        free(all->asides[i].elements);
+    }
+    free(all->asides);
+    free(all->entries);
+}
+
+static PyObject *drain(PyObject *module, PyObject *number) {
+    (void)module;
+    struct tape *tape = tape_of(number);
+    if (tape == NULL) {
+        return NULL;
+    }
+    struct tape all = taken(tape);
+    PyObject *entries = PyBytes_FromStringAndSize((const char *)all.entries, (Py_ssize_t)(all.used * sizeof(struct entry)));
+    PyObject *asides = PyList_New(0);
+    for (size_t i = 0; entries != NULL && asides != NULL && i < all.asides_used; i++) {
+        PyObject *one = PyBytes_FromStringAndSize(all.asides[i].elements, (Py_ssize_t)all.asides[i].bytes);
+        if (one == NULL || PyList_Append(asides, one) < 0) {
+            Py_CLEAR(asides);
+        }
+        Py_XDECREF(one);
+    }
+    free_all(&all);
+    PyObject *found = entries != NULL && asides != NULL ? PyTuple_Pack(2, entries, asides) : NULL;
+    Py_XDECREF(entries);
+    Py_XDECREF(asides);
+    return found;
+}
+
+static PyObject *close_tape(PyObject *module, PyObject *number) {
+    (void)module;
+    struct tape *tape = tape_of(number);
+    if (tape == NULL) {
+        return NULL;
+    }
+    pthread_mutex_lock(&LOCK);
+    tape->open = tape->on = 0;
+    PyObject *signalled = tape->signalled;
+    tape->signalled = NULL;
+    pthread_mutex_unlock(&LOCK);
+    struct tape all = taken(tape);
+    free_all(&all);
+    Py_XDECREF(signalled);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef METHODS[] = {
+    {"open", open_tape, METH_O, "open(signalled) -> the number of a new tape. `signalled(id)` is called for each signal, unless it is None."},
+    {"set_up", (PyCFunction)(void (*)(void))set_up, METH_FASTCALL,
+     "set_up(tape, narrow, wide, wanted): the bounds of small elements, of float64 and of others, and what the kernel measures."},
+    {"turn", (PyCFunction)(void (*)(void))turn, METH_FASTCALL, "turn(tape, on): whether gated slots make entries."},
+    {"drain", drain, METH_O, "drain(tape) -> (entries, elements of those set aside), as bytes. The tape is empty then."},
+    {"close", close_tape, METH_O, "close(tape): no entries from now on, not even from operators that were called before."},
+    {NULL, NULL, 0, NULL},
+};
+
+static void lock_all(void) {
+    pthread_mutex_lock(&LOCK);
+}
+
+static void unlock_all(void) {
+    pthread_mutex_unlock(&LOCK);
+}
+
+static int prepare(PyObject *module) {
+    pthread_atfork(lock_all, unlock_all, unlock_all); /* no child begins with the lock of a thread that it does not have */
+    KERNEL = PyCapsule_Import(KERNEL_CAPSULE, 0);
+    if (KERNEL == NULL) {
+        return -1;
+    }
+    if (KERNEL->columns != ROW) {
+        PyErr_SetString(PyExc_ImportError, "the tape and the host kernel were built for other columns");
+        return -1;
+    }
+    PyObject *dtypes = PyList_New(0);
+    for (int i = 0; dtypes != NULL && i < DTYPE_COUNT; i++) {
+        PyObject *name = PyUnicode_FromString(DTYPES[i].name);
+        if (name == NULL || PyList_Append(dtypes, name) < 0) {
+            Py_CLEAR(dtypes);
+        }
+        Py_XDECREF(name);
+    }
+    int added = dtypes == NULL ? -1 : PyModule_AddObjectRef(module, "DTYPES", dtypes);
+    Py_XDECREF(dtypes);
+    return added || PyModule_AddIntConstant(module, "MEASURED", MEASURED) ||
+           PyModule_AddIntConstant(module, "SET_ASIDE", SET_ASIDE) || PyModule_AddIntConstant(module, "GATED", GATED) ||
+           PyModule_AddIntConstant(module, "CHECKED", CHECKED) ||
+           PyModule_AddIntConstant(module, "MOST_DIMENSIONS", MOST_DIMENSIONS) || PyModule_AddIntConstant(module, "ROW", ROW);
+}
+
+static PyModuleDef_Slot SLOTS[] = {
+    {Py_mod_exec, prepare},
+    {0, NULL},
+};
+
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "_tape", "Measurements that MindSpore's executor makes.", 0, METHODS, SLOTS, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__tape(void) {
+    return PyModuleDef_Init(&MODULE);
+}

@@ -1,0 +1,176 @@
+"""Measures tensors on a CPU without waiting for them: an operator in C, which MindSpore runs in order with all its other operators.
+
+Reading a tensor from Python waits for the operation that computes it, and Python prepares no further operations meanwhile. The
+operator is called like MindSpore's own instead. It sees the elements that the next operation would see, and compiled code can call
+it, too. Its measurements are entries of a ``Tape``, in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore.common import _no_grad
+from numpy.typing import NDArray
+
+from monitor.stats.host.array_kernel import NumpyKernel, Raw, is_wanted
+from monitor.stats.mindspore.tensors import on_host
+from monitor.stats.ops import Epsilon
+from monitor.stats.partials import COLUMNS, Floats
+
+try:
+    from monitor.mindspore import _tape
+    from monitor.stats import _host_kernel
+except ImportError:
+    _tape = None  # type: ignore[assignment]
+
+Signalled = Callable[[int], object]
+
+_ENTRY: Final = np.dtype(
+    [
+        ("id", np.int64),
+        ("flags", np.int64),
+        ("state", np.int64),
+        ("format", np.int64),
+        ("dimensions", np.int64),
+        ("shape", np.int64, 8),
+        ("row", np.float64, len(COLUMNS)),
+    ]
+)
+
+_LAYOUT: Final = np.dtype([("format", np.int64), ("dimensions", np.int64), ("shape", np.int64, 8)])
+_NAMES: Final = {"bool": "bool_"}
+"""The dtypes that ``mindspore`` has under another name."""
+
+
+Layout = tuple[tuple[int, ...], str]
+"""The shape of a tensor, and MindSpore's name of its dtype, such as ``float32``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """Entries of a tape, in the order in which they were made.
+
+    Attributes:
+        ids: The ids of their slots, shape ``(entries,)``.
+        rows: Their partials, shape ``(entries, len(COLUMNS))``.
+        layouts: The different layouts of their tensors.
+        layout: The index of each entry's layout, shape ``(entries,)``.
+    """
+
+    ids: NDArray[np.int64]
+    rows: Floats
+    layouts: Sequence[Layout]
+    layout: NDArray[np.int64]
+
+
+@cache
+def read_operator() -> Any:
+    """The operator ``read(x, slot)``, which returns an int32 tensor of one element without meaning; None if it cannot be used.
+
+    It is missing if there was no compiler when the package was built, on other devices than a CPU, and if the environment
+    allows other libraries only (``MS_CUSTOM_AOT_WHITE_LIST``).
+    """
+    return _operator("read_tensor")
+
+
+@cache
+def signal_operator() -> Any:
+    """The operator ``signal(x, slot)``, which calls the tape's function with the id of ``slot``. See ``read_operator``."""
+    return _operator("signal_python")
+
+
+def _operator(function: str) -> Any:
+    if _tape is None or not is_wanted() or ms.get_context("device_target") != "CPU":
+        return None
+    try:
+        return ops.Custom(f"{_tape.__file__}:{function}", (1,), ms.int32, "aot")
+    except Exception:
+        return None
+
+
+class Tape:
+    """The measurements of one recorder.
+
+    Args:
+        signalled: Called with the id of each signal, on the thread that runs MindSpore's operators. It must not raise.
+    """
+
+    def __init__(self, signalled: Signalled | None = None) -> None:
+        self.number: int = _tape.open(signalled)
+        self._read = read_operator()
+        self._kernel = self._checking_kernel = NumpyKernel(0.0)
+        self._last: Tensor | None = None
+        weakref.finalize(self, _tape.close, self.number)
+
+    def set_up(self, eps: float, *, higher: bool, check_sums: bool) -> None:
+        """Set what is measured of every tensor from now on. No operator may be waiting to be run."""
+        narrow, wide = Epsilon.of(eps, np.float32).bound, Epsilon.of(eps, np.float64).bound
+        _tape.set_up(self.number, narrow, wide, higher * _host_kernel.HIGHER | check_sums * _host_kernel.CHECK_SUMS)
+        self._kernel = NumpyKernel(eps, higher=higher, check_sums=check_sums)
+        self._checking_kernel = NumpyKernel(eps, higher=higher, check_sums=True)
+
+    def turn(self, on: bool) -> None:
+        """Set whether gated slots make entries."""
+        _tape.turn(self.number, on)
+
+    def slot(self, number: int, *, gated: bool = False, checked: bool = False) -> Tensor:
+        """A slot for the operators: int64, shape ``(3,)``.
+
+        Args:
+            number: The id of its entries.
+            gated: Whether it makes entries only while the tape is turned on.
+            checked: Whether its tensors get check sums in any case.
+        """
+        return Tensor(np.array([self.number, number, gated * _tape.GATED | checked * _tape.CHECKED], dtype=np.int64))
+
+    def read(self, x: Tensor, slot: Tensor) -> None:
+        """Measure a tensor with data. Does not wait for its elements."""
+        with _no_grad():
+            self._last = self._read(x, slot)
+
+    def wait(self) -> None:
+        """Wait until all calls of ``read`` so far have made their entries.
+
+        Raises:
+            EarlierFailure: An earlier operation has failed.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            on_host(last)
+
+    def drain(self) -> Measurements:
+        """Take all entries. Tensors that cannot be read have none."""
+        taken, asides = _tape.drain(self.number)
+        entries = np.frombuffer(taken, dtype=_ENTRY)
+        self._reduce(entries, rows := entries["row"].copy(), asides)
+        known = entries["state"] <= _tape.SET_ASIDE
+        layouts, layout = np.unique(_layouts(entries[known]), return_inverse=True)
+        return Measurements(entries["id"][known], rows[known], [_layout(one) for one in layouts], layout)
+
+    def _reduce(self, entries: NDArray[Any], rows: Floats, asides: Sequence[bytes]) -> None:
+        """Fill in the rows of the tensors whose elements were set aside."""
+        for place, elements in zip(np.flatnonzero(entries["state"] == _tape.SET_ASIDE), asides, strict=True):
+            kernel = self._checking_kernel if entries["flags"][place] & _tape.CHECKED else self._kernel
+            kernel.reduce_into(_elements(entries["format"][place], elements), rows, place)
+
+
+def _layouts(entries: NDArray[Any]) -> NDArray[np.void]:
+    return np.ascontiguousarray(entries[list(_LAYOUT.names)].astype(_LAYOUT)).view(np.dtype((np.void, _LAYOUT.itemsize)))
+
+
+def _layout(raw: np.void) -> Layout:
+    found = np.frombuffer(raw.tobytes(), dtype=_LAYOUT)[0]
+    return tuple(found["shape"][: found["dimensions"]].tolist()), _tape.DTYPES[found["format"]]
+
+
+def _elements(place: int, elements: bytes) -> Raw:
+    """The elements of a tensor, shape ``(elements,)``, as MindSpore would share them with numpy."""
+    name = _tape.DTYPES[place]
+    return np.frombuffer(elements, dtype=ms.dtype_to_nptype(getattr(ms, _NAMES.get(name, name))))
