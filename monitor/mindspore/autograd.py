@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import mindspore
 import numpy as np
@@ -110,6 +110,8 @@ class GraphNode:
 
 Target = tuple[GraphNode, int]
 """A gradient edge: the node that will receive the gradient, and the index of its input."""
+Start: TypeAlias = Any
+"""The beginning of a call, as ``sequence_nr`` returns it: a tensor, or 0."""
 Edge = tuple[GraphNode, int]
 """A producer: the node and the index of its ``next_functions`` through which it feeds a target."""
 
@@ -130,12 +132,20 @@ def in_backward() -> bool:
     return current_pass() >= 0
 
 
-def sequence_nr() -> int:
-    """A number below the sequence numbers of all later nodes. 0 if no nodes are made."""
+def sequence_nr() -> Start:
+    """A tensor whose node was made now. 0 if no nodes are made. Does not wait.
+
+    MindSpore does not show the next sequence number. A view of a tensor outside the model gets it, and computes nothing. The
+    number can be read once MindSpore has dispatched the view, which at the end of a call it has.
+    """
     if not (GRAPH_IS_THERE and recording()):
         return 0
-    # MindSpore does not show the number. A view of a tensor outside the model gets the next one, and computes nothing.
-    return _queried(lambda: int(_probe().view(1)._grad_node._sequence_nr()))
+    return _queried(lambda: _probe().view(1))
+
+
+def _number(start: Start) -> int:
+    """A number below the sequence numbers of all nodes made after ``start``."""
+    return start if isinstance(start, int) else _queried(lambda: int(start._grad_node._sequence_nr()))
 
 
 def requires_grad(x: Tensor) -> bool:
@@ -154,19 +164,19 @@ def gradient_target(x: Tensor) -> Target:
     return _queried(lambda: (GraphNode(x._grad_node), x._output_index))
 
 
-def made_since(x: Tensor, start: int) -> bool:
+def made_since(x: Tensor, start: Start) -> bool:
     """Whether ``x`` is the result of an operation called after ``sequence_nr`` was ``start``. Its hooks go with the graph."""
     node = _queried(lambda: x._grad_node) if GRAPH_IS_THERE else None
-    return node is not None and start < node._sequence_nr() < LEAF
+    return node is not None and _number(start) < node._sequence_nr() < LEAF
 
 
 def producers(
-    outputs: Iterable[Tensor], targets: Iterable[Target], start: int, *, others_call: bool = False
+    outputs: Iterable[Tensor], targets: Iterable[Target], start: Start, *, others_call: bool = False
 ) -> dict[Target, list[Edge]]:
     """The edges into each target from nodes with sequence number ``start`` or later. All threads share the numbers."""
     del others_call
     ends = _queried(lambda: [node for x in outputs if (node := x._grad_node) is not None])
-    return walk([GraphNode(node) for node in ends], targets, start)
+    return walk([GraphNode(node) for node in ends], targets, _number(start))
 
 
 def on_gradient(x: Tensor, write: Write) -> Removable:

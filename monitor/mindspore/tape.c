@@ -319,12 +319,12 @@ static PyObject *close_tape(PyObject *module, PyObject *number) {
 }
 
 static PyMethodDef METHODS[] = {
-    {"open", open_tape, METH_O, "open(signalled) -> the number of a new tape. `signalled(id)` is called for each signal, unless it is None."},
+    {"open_tape", open_tape, METH_O, "open_tape(signalled) -> the number of a new tape. Signals call `signalled(id)`, unless it is None."},
     {"set_up", (PyCFunction)(void (*)(void))set_up, METH_FASTCALL,
      "set_up(tape, narrow, wide, wanted): the bounds of small elements, of float64 and of others, and what the kernel measures."},
     {"turn", (PyCFunction)(void (*)(void))turn, METH_FASTCALL, "turn(tape, on): whether gated slots make entries."},
     {"drain", drain, METH_O, "drain(tape) -> (entries, elements of those set aside), as bytes. The tape is empty then."},
-    {"close", close_tape, METH_O, "close(tape): no entries from now on, not even from operators that were called before."},
+    {"close_tape", close_tape, METH_O, "close_tape(tape): no entries from now on, not even from operators that were called before."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,8 +1,8 @@
-"""Measures tensors on a CPU without waiting for them: an operator in C, which MindSpore runs in order with all its other operators.
+"""Measures tensors on a CPU by an operator in C, which MindSpore runs in order with all its other operators.
 
 Reading a tensor from Python waits for the operation that computes it, and Python prepares no further operations meanwhile. The
-operator is called like MindSpore's own instead. It sees the elements that the next operation would see, and compiled code can call
-it, too. Its measurements are entries of a ``Tape``, in the order in which they were made.
+operator is called like MindSpore's own instead. It sees the elements that the next operation would see, and compiled code can
+call it, too. Its measurements are entries of a ``Tape``, in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, Final
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
-from mindspore.common import _no_grad
 from numpy.typing import NDArray
 
+from monitor.failures import EarlierFailure
 from monitor.stats.host.array_kernel import NumpyKernel, Raw, is_wanted
-from monitor.stats.mindspore.tensors import on_host
+from monitor.stats.mindspore.tensors import as_given, on_host
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, Floats
 
@@ -44,10 +44,13 @@ _ENTRY: Final = np.dtype(
     ]
 )
 
+_FIELDS: Final = ["format", "dimensions", "shape"]
 _LAYOUT: Final = np.dtype([("format", np.int64), ("dimensions", np.int64), ("shape", np.int64, 8)])
 _NAMES: Final = {"bool": "bool_"}
 """The dtypes that ``mindspore`` has under another name."""
 
+
+NO_TAPE: Final = -1
 
 Layout = tuple[tuple[int, ...], str]
 """The shape of a tensor, and MindSpore's name of its dtype, such as ``float32``."""
@@ -90,9 +93,11 @@ def _operator(function: str) -> Any:
     if _tape is None or not is_wanted() or ms.get_context("device_target") != "CPU":
         return None
     try:
-        return ops.Custom(f"{_tape.__file__}:{function}", (1,), ms.int32, "aot")
+        operator = ops.Custom(f"{_tape.__file__}:{function}", (1,), ms.int32, "aot")
+        operator(Tensor(0.0, ms.float32), Tensor(np.array([NO_TAPE, 0, 0], dtype=np.int64))).asnumpy()
     except Exception:
         return None
+    return operator
 
 
 class Tape:
@@ -103,11 +108,11 @@ class Tape:
     """
 
     def __init__(self, signalled: Signalled | None = None) -> None:
-        self.number: int = _tape.open(signalled)
+        self.number: int = _tape.open_tape(signalled)
         self._read = read_operator()
         self._kernel = self._checking_kernel = NumpyKernel(0.0)
         self._last: Tensor | None = None
-        weakref.finalize(self, _tape.close, self.number)
+        weakref.finalize(self, _tape.close_tape, self.number)
 
     def set_up(self, eps: float, *, higher: bool, check_sums: bool) -> None:
         """Set what is measured of every tensor from now on. No operator may be waiting to be run."""
@@ -131,9 +136,16 @@ class Tape:
         return Tensor(np.array([self.number, number, gated * _tape.GATED | checked * _tape.CHECKED], dtype=np.int64))
 
     def read(self, x: Tensor, slot: Tensor) -> None:
-        """Measure a tensor with data. Does not wait for its elements."""
-        with _no_grad():
-            self._last = self._read(x, slot)
+        """Measure a tensor with data. Does not wait for its elements.
+
+        Raises:
+            EarlierFailure: An earlier operation has failed.
+        """
+        try:
+            with as_given():
+                self._last = self._read(x, slot)
+        except Exception as error:  # the operator itself was tried when it was made
+            raise EarlierFailure(error) from error
 
     def wait(self) -> None:
         """Wait until all calls of ``read`` so far have made their entries.
@@ -162,7 +174,9 @@ class Tape:
 
 
 def _layouts(entries: NDArray[Any]) -> NDArray[np.void]:
-    return np.ascontiguousarray(entries[list(_LAYOUT.names)].astype(_LAYOUT)).view(np.dtype((np.void, _LAYOUT.itemsize)))
+    """The layout of each entry as raw memory, which can be sorted."""
+    fields: Any = _FIELDS
+    return np.ascontiguousarray(entries[fields].astype(_LAYOUT)).view(np.dtype((np.void, _LAYOUT.itemsize)))
 
 
 def _layout(raw: np.void) -> Layout:
@@ -174,3 +188,13 @@ def _elements(place: int, elements: bytes) -> Raw:
     """The elements of a tensor, shape ``(elements,)``, as MindSpore would share them with numpy."""
     name = _tape.DTYPES[place]
     return np.frombuffer(elements, dtype=ms.dtype_to_nptype(getattr(ms, _NAMES.get(name, name))))
+
+
+def new_tape(signalled: Signalled | None = None) -> Tape | None:
+    """A tape; None if the operators cannot be used, or if too many tapes are in use."""
+    if read_operator() is None:
+        return None
+    try:
+        return Tape(signalled)
+    except RuntimeError:
+        return None

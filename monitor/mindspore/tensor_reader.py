@@ -1,7 +1,9 @@
 """Reads a tensor of MindSpore into its row.
 
-On a CPU, pages are in host memory, which tensors share with numpy. Reading a tensor waits for the operation that computes it,
-as its next use would. On a device nothing waits: a page there stores the kernel's results.
+On a CPU, pages are in host memory. Tensors that hooks see are measured by an operator that MindSpore runs in its own order
+(``Tape``), and their rows are written before the step is sealed. Without that operator, and for several tensors at once, the
+reader waits for the operations that compute them, and reads the memory that they share with numpy. On a device nothing waits: a
+page there stores the kernel's results.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from mindspore import Parameter, Tensor, mint, nn
 from mindspore._c_expression import typing
 from mindspore.common import _no_grad
 
+from monitor.mindspore.tape import Tape, new_tape
 from monitor.recording.arguments import NOT_A_NUMBER, real_number
 from monitor.recording.recorder import Device, LiveRows, RecordedSeries
 from monitor.recording.tensor_paths import TensorPaths
@@ -86,6 +89,9 @@ paths: TensorPaths = TENSOR_PATHS
 HOST: Final = "host"
 DEVICE: Final = "device"
 
+NOT_KNOWN_YET: Final = 0
+"""The layout of a tensor that is not measured yet."""
+
 
 class MindSporeTensorReader:
     """Reads tensors of MindSpore into rows.
@@ -100,6 +106,10 @@ class MindSporeTensorReader:
         self.magnitudes = magnitudes
         # Asking a tensor for its device would wait until MindSpore has created it.
         self.device: str = HOST if on_the_host() else DEVICE
+        self._tape = new_tape() if self.device == HOST else None
+        self._slots: dict[tuple[int, bool], Tensor] = {}
+        if self._tape is not None:
+            self.rows.settle = self._settle
         self.take_kernels(eps, higher=higher, check_sums=check_sums)
 
     def take_kernels(self, eps: float, *, higher: bool, check_sums: bool) -> None:
@@ -107,6 +117,8 @@ class MindSporeTensorReader:
         make: Any = MindSporeHostKernel if self.device == HOST else MindSporeDeviceKernel
         self._kernel = make(eps, higher=higher, check_sums=check_sums)
         self._checking_kernel = self._kernel if check_sums else make(eps, higher=higher, check_sums=True)
+        if self._tape is not None:
+            self._tape.set_up(eps, higher=higher, check_sums=check_sums)
 
     def activate(self, active: bool) -> None:
         """Nothing to do: MindSpore's hooks run in Python, and check ``Recorder.active``."""
@@ -121,6 +133,36 @@ class MindSporeTensorReader:
         del aliases
         if not has_data(x):
             return
+        if self._tape is None or self.magnitudes:
+            self._record_now(watched, x, micro_step)
+            return
+        with self.rows.lock:
+            slot, offset = self.rows.slot(watched, self.device, micro_step)
+            self.rows.table.note(slot.row + offset, NOT_KNOWN_YET)
+        self._tape.read(x, self._tape_slot(self._tape, slot.row + offset, checked=watched.checked))
+
+    def _tape_slot(self, tape: Tape, row: int, *, checked: bool) -> Tensor:
+        slot = self._slots.get((row, checked))
+        if slot is None:
+            slot = self._slots[row, checked] = tape.slot(row, checked=checked)
+        return slot
+
+    def _settle(self) -> None:
+        """Write the rows of the tensors that the operator has measured. Waits, so the caller does not hold the lock."""
+        assert self._tape is not None
+        self._tape.wait()
+        with self.rows.lock:
+            found = self._tape.drain()
+            layouts = [self.rows.table.layout_of(shape, f"mindspore.{dtype}") for shape, dtype in found.layouts]
+            self.rows.table.columns.layout[found.ids] = np.array(layouts, dtype=np.int64)[found.layout]
+            for page in self.rows.table.pages:
+                there = (found.ids >= page.first_row) & (found.ids < page.first_row + page.rows)
+                if there.any():
+                    assert isinstance(page.memory, HostPage)
+                    page.memory.numbers[found.ids[there] - page.first_row] = found.rows[there]
+
+    def _record_now(self, watched: RecordedSeries, x: Any, micro_step: int = 0) -> None:
+        """``record``, which waits for a tensor on the host."""
         elements = on_host(x) if self.device == HOST else None  # waits, which must happen without the lock
         with self.rows.lock:
             slot, offset = self.rows.slot(watched, self.device, micro_step)
@@ -135,7 +177,8 @@ class MindSporeTensorReader:
     ) -> None:
         for watched, x in items:
             try:
-                self.record(watched, x)
+                if has_data(x):
+                    self._record_now(watched, x)  # most of these are computed: waiting once costs less than the operator
             except Exception as error:
                 failed(watched, error)
 

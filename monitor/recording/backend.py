@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Target = Any
 """The place in the graph that a gradient flows to. Hashable; equal for the same gradient."""
 
+Start = Any
+"""The beginning of a call in the graph: 0, or what ``Autograd.sequence_nr`` returned."""
+
 Write = Callable[[Any], None]
 """Receives a gradient."""
 
@@ -65,21 +68,23 @@ class Autograd(Protocol):
     def recording(self) -> bool:
         """Whether operations are recorded for a backward now."""
 
-    def sequence_nr(self) -> int:
-        """The lowest sequence number that a node created from now on can have."""
+    def sequence_nr(self) -> Start:
+        """The beginning of a call: tells nodes that are created from now on from earlier ones."""
 
     def requires_grad(self, x: Any) -> bool: ...
 
     def gradient_target(self, x: Any) -> Target:
         """The current target of the gradient of ``x``. Read it before a call: an in-place operation changes it."""
 
-    def made_since(self, x: Any, start: int) -> bool:
-        """Whether ``x`` is the result of a node with this number or a later one. Its hooks are freed with the graph."""
+    def made_since(self, x: Any, start: Start) -> bool:
+        """Whether ``x`` is the result of a node created after ``start``; any node, if it is 0. Its hooks are freed with the
+        graph.
+        """
 
     def producers(
-        self, outputs: Iterable[Any], targets: Iterable[Target], start: int, *, others_call: bool
+        self, outputs: Iterable[Any], targets: Iterable[Target], start: Start, *, others_call: bool
     ) -> Mapping[Target, Sequence[Any]]:
-        """The edges into each target from nodes with sequence number ``start`` or later.
+        """The edges into each target from nodes created after ``start``.
 
         Args:
             others_call: Whether other threads have called modules in this step.

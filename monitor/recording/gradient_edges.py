@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from monitor.failures import IN_HOOK
-from monitor.recording.backend import Autograd, Removable, Target, Write
+from monitor.recording.backend import Autograd, Removable, Start, Target, Write
 
 LEAF: Final = 2**64 - 1
 """The sequence number of a leaf, which is no result of an operation."""
@@ -211,11 +211,11 @@ def _passing(k: int, take: Callable[[Any], None]) -> Callable[[Any, Any], None]:
 # --- Hooks that record the gradients of a call's inputs and results.
 
 
-def follow_result(graph: Autograd, x: Any, start: int, write: Write) -> list[Removable]:
+def follow_result(graph: Autograd, x: Any, start: Start, write: Write) -> list[Removable]:
     """Call ``write`` with the whole gradient of a result.
 
     Args:
-        start: The number of the first node that the call may have created.
+        start: The beginning of the call.
 
     Returns:
         The handle of the hook, if the hook may outlive the graph: ``x`` may have existed before the call.
@@ -227,7 +227,7 @@ def follow_result(graph: Autograd, x: Any, start: int, write: Write) -> list[Rem
 def follow_inputs(
     graph: Autograd,
     targets: Mapping[Target, Slot],
-    start: int,
+    start: Start,
     results: Sequence[Any],
     writer: Callable[[Slot], Write],
     *,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, final
 
 from monitor.failures import Failures
-from monitor.recording.backend import Target
+from monitor.recording.backend import Start, Target
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.step_clock import Clock
 from monitor.series import Placement
@@ -93,13 +93,13 @@ class ModuleCall:
     """One call of a module, between its pre-hook and its forward hook.
 
     Attributes:
-        start: Autograd sequence number before the call. Nodes created during the call have this number or a later one.
+        start: The beginning of the call in the graph.
         targets: The targets of the recorded input gradients, and their series; None or empty without gradients.
     """
 
     place: CallIndex
     records_forward: bool
-    start: int = 0
+    start: Start = 0
     targets: Mapping[Target, RecordedSeries] | None = None
 
 

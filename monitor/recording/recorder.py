@@ -74,6 +74,10 @@ class RowBlock(NamedTuple):
     rows: NDArray[np.int64]
 
 
+def _settled() -> None:
+    """Readers that write the numbers of a row when they note it have nothing to settle."""
+
+
 @final
 class LiveRows:
     """The rows of every series in the live table.
@@ -82,12 +86,15 @@ class LiveRows:
         table: The live table, changed only under ``lock``.
         lock: The autograd engine runs the backward of each device on a thread of its own.
         slots: The rows of each series. A later attachment continues with them.
+        settle: Writes the numbers of rows that were noted and are still being measured. It may wait for training's operations,
+            whose errors it raises as ``EarlierFailure``. The caller does not hold the lock.
     """
 
     def __init__(self, series: SeriesTable, new_memory: NewMemory) -> None:
         self.table = StatsTable(series)
         self.lock = threading.Lock()
         self.slots: dict[tuple[Series, Device, tuple[int, ...]], RowSlot] = {}
+        self.settle: Callable[[], None] = _settled
         self._blocks: dict[tuple[Series, int, Device, tuple[int, ...]], RowSlot] = {}
         self._new_memory = new_memory
         self._open_pages: dict[Device, Page] = {}
@@ -345,6 +352,7 @@ class Recorder:
 
     def seal(self, into: SealedTable) -> None:
         """Copy the table into ``into`` and begin a new step."""
+        self.reader.rows.settle()
         with self.lock:
             self.late.enter()
             into.total = self.total
@@ -354,12 +362,14 @@ class Recorder:
 
     def kinds_now(self) -> dict[str, KindRows]:
         """The rows of the step in progress so far. Waits for the device."""
+        self.reader.rows.settle()
         with self.lock:
             self.late.enter()
             return self.table.kinds_now()
 
     def discard(self) -> None:
         """Discard the step in progress, and begin a new one."""
+        self.reader.rows.settle()
         with self.lock:
             self.reader.forget_step()
             self.late.discard()

@@ -16,6 +16,7 @@ from mindspore.common import _no_grad
 from monitor.failures import EarlierFailure
 from monitor.mindspore import autograd
 from monitor.mindspore.autograd import (
+    _number,
     engine,
     gradient_target,
     in_backward,
@@ -300,9 +301,10 @@ def test_numbers_grow_while_operations_are_recorded_and_are_0_elsewhere() -> Non
     w, numbers = weight(), []
 
     def function(x: Tensor) -> Tensor:
-        numbers.append(sequence_nr())
+        begins = [sequence_nr()]
         out = (x * w).sum()
-        numbers.append(sequence_nr())
+        begins.append(sequence_nr())
+        numbers.extend(map(_number, begins))
         return out
 
     differentiated(function, [w])

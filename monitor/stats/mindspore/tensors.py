@@ -182,6 +182,19 @@ def beneath() -> Iterator[None]:
         executor.set_enable_grad(recorded)
 
 
+@contextmanager
+def as_given() -> Iterator[None]:
+    """Operations inside are not recorded by a graph, and take tensors in their own dtype (``beneath``)."""
+    recorded = executor.enable_grad()
+    executor.set_enable_grad(False)
+    executor.set_mixed_precision_type(MixedPrecisionType.NOTSET)
+    try:
+        yield
+    finally:
+        executor.set_mixed_precision_type(MixedPrecisionType.NOTSET, False)
+        executor.set_enable_grad(recorded)
+
+
 def count_magnitudes(x: Tensor) -> NDArray[np.int64] | None:
     """The histogram of a tensor in host memory, shape ``(BINS,)``; None if it has no data to read.
 

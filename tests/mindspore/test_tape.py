@@ -1,0 +1,197 @@
+"""Measurements that MindSpore's executor makes in its own order."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import mindspore as ms
+import numpy as np
+import pytest
+from attaching import EVERYTHING, Output, attached, step_with, with_fixed_weights
+from mindspore import Tensor, mint, nn, ops
+from training import Net
+
+from monitor.failures import EarlierFailure
+from monitor.mindspore import tape as tapes
+from monitor.mindspore.tape import Tape
+from monitor.stats.mindspore.kernels import MindSporeHostKernel
+from monitor.stats.partials import COLUMNS, COUNT, MAX, SUM
+
+EPS = 1e-8
+DTYPES = [
+    ms.float32, ms.float16, ms.bfloat16, ms.float64, ms.int64, ms.int32, ms.int16, ms.int8, ms.uint64, ms.uint32, ms.uint16,
+    ms.uint8, ms.bool_, ms.complex64, ms.complex128,
+]  # fmt: skip
+
+
+def tensors() -> list[Tensor]:
+    """A tensor of each dtype, and tensors that are unusual in other ways."""
+    numbers = np.random.default_rng(0).normal(size=(3, 5)) * 10
+    plain = [Tensor(numbers).astype(dtype) for dtype in DTYPES]
+    large = Tensor(np.random.default_rng(1).normal(size=(50, 3000)).astype(np.float32))
+    special = Tensor(np.array([np.nan, np.inf, 1.0, -np.inf], np.float32))
+    beyond_range = Tensor(np.full((2, 2), 1e300))
+    subnormal = Tensor(np.full((2, 2), 1e-40, np.float32))
+    empty, scalar = Tensor(np.zeros((0, 3), np.float32)), Tensor(3.0, ms.float32)
+    return [*plain, large, special, beyond_range, subnormal, empty, scalar, plain[0].T, plain[0][:, 1]]
+
+
+@pytest.fixture
+def tape() -> Tape:
+    made = Tape()
+    made.set_up(EPS, higher=False, check_sums=False)
+    return made
+
+
+@pytest.mark.parametrize(("higher", "check_sums"), [(False, False), (True, True)])
+def test_the_numbers_are_those_of_the_kernel_that_waits_bit_for_bit(tape: Tape, higher: bool, check_sums: bool) -> None:
+    tape.set_up(EPS, higher=higher, check_sums=check_sums)
+    kernel, some = MindSporeHostKernel(EPS, higher=higher, check_sums=check_sums), tensors()
+    expected = np.zeros((len(some), len(COLUMNS)))
+    for number, x in enumerate(some):
+        assert kernel.reduce_into(x, expected, number)
+        tape.read(x, tape.slot(number))
+    tape.wait()
+    found = tape.drain()
+    assert found.ids.tolist() == list(range(len(some)))
+    np.testing.assert_array_equal(found.rows, expected)
+    layouts = [found.layouts[place] for place in found.layout]
+    assert layouts == [(tuple(x.shape), str(x.dtype).lower().removesuffix("_")) for x in some]
+
+
+def test_a_slot_can_ask_for_check_sums_that_the_tape_does_not_measure(tape: Tape) -> None:
+    kernel, x = MindSporeHostKernel(EPS, check_sums=True), Tensor(np.arange(6))
+    expected = np.zeros((1, len(COLUMNS)))
+    kernel.reduce_into(x, expected, 0)
+    tape.read(x, tape.slot(0, checked=True))
+    tape.wait()
+    np.testing.assert_array_equal(tape.drain().rows, expected)
+
+
+def test_an_entry_has_the_numbers_of_the_moment_of_the_call(tape: Tape) -> None:
+    one, slot = Tensor(np.ones((4, 4), np.float32)), tape.slot(1)
+    x = ms.Parameter(one.copy(), name="x")
+    for _ in range(5):
+        tape.read(x, slot)
+        ops.assign_add(x, one)
+        tape.read(mint.matmul(x, x), slot)  # Python drops this tensor at once
+    tape.wait()
+    rows = tape.drain().rows
+    assert rows[:, MAX].tolist() == [1.0, 16.0, 2.0, 36.0, 3.0, 64.0, 4.0, 100.0, 5.0, 144.0]
+
+
+def test_no_gradient_flows_through_the_operator(tape: Tape) -> None:
+    w = ms.Parameter(Tensor(np.ones((3, 3), np.float32)), name="w")
+
+    def loss(x: Tensor) -> Tensor:
+        out = mint.matmul(x, w)
+        tape.read(out, tape.slot(1))
+        return out.sum()
+
+    x = Tensor(np.full((3, 3), 2.0, np.float32))
+    _, (gradient,) = ms.value_and_grad(loss, None, [w])(x)
+    np.testing.assert_array_equal(gradient.asnumpy(), np.full((3, 3), 6.0))
+
+
+class Reading(nn.Cell):
+    """Reads a tensor where MindSpore casts the tensors of its own operations."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def construct(self, x: Tensor) -> Tensor:
+        self.tape.read(x, self.tape.slot(1))
+        return mint.matmul(x, x)
+
+
+def test_a_cell_that_casts_its_operations_does_not_cast_what_is_measured(tape: Tape) -> None:
+    x = Tensor(np.full((3, 3), 1.0001, np.float32))
+    assert Reading(tape).to_float(ms.float16)(x).dtype == ms.float16
+    tape.wait()
+    found = tape.drain()
+    assert found.layouts == [((3, 3), "float32")]
+    assert found.rows[0, SUM] == pytest.approx(9.0009, rel=1e-6)
+
+
+def test_gated_slots_make_entries_while_the_tape_is_on(tape: Tape) -> None:
+    x, slot = Tensor(np.ones(3, np.float32)), tape.slot(7, gated=True)
+    for on in (False, True, False):
+        tape.turn(on)
+        tape.read(x, slot)
+        tape.wait()
+    assert tape.drain().ids.tolist() == [7]
+
+
+def test_slots_of_a_tape_that_is_gone_make_no_entries_and_no_errors(tape: Tape) -> None:
+    x, other = Tensor(np.ones(3, np.float32)), Tape()
+    slot = other.slot(1)
+    del other
+    tape.read(x, slot)
+    tape.wait()
+    assert tape.drain().ids.tolist() == []
+
+
+def test_a_signal_calls_python_in_the_order_of_the_operators() -> None:
+    seen: list[tuple[int, float]] = []
+    tape = Tape(lambda number: seen.append((number, tape.drain().rows[:, COUNT].sum())))
+    x, signal = Tensor(np.ones(3, np.float32)), tapes.signal_operator()
+    for number in range(3):
+        tape.read(x, tape.slot(0))
+        last = signal(x, tape.slot(number))
+    last.asnumpy()
+    assert seen == [(0, 3.0), (1, 3.0), (2, 3.0)]
+
+
+def test_a_failing_signal_does_not_reach_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: told.append(raised.exc_type))
+    tape = Tape(lambda number: 1 // number)
+    tapes.signal_operator()(Tensor(1.0), tape.slot(0)).asnumpy()
+    assert told == [ZeroDivisionError]
+
+
+def test_an_error_of_training_that_the_wait_receives_is_passed_on(tape: Tape) -> None:
+    x = Tensor(np.ones((2, 3), np.float32))
+
+    def read_a_result_of_a_failure() -> None:
+        tape.read(mint.index_select(x, 0, Tensor([7])), tape.slot(1))
+        tape.wait()
+
+    with pytest.raises(EarlierFailure):
+        read_a_result_of_a_failure()
+
+
+SCRIPT = """
+import os, sys
+import mindspore as ms
+from monitor.mindspore.tape import new_tape
+print(new_tape() is None)
+"""
+
+
+@pytest.mark.parametrize("variable", [{"MONITOR_NATIVE": "0"}, {"MS_CUSTOM_AOT_WHITE_LIST": "/nowhere"}])
+def test_without_the_operator_there_is_no_tape(variable: dict[str, str]) -> None:
+    environment = {**os.environ, **variable, "GLOG_v": "3"}
+    found = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.split()[-1] == "True"
+
+
+def rows_of(output: Output) -> list[object]:
+    others = output.directories()
+    net = with_fixed_weights(Net())
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    with attached(output, net, optimizer, **EVERYTHING):
+        for number in range(2):
+            step_with(net, optimizer, number)
+    (directory,) = set(output.directories()) - set(others)
+    kinds = ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_updated", "exp_avg")
+    return [output.rows(kind, directory) for kind in kinds]
+
+
+def test_the_rows_are_those_of_a_reader_that_waits(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = rows_of(output)
+    monkeypatch.setattr("monitor.mindspore.tensor_reader.new_tape", lambda: None)
+    assert rows_of(output) == found
