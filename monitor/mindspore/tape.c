@@ -31,6 +31,7 @@ struct aside {
 };
 
 struct tape {
+    int64_t number; /* its place in TAPES + a multiple of MOST_TAPES, never twice: compiled graphs may know closed tapes */
     int open, on, wanted;
     double bounds[FORMATS];
     struct entry *entries;
@@ -86,10 +87,17 @@ static struct aside copied(const void *x, size_t bytes) {
     return aside;
 }
 
+/* The open tape with a number; NULL if there is none. The caller holds the lock, or the GIL, under which tapes open and close. */
+static struct tape *open_with(int64_t number) {
+    struct tape *tape = number >= 0 ? &TAPES[number % MOST_TAPES] : NULL;
+    return tape != NULL && tape->open && tape->number == number ? tape : NULL;
+}
+
 /* Appends an entry; drops it, and its elements, if the tape was closed or there is no memory. */
-static void append(struct tape *tape, const struct entry *entry, struct aside aside) {
+static void append(int64_t number, const struct entry *entry, struct aside aside) {
     pthread_mutex_lock(&LOCK);
-    struct entry *entries = tape->open ? grown(tape->entries, tape->used, &tape->room, sizeof *entries) : NULL;
+    struct tape *tape = open_with(number);
+    struct entry *entries = tape != NULL ? grown(tape->entries, tape->used, &tape->room, sizeof *entries) : NULL;
     if (entries != NULL) {
         tape->entries = entries;
         struct aside *asides = tape->asides;
@@ -111,13 +119,13 @@ static void append(struct tape *tape, const struct entry *entry, struct aside as
 
 /* The tape of a slot if it takes entries now, with its settings in `now`; else NULL. */
 static struct tape *taking(const int64_t *slot, struct tape *now) {
-    struct tape *tape = slot[0] >= 0 && slot[0] < MOST_TAPES ? &TAPES[slot[0]] : NULL;
+    pthread_mutex_lock(&LOCK);
+    struct tape *tape = open_with(slot[0]);
     if (tape != NULL) {
-        pthread_mutex_lock(&LOCK);
         *now = *tape;
-        pthread_mutex_unlock(&LOCK);
     }
-    return tape != NULL && now->open && (now->on || !(slot[2] & GATED)) ? tape : NULL;
+    pthread_mutex_unlock(&LOCK);
+    return tape != NULL && (now->on || !(slot[2] & GATED)) ? tape : NULL;
 }
 
 static void measure(const void *x, const char *dtype, struct entry *entry, const struct tape *now, struct aside *aside) {
@@ -151,15 +159,14 @@ EXPORTED int read_tensor(int count, void **params, int *ndims, int64_t **shapes,
     }
     const int64_t *slot = params[1];
     *(int32_t *)params[2] = 0;
-    struct tape *tape = taking(slot, &now);
-    if (tape == NULL || KERNEL == NULL || ndims[0] > MOST_DIMENSIONS) {
+    if (taking(slot, &now) == NULL || KERNEL == NULL || ndims[0] > MOST_DIMENSIONS) {
         return 0;
     }
     struct entry entry = {.id = slot[1], .flags = slot[2], .format = -1, .dimensions = ndims[0]};
     struct aside aside = {0, NULL};
     memcpy(entry.shape, shapes[0], (size_t)ndims[0] * sizeof *entry.shape);
     measure(params[0], dtypes[0], &entry, &now, &aside);
-    append(tape, &entry, aside);
+    append(slot[0], &entry, aside);
     return 0;
 }
 
@@ -180,8 +187,8 @@ EXPORTED int signal_python(int count, void **params, int *ndims, int64_t **shape
         return 0;
     }
     PyGILState_STATE state = PyGILState_Ensure();
-    struct tape *tape = &TAPES[slot[0]];
-    PyObject *call = tape->open ? tape->signalled : NULL; /* changed with the GIL only */
+    struct tape *tape = open_with(slot[0]);
+    PyObject *call = tape != NULL ? tape->signalled : NULL;
     Py_XINCREF(call);
     PyObject *result = call == NULL ? NULL : PyObject_CallFunction(call, "L", (long long)slot[1]);
     if (call != NULL && result == NULL) {
@@ -196,32 +203,33 @@ EXPORTED int signal_python(int count, void **params, int *ndims, int64_t **shape
 /* --- What Python calls. */
 
 static struct tape *tape_of(PyObject *number) {
-    long place = PyLong_AsLong(number);
-    if (place >= 0 && place < MOST_TAPES && TAPES[place].open) {
-        return &TAPES[place];
+    long long wanted = PyLong_AsLongLong(number);
+    struct tape *tape = open_with(wanted);
+    if (tape == NULL && !PyErr_Occurred()) {
+        PyErr_Format(PyExc_ValueError, "tape %lld is not open", wanted);
     }
-    if (!PyErr_Occurred()) {
-        PyErr_Format(PyExc_ValueError, "tape %ld is not open", place);
-    }
-    return NULL;
+    return tape;
 }
 
 static PyObject *open_tape(PyObject *module, PyObject *signalled) {
     (void)module;
-    static int last = -1; /* numbers of closed tapes are used last: compiled graphs may still know them */
-    long found = -1;
+    int place = 0;
     pthread_mutex_lock(&LOCK);
-    for (int step = 1; step <= MOST_TAPES && found < 0; step++) {
-        int place = (last + step) % MOST_TAPES;
-        if (!TAPES[place].open) {
-            memset(&TAPES[place], 0, sizeof TAPES[place]);
-            TAPES[place].open = 1;
-            TAPES[place].signalled = signalled == Py_None ? NULL : Py_NewRef(signalled);
-            found = last = place;
-        }
+    while (place < MOST_TAPES && TAPES[place].open) {
+        place++;
+    }
+    if (place < MOST_TAPES) {
+        int64_t before = TAPES[place].number;
+        memset(&TAPES[place], 0, sizeof TAPES[place]);
+        TAPES[place].number = before ? before + MOST_TAPES : MOST_TAPES + place;
+        TAPES[place].open = 1;
+        TAPES[place].signalled = signalled == Py_None ? NULL : Py_NewRef(signalled);
     }
     pthread_mutex_unlock(&LOCK);
-    return found < 0 ? PyErr_Format(PyExc_RuntimeError, "all %d tapes are open", MOST_TAPES) : PyLong_FromLong(found);
+    if (place == MOST_TAPES) {
+        return PyErr_Format(PyExc_RuntimeError, "all %d tapes are open", MOST_TAPES);
+    }
+    return PyLong_FromLongLong(TAPES[place].number);
 }
 
 static PyObject *set_up(PyObject *module, PyObject *const *args, Py_ssize_t count) {
