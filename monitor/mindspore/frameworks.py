@@ -364,6 +364,9 @@ class GradientReceiver(Protocol):
             gradients: In the order of ``optimizer.parameters``; None for a gradient that is no tensor.
         """
 
+    def call_ended(self) -> None:
+        """The optimizer was called: from now on, its moments are those of a step."""
+
     def end_step(self) -> None:
         """The step has ended: drop the gradients."""
 
@@ -399,6 +402,7 @@ class MindSporeOptimizerSteps:
         self._guarded("reading gradients", self._listener.gradients_ready)(optimizer)
 
     def _after(self, given: GradientReceiver, optimizer: nn.Cell, _args: Any, _kwargs: Any, _result: Any) -> None:
+        given.call_ended()
         try:
             self._listener.after_step(optimizer)
         finally:
@@ -554,10 +558,13 @@ class SteppedOptimizer:
         self.state.refresh()
         self.gradients = gradients
 
+    def call_ended(self) -> None:
+        """The optimizer was called: from now on, its moments are those of a step."""
+        self.has_stepped = True
+
     def end_step(self) -> None:
         """Drop the gradients of the step."""
         self.gradients = ()
-        self.has_stepped = True
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """The gradient that the optimizer was given in the step in progress; None if it was given none."""

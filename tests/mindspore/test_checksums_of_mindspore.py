@@ -74,4 +74,4 @@ def test_what_changes_between_two_steps_is_named(
     assert len(said) == 1
     assert f"1 of 4 {what} are in step 2 not what the optimizer left in step 1: b.weight. " in said[0]
     left = {row.step for row in output.rows("exp_avg_updated")}
-    assert left == {1, 2, 3}  # a new optimizer's are not known yet
+    assert left == {0, 1, 2, 3}

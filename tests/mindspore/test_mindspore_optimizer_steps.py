@@ -23,6 +23,9 @@ class Listener:
     def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
         self.gradients.append(gradients)
 
+    def call_ended(self) -> None:
+        """Nothing depends on it here."""
+
     def end_step(self) -> None:
         """They are kept here."""
 

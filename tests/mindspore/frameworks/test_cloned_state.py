@@ -51,7 +51,7 @@ def watched(keep: Keep, **hyperparameters: float) -> tuple[MindSporeFramework, l
     """As after a step."""
     net = Net()
     framework = framework_of([net], Own(net.trainable_params(), keep, **hyperparameters), main_grad=False)
-    framework.stepped[id(framework.optimizers[0])].end_step()
+    framework.stepped[id(framework.optimizers[0])].call_ended()
     return framework, [Named(p) for p in net.trainable_params()]
 
 
@@ -161,5 +161,5 @@ def test_a_class_that_is_made_from_one_of_mindspore_s_keeps_what_that_one_does()
 
     net = Net()
     framework = framework_of([net], Further(net.trainable_params()), main_grad=False)
-    framework.stepped[id(framework.optimizers[0])].end_step()
+    framework.stepped[id(framework.optimizers[0])].call_ended()
     assert names_of(framework, Named(net.a.weight)) == {"exp_avg": "moment1.a.weight", "exp_avg_sq": "moment2.a.weight"}

@@ -26,7 +26,7 @@ class Named:
 def watched(net: Net, optimizer: nn.Cell) -> tuple[MindSporeFramework, list[Named]]:
     """As after a step."""
     framework = framework_of([net], optimizer, main_grad=False)
-    framework.stepped[id(optimizer)].end_step()
+    framework.stepped[id(optimizer)].call_ended()
     return framework, [Named(p) for p in net.trainable_params()]
 
 
