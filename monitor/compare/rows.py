@@ -193,13 +193,18 @@ class _Pair:
     def differing(self) -> Iterator[Finding]:
         """Everything that is not the same."""
         for op in self.ops:
-            if op in TEXT_OPS and self.left[op] != self.right[op]:
+            if op in TEXT_OPS and _without_framework(op, self.left[op]) != _without_framework(op, self.right[op]):
                 yield _finding(self.key, self.order, op, str(self.left[op]), str(self.right[op]))
         numbers = self.numbers
         difference = of_numbers([(self.left[op], self.right[op]) for op in numbers]) if numbers else None
         if difference is not None and not difference.same:
             left, right = (_shown(row, numbers) for row in self.rows)
             yield _finding(self.key, self.order, "values", left, right, difference)
+
+
+def _without_framework(op: str, text: str | None) -> str | None:
+    """``float32`` of ``torch.float32`` and ``mindspore.float32``; other texts as they are."""
+    return text.rpartition(".")[2] if op == "dtype" and text else text
 
 
 def _of_first_micro_step(rows: pa.Table) -> pa.Table:

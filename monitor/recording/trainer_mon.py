@@ -22,6 +22,7 @@ from monitor.forwarding.forwarding import forwarding_of, forwarding_to
 from monitor.recording.arguments import count, given
 from monitor.recording.attached_model import AttachmentSpec, ModelNames
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
+from monitor.recording.deprecated import DeprecatedMethods
 from monitor.recording.recorder import GRADIENT_KINDS, Metrics, of_kinds, reduced_from_local
 from monitor.recording.recording import Recording, WatcherFactory, is_staged, names_of, role_of, shapes_of, with_recording_off
 from monitor.recording.run import RecordingSpec, RunEnded
@@ -36,7 +37,7 @@ SpecOf = Callable[[MonitorConfig], AttachmentSpec]
 """What a configuration asks to record of one model."""
 
 
-class ModelMonitor:
+class ModelMonitor(DeprecatedMethods):
     """Records the training state of a model according to a configuration file.
 
     >>> monitor = TrainerMon("monitor_config.json", params_have_main_grad=False)  # doctest: +SKIP
@@ -62,7 +63,6 @@ class ModelMonitor:
 
     guessed = 1
     _backend: ClassVar[RecordingBackend]
-    _wrapped_optimizer: Any = None
 
     def __init__(
         self,
@@ -196,12 +196,6 @@ class ModelMonitor:
     def _framework_of(self, model: Any, optimizer: Any) -> FrameworkAdapter:
         chunks = self._backend.modules.chunks_of(model)
         return self._framework(chunks, given(optimizer, self._backend.factories.optimizer_expected))
-
-    def set_wrapped_optimizer(self, optimizer: Any) -> None:
-        """Deprecated: pass the optimizer to ``set_monitor``."""
-        said = "set_wrapped_optimizer will be removed: pass the optimizer to set_monitor."
-        warnings.warn(said, DeprecationWarning, stacklevel=2)
-        self._wrapped_optimizer = optimizer
 
     def _attach(
         self,

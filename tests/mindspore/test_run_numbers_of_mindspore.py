@@ -16,7 +16,6 @@ from mindspore.train import Model
 from reading_back import Output
 from watching_cells import TwoLayers, batch, drawn, loss_of, train, written
 
-from monitor.coordinator.batches import read_batches
 from monitor.mindspore import MonitorCallback
 
 STEPS = 3
@@ -64,19 +63,6 @@ def test_without_clipping_the_norm_is_that_of_all_gradients(output: Output) -> N
     assert of_name(output, "grad_norm_clipped") == []
     assert of_name(output, "learning_rate.0") == [0.125] * STEPS
     assert (of_name(output, "tokens"), of_name(output, "other")) == ([3] * STEPS, [0.5] * STEPS)
-
-
-def test_identifiers_of_batches_are_written_beside_the_rows(output: Output) -> None:
-    net = TwoLayers()
-    optimizer = nn.SGD(net.trainable_params(), 0.125)
-    gradients_of = ms.value_and_grad(loss_of(net), None, optimizer.parameters)
-    with attached(output, net, optimizer, **NUMBERS) as monitor:
-        for step in range(STEPS):
-            loss, gradients = gradients_of(*map(Tensor, batch(step)))
-            monitor.log(loss=loss, batch=[f"shard-7:{step}", step])
-            optimizer(gradients)
-    assert read_batches(output.directory(), range(STEPS)) == {step: [[f"shard-7:{step}", step]] for step in range(STEPS)}
-    assert len(of_name(output, "loss")) == STEPS
 
 
 @pytest.mark.parametrize(
