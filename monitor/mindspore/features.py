@@ -14,7 +14,7 @@ from mindspore import Tensor, mint, nn
 
 from monitor.mindspore.activations import activation_of, active_share, last_active
 from monitor.mindspore.attention import OUT_OF_SIGHT, Scores, heads_of, spread, summed
-from monitor.mindspore.choices import choices_of, count_tokens
+from monitor.mindspore.choices import ComputedLogits, choices_of, confirmed, count_tokens, is_linear
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.features import krylov, reading
 from monitor.recording.features.krylov import CERTAIN, FARTHEST, MOST, SQUARINGS, UNCERTAIN, UNREAD, Tridiagonal
@@ -260,15 +260,12 @@ def logit_sums_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: 
         return _logit_sums(on, _parts_from(on, tokens, weight, bias, dtype), math.prod(tokens.shape[:-1]))
 
 
-def logits_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any) -> None:
-    """None: the results of routers are not compared with their logits."""
-    del tokens, weight, bias, dtype
-
-
-def confirmed(sums: Any, logits: None, result: Any, unsure: bool) -> Any:
-    """The sums, if they need no result that confirms them."""
-    del logits, result
-    return None if unsure else sums
+def logits_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: Any) -> ComputedLogits:
+    """The logits of ``entropy_from``."""
+    with computing() as on:
+        parts = list(_parts_from(on, tokens, weight, bias, dtype))
+        shape = math.prod(tokens.shape[:-1]), weight.shape[0]
+        return ComputedLogits(parts[0] if len(parts) == 1 else on.joined(parts), shape, dtype)
 
 
 def _parts_of(on: Arithmetic, logits: Tensor) -> Iterator[Array]:
@@ -476,13 +473,6 @@ def is_floating_point(x: Any) -> bool:
 def embeds(cell: nn.Cell) -> bool:
     """Whether the cell's weight is an embedding table."""
     return isinstance(cell, nn.Embedding | nn.EmbeddingLookup | mint.nn.Embedding)
-
-
-def is_linear(cell: nn.Cell) -> bool:
-    """Whether a cell returns the product with its weight, and applies nothing else."""
-    if not isinstance(cell, mint.nn.Linear | nn.Dense) or getattr(cell, "activation", None) is not None:
-        return False
-    return type(cell).construct in (mint.nn.Linear.construct, nn.Dense.construct)
 
 
 def unwrapped(cell: nn.Cell) -> nn.Cell:

@@ -93,7 +93,8 @@ class MindSporeRouters:
 
     def _keep(self, name: str, cell: nn.Cell, args: Any, kwargs: Any, result: Any) -> None:
         if cell.training:
-            self._chosen.setdefault(name, []).append(choices.chosen_in(cell, result, features.call_of(cell, args, kwargs)))
+            call = features.call_of(cell, args, kwargs)._replace(picks_greatest=True)
+            self._chosen.setdefault(name, []).append(choices.chosen_in(cell, result, call))
 
 
 def _counted(calls: Sequence[choices.ChosenExperts]) -> list[int]:

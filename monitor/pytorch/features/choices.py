@@ -23,19 +23,11 @@ CAPACITY_NAMES: Final = ("capacity", "capacity_factor", "expert_capacity", "moe_
 """A router with one of these, not None, refuses assignments beyond the capacity of an expert."""
 
 PADDING_NAMES: Final = ("moe_pad_expert_input_to_capacity",)
-OTHER_CHOICE_NAMES: Final = ("e_score_correction_bias", "expert_bias", "correction_bias", "num_group", "n_group", "topk_group")
-"""A router with one of these does not choose the greatest logits."""
 
 UNKNOWN: Final = reading.RouterCall()
 
-LEAST_TOLERANCE: Final = 1e-3
-"""Relative difference of two float32 products on a device that rounds their factors to TF32."""
-
-MOST_TOLERANCE: Final = 0.1
-
 Sums = TypeVar("Sums", reading.Routing, reading.Logits)
 
-NO_CHOICE: Final = "it returns neither the indices of the chosen experts nor logits with a top_k"
 SEVERAL: Final = "it returns several integer tensors, and it is unknown which one holds the chosen experts"
 
 
@@ -99,9 +91,9 @@ def _greatest(module: nn.Module, floats: Sequence[Tensor], call: reading.RouterC
     """The indices of the greatest logits, for a router that returns only logits and chooses these."""
     top, experts = _number(module, TOP_K_NAMES), _number(module, EXPERTS_NAMES)
     if len(floats) != 1 or not top or floats[0].shape[-1] < top or floats[0].shape[-1] != (experts or floats[0].shape[-1]):
-        raise reading.NotARouterError(NO_CHOICE)
+        raise reading.NotARouterError(reading.NO_CHOICE)
     picks = call.picks_greatest or is_linear(module)
-    if not picks or any(_attribute(module, name) is not None for name in OTHER_CHOICE_NAMES):
+    if not picks or any(_attribute(module, name) is not None for name in reading.OTHER_CHOICE_NAMES):
         raise reading.NotARouterError(reading.ANOTHER_CHOICE)
     return floats[0].topk(top, -1).indices
 
@@ -140,10 +132,10 @@ def _follows(given: Tensor, logits: Tensor) -> Tensor:
     """Whether a result is these logits, their softmax or their sigmoid, as far as its precision tells; true if they are not
     finite, which the sums show.
     """
-    tolerance = max(LEAST_TOLERANCE, *(4 * torch.finfo(one.dtype).eps for one in (given, logits)))
+    tolerance = max(reading.LEAST_TOLERANCE, *(4 * torch.finfo(one.dtype).eps for one in (given, logits)))
     exact, seen = (one.to(working_precision(one.dtype)) for one in (logits, given))
     length = torch.linalg.vector_norm(exact)
-    of_scores = (tolerance * (1 + length / exact.numel() ** 0.5)).clamp(max=MOST_TOLERANCE)
+    of_scores = (tolerance * (1 + length / exact.numel() ** 0.5)).clamp(max=reading.MOST_TOLERANCE)
     alike = torch.linalg.vector_norm(seen - exact) <= tolerance * length
     for scores in (exact.softmax(-1), exact.sigmoid()):
         alike |= torch.linalg.vector_norm(seen - scores) <= of_scores * torch.linalg.vector_norm(scores)

@@ -38,6 +38,7 @@ CHANNELS_SPLIT: Final = "the channels of its output are split over ranks, its nu
 
 
 PADDED: Final = "it pads the tokens of each expert to its capacity, so that its map does not show what it chose"
+NO_CHOICE: Final = "it returns neither the indices of the chosen experts nor logits with a top_k"
 ANOTHER_CHOICE: Final = "it returns one tensor, and may choose other experts than the greatest in it"
 NOT_WHOLE_CHOICE: Final = "what it chose is split over ranks"
 UNCLEAR_CHOICE: Final = "its result may be numbers of experts, or a map of them"
@@ -148,6 +149,17 @@ Number = Any
 
 MASKED: Final = -9e3
 """A score this far below the greatest of its query belongs to a key that the query does not see: masks add -1e4 or less."""
+
+
+OTHER_CHOICE_NAMES: Final = ("e_score_correction_bias", "expert_bias", "correction_bias", "num_group", "n_group", "topk_group")
+"""A router with one of these does not choose the greatest logits."""
+
+LEAST_TOLERANCE: Final = 1e-3
+"""Relative difference of two products in float32 on a device that rounds their factors to TF32: of a router's logits and those
+that are computed."""
+
+MOST_TOLERANCE: Final = 0.1
+"""The same of scores, which are computed from logits."""
 
 
 class Spread(NamedTuple):

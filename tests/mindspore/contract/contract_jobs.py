@@ -24,6 +24,7 @@ PAIR = (Stepping("AdamW", {"first": {}}, lr=0.01, betas=BETAS, eps=0.01), Steppi
 
 ACTIVATIONS = {"actv", "actv_grad"}
 WEIGHTS = {"param_origin", "param_updated"}
+ROUTERS = ["gate", "picking", "shown", "cooled"]
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
@@ -157,7 +158,7 @@ JOBS: dict[str, Job] = {
     "matrices": Job({"linear_hook"}, features(linear_hook=[])),
     "routers": Job(
         {"moe_router_weight_hook", "moe_router_logit_hook", "moe_router_load_hook"},
-        features(moe_router_weight_hook=["gate"], moe_router_logit_hook=["gate"], moe_router_load_hook=["gate"]),
+        features(moe_router_weight_hook=ROUTERS, moe_router_logit_hook=ROUTERS, moe_router_load_hook=ROUTERS),
         network="mixture",
     ),
     "outputs": Job(

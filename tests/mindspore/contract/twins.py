@@ -33,6 +33,9 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
         "query.weight": (SEQUENCE * HEADS * SIZE, INPUTS),
         "key.weight": (SEQUENCE * HEADS * SIZE, INPUTS),
         "gate.weight": (EXPERTS, SEQUENCE * HEADS * SIZE),
+        "picking.weight": (EXPERTS, SEQUENCE * HEADS * SIZE),
+        "shown.weight": (EXPERTS, SEQUENCE * HEADS * SIZE),
+        "cooled.weight": (EXPERTS, SEQUENCE * HEADS * SIZE),
         "twice.weight": (OUTPUTS, OUTPUTS),
     },
 }
@@ -157,16 +160,32 @@ class TorchGate(torch.nn.Module):
         return weights, chosen.int()
 
 
+class TorchScores(torch.nn.Module):
+    """Returns the scores of all experts, of logits that are multiplied by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.weight, self.factor = torch.nn.Parameter(torch.zeros(EXPERTS, SEQUENCE * HEADS * SIZE)), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ self.weight.T * self.factor, -1)
+
+
 class TorchMixture(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key = (torch.nn.Linear(INPUTS, SEQUENCE * HEADS * SIZE, bias=False) for _ in range(2))
         self.core, self.gate, self.twice = TorchCore(), TorchGate(), torch.nn.Linear(OUTPUTS, OUTPUTS, bias=False)
+        self.picking = torch.nn.Linear(SEQUENCE * HEADS * SIZE, EXPERTS, bias=False)
+        self.picking.top_k = TOP
+        self.shown, self.cooled = TorchScores(1.0), TorchScores(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key = (layer(x).reshape(-1, SEQUENCE, HEADS, SIZE) for layer in (self.query, self.key))
-        weights, _ = self.gate(self.core(query, key).reshape(len(x), -1))
-        y: torch.Tensor = self.twice(torch.tanh(self.twice(weights)))
+        tokens = self.core(query, key).reshape(len(x), -1)
+        weights, _ = self.gate(tokens)
+        others = self.picking(tokens) * self.shown(tokens) * self.cooled(tokens)
+        y: torch.Tensor = self.twice(torch.tanh(self.twice(weights))) + others.mean()
         return y
 
 
@@ -255,16 +274,33 @@ class MindSporeGate(nn.Cell):
         return weights, chosen
 
 
+class MindSporeScores(nn.Cell):
+    """Returns the scores of all experts, of logits that are multiplied by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.weight = Parameter(Tensor(np.zeros((EXPERTS, SEQUENCE * HEADS * SIZE), np.float32)))
+        self.factor = factor
+
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.softmax(ops.matmul(x, self.weight.T) * self.factor)
+
+
 class MindSporeMixture(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key = (nn.Dense(INPUTS, SEQUENCE * HEADS * SIZE, has_bias=False) for _ in range(2))
         self.core, self.gate, self.twice = MindSporeCore(), MindSporeGate(), nn.Dense(OUTPUTS, OUTPUTS, has_bias=False)
+        self.picking = nn.Dense(SEQUENCE * HEADS * SIZE, EXPERTS, has_bias=False)
+        self.picking.top_k = TOP
+        self.shown, self.cooled = MindSporeScores(1.0), MindSporeScores(0.5)
 
     def construct(self, x: Tensor) -> Tensor:
         query, key = (layer(x).reshape(-1, SEQUENCE, HEADS, SIZE) for layer in (self.query, self.key))
-        weights, _ = self.gate(self.core(query, key).reshape(len(x), -1))
-        return self.twice(ops.tanh(self.twice(weights)))
+        tokens = self.core(query, key).reshape(len(x), -1)
+        weights, _ = self.gate(tokens)
+        others = self.picking(tokens) * self.shown(tokens) * self.cooled(tokens)
+        return self.twice(ops.tanh(self.twice(weights))) + others.mean()
 
 
 class OfMindSpore:

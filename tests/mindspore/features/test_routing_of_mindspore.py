@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from numpy_definitions import FLOATS, drawn, entropy_per_token, exact, number
+from numpy_definitions import FLOATS, drawn, entropy_per_token, exact, number, softmax
 
-from monitor.mindspore.features import dtype_of_routing, entropy_from, entropy_of
+from monitor.mindspore.choices import choices_of, confirmed
+from monitor.mindspore.features import dtype_of_routing, entropy_from, entropy_of, logit_sums_from, logits_from
+from monitor.recording.features.reading import ANOTHER_CHOICE, NO_CHOICE, NotARouterError, RouterCall
 from monitor.stats.mindspore import tensors as mindspore_arithmetic
 
 pytestmark = pytest.mark.usefixtures("where")
@@ -76,3 +79,72 @@ def test_a_router_computes_in_what_it_says_or_in_what_it_is_given() -> None:
     assert dtype_of_routing(cell, tokens, weight) == ms.float16
     cell.config = SimpleNamespace(moe_router_dtype="fp64")
     assert dtype_of_routing(cell, tokens, weight) == ms.float64
+
+
+TOKENS, WEIGHT = drawn(20, 16), drawn(4, 16, seed=1)
+
+
+def sparse(logits: np.ndarray) -> np.ndarray:
+    """The scaled weights of the two chosen experts, and zeros."""
+    return np.where(logits >= np.sort(logits)[:, -2:-1], 2.5 * softmax(logits), 0.0)
+
+
+@pytest.mark.parametrize("block", [8, 1 << 18])
+@pytest.mark.parametrize(
+    ("result", "known"),
+    [
+        (lambda x: x, True),
+        (softmax, True),
+        (lambda x: 1 / (1 + np.exp(-x)), True),
+        (sparse, True),
+        (lambda x: np.tanh(x / 3) * 3, False),
+        (lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True) / 0.1, False),
+        (lambda x: softmax(x / 2), False),
+        (lambda x: x + 0.1 * np.linspace(-1, 1, 4), False),
+    ],
+    ids=["logits", "softmax", "sigmoid", "sparse", "softcap", "cosine", "temperature", "noise"],
+)
+def test_computed_logits_count_unless_the_router_returns_others(
+    where: str, monkeypatch: pytest.MonkeyPatch, result: Callable[[np.ndarray], np.ndarray], known: bool, block: int
+) -> None:
+    arithmetic = mindspore_arithmetic.HOST if where == "host" else mindspore_arithmetic.DEVICE
+    monkeypatch.setattr(arithmetic, "block", block)
+    given = Tensor(TOKENS), Tensor(WEIGHT), None, ms.float32
+    logits = (TOKENS @ WEIGHT.T).astype(np.float64)
+    returned = Tensor(result(logits).astype(np.float32)), Tensor(np.argsort(-logits)[:, :2].astype(np.int32))
+    for form in (entropy_from, logit_sums_from):
+        sums = form(*given)
+        found = confirmed(sums, logits_from(*given), returned, False)
+        assert found is not None
+        assert [number(one) for one in found] == ([number(one) for one in sums] if known else [0, *neutral(sums)])
+
+
+def neutral(sums: tuple[object, ...]) -> list[float]:
+    return [0.0] if len(sums) == 2 else [0.0, -math.inf]
+
+
+def test_a_result_that_shows_no_logits_confirms_none_and_denies_none() -> None:
+    given = Tensor(TOKENS), Tensor(WEIGHT), None, ms.float32
+    sums, logits = entropy_from(*given), logits_from(*given)
+    weights = Tensor(drawn(20, 2)), Tensor(np.zeros((20, 2), np.int32))
+    assert confirmed(sums, logits, weights, False) is sums
+    assert confirmed(sums, logits, weights, True) is None
+
+
+def test_logits_that_are_not_finite_stay_in_the_row() -> None:
+    given = Tensor(np.where(TOKENS > 2, np.nan, TOKENS)), Tensor(WEIGHT), None, ms.float32
+    found = confirmed(entropy_from(*given), logits_from(*given), Tensor(drawn(20, 4)), False)
+    assert found is not None
+    assert (number(found.tokens), math.isnan(number(found.entropy))) == (20, True)
+
+
+def test_the_greatest_logits_of_a_linear_router_are_its_choice() -> None:
+    cell, logits = nn.Dense(16, 4, has_bias=False), drawn(20, 4)
+    with pytest.raises(NotARouterError, match=NO_CHOICE):
+        choices_of(cell, Tensor(logits), RouterCall())
+    cell.top_k = 2
+    found = choices_of(cell, Tensor(logits), RouterCall())
+    assert found.counts.asnumpy().tolist() == np.bincount(np.argsort(-logits)[:, :2].ravel(), minlength=4).tolist()
+    cell.expert_bias = Tensor(np.zeros(4, np.float32))
+    with pytest.raises(NotARouterError, match=ANOTHER_CHOICE):
+        choices_of(cell, Tensor(logits), RouterCall())
