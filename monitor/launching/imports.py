@@ -20,8 +20,10 @@ def begin() -> None:
     """Wait for the imports of frameworks, if the process was started by ``trainermon run``."""
     if os.environ.get(CONFIG_VARIABLE):
         imported = {
-            "torch.autograd": lambda module: _count_calls(module, "backward"),
-            "megatron.core.pipeline_parallel.schedules": lambda module: _count_calls(module, "custom_backward"),
+            "torch.autograd": lambda module: _count_calls(module, "backward", _torch_attaching()),
+            "megatron.core.pipeline_parallel.schedules": lambda module: _count_calls(
+                module, "custom_backward", _torch_attaching()
+            ),
             "torch.amp.grad_scaler": _with_scaler,
             "torch.optim.optimizer": _with_torch,
             "torch._dynamo.config": _with_compiler,
@@ -43,12 +45,12 @@ def _torch_attaching() -> SelfAttaching:
     return SelfAttaching(_config(), "monitor.pytorch", lambda: _class_of("torch.nn", "Module"), training_of)
 
 
-def _count_calls(module: Any, name: str) -> None:
+def _count_calls(owner: Any, name: str, attaching: SelfAttaching) -> None:
     """Count backwards until the process ends: an optimizer may step for the first time at any time.
 
     A call within another one does not count: modes of torch call the function again, and so does reentrant checkpointing.
     """
-    backward, attaching = getattr(module, name), _torch_attaching()
+    backward = getattr(owner, name)
 
     @wraps(backward)
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +62,7 @@ def _count_calls(module: Any, name: str) -> None:
             if outermost:
                 attaching.in_backward = False
 
-    setattr(module, name, counted)
+    setattr(owner, name, counted)
 
 
 def _with_scaler(module: Any) -> None:
@@ -83,6 +85,11 @@ def _with_mindspore(module: Any) -> None:
 
     attaching = SelfAttaching(_config(), "monitor.mindspore", lambda: _class_of("mindspore.nn", "Cell"), trained_by)
     attaching.stop = _tell_after(module.Optimizer, "__call__", attaching.stepped)
+    for name in ("mindspore.graph.api", "mindspore.common.api"):  # the second one before 2.9
+        executor = type(getattr(sys.modules.get(name), "_pynative_executor", None))
+        if hasattr(executor, "grad"):
+            _count_calls(executor, "grad", attaching)
+            break
 
 
 def _tell_after(owner: Any, name: str, tell: Callable[[Any], None]) -> Callable[[], None]:

@@ -143,8 +143,16 @@ def test_the_greatest_logits_of_a_linear_router_are_its_choice() -> None:
     with pytest.raises(NotARouterError, match=NO_CHOICE):
         choices_of(cell, Tensor(logits), RouterCall())
     cell.top_k = 2
-    found = choices_of(cell, Tensor(logits), RouterCall())
-    assert found.counts.asnumpy().tolist() == np.bincount(np.argsort(-logits)[:, :2].ravel(), minlength=4).tolist()
+    other = nn.SequentialCell(cell)  # not linear, so its logits are its choice only if the program says so
+    other.top_k = 2
+    with pytest.raises(NotARouterError, match=ANOTHER_CHOICE):
+        choices_of(other, Tensor(logits), RouterCall())
+    expected = np.bincount(np.argsort(-logits)[:, :2].ravel(), minlength=4).tolist()
+    for found in (
+        choices_of(cell, Tensor(logits), RouterCall()),
+        choices_of(other, Tensor(logits), RouterCall(picks_greatest=True)),
+    ):
+        assert found.counts.asnumpy().tolist() == expected
     cell.expert_bias = Tensor(np.zeros(4, np.float32))
     with pytest.raises(NotARouterError, match=ANOTHER_CHOICE):
         choices_of(cell, Tensor(logits), RouterCall())

@@ -1,4 +1,7 @@
-"""A program that knows nothing of the monitor; with ``BY_HAND=1`` it attaches it in one line. Prints the sum of its weights."""
+"""A program that knows nothing of the monitor; with ``BY_HAND=1`` it attaches it in one line. Prints the sum of its weights.
+
+``MICRO_BATCHES`` is their number in a step.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,9 @@ if os.environ.get("BY_HAND"):
 gradients_of = ms.value_and_grad(lambda x: net(x).sum(), None, optimizer.parameters)
 numbers = np.random.default_rng(0)
 for _ in range(6):
-    _, gradients = gradients_of(ms.Tensor(numbers.normal(size=(3, 4)).astype("float32")))
-    optimizer(gradients)
+    summed: Any = ()
+    for _ in range(int(os.environ.get("MICRO_BATCHES", "1"))):
+        _, gradients = gradients_of(ms.Tensor(numbers.normal(size=(3, 4)).astype("float32")))
+        summed = tuple(a + b for a, b in zip(summed, gradients, strict=True)) if summed else gradients
+    optimizer(summed)
 print(sum(float(p.asnumpy().astype("float64").sum()) for p in net.trainable_params()).hex())
