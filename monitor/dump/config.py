@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
 from monitor.config.jsonc import JsonError, Path, explain, parse, path_text, shown
 from monitor.config.loading import ConfigError, content_of, unused_warning, without
@@ -56,22 +56,22 @@ class DumpLevel:
         sources: Other sources of entries, which need the model: names in ``SOURCES`` of ``monitor/dump/levels.py``.
         values: Whether ``save`` records values.
         file: The file with its entries.
+        refused: Why ``start`` refuses the level; empty if the level can be recorded.
     """
 
     apis: bool = False
     sources: tuple[str, ...] = ()
     values: bool = False
     file: Literal["dump.json", "debug.json"] = "dump.json"
+    refused: str = ""
 
 
 LEVELS: Final = {
     "L0": DumpLevel(sources=("modules",)),
     "L1": DumpLevel(apis=True),
     "mix": DumpLevel(apis=True, sources=("modules",)),
+    "L2": DumpLevel(refused="kernels can be recorded only by the dump tools of an Ascend device"),
     "debug": DumpLevel(values=True, file="debug.json"),
-}
-NOT_HERE: Final = {
-    "L2": "L2 records what kernels of an Ascend device compute, which needs that device and its tools: use L0, L1, mix or debug"
 }
 _RANGE: Final = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _MOST_NUMBERS: Final = 1_000_000
@@ -95,12 +95,6 @@ def _number_or_range(item: object) -> range:
     return range(int(match[1]), int(match[2]) + 1)
 
 
-def _known_level(value: object) -> object:
-    if isinstance(value, str) and value in NOT_HERE:
-        raise ValueError(NOT_HERE[value])
-    return value
-
-
 def _none_or_two(value: object) -> list[str]:
     names = [name for name in value if isinstance(name, str) and name] if isinstance(value, list) else []
     if not isinstance(value, list) or len(names) != len(value) or len(names) not in (0, 2):
@@ -111,7 +105,7 @@ def _none_or_two(value: object) -> list[str]:
 Numbers = Annotated[
     list[int], PlainValidator(_numbers), WithJsonSchema({"allowed": 'a list of numbers from 0 on, or ranges like "4-6"'})
 ]
-Level = Annotated[Literal["L0", "L1", "mix", "debug"], BeforeValidator(_known_level)]
+Level = Literal["L0", "L1", "mix", "L2", "debug"]
 Scope = Annotated[list[str], PlainValidator(_none_or_two), WithJsonSchema({"allowed": "[] or a list of two names"})]
 Names = list[Annotated[str, Field(min_length=1)]]
 DataModes = list[Literal["all", "forward", "backward", "input", "output"]]

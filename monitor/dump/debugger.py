@@ -40,7 +40,7 @@ class Debugger:
         config_path: A JSON file, which may have comments. Without it the defaults apply.
         task: ``statistics`` or ``tensor``. This argument and the following override the file.
         dump_path: The directory to write to.
-        level: ``L0``, ``L1``, ``mix`` or ``debug``.
+        level: ``L0``, ``L1``, ``mix`` or ``debug``. ``L2`` is accepted, and refused by ``start``.
         step: The steps to record; all if empty.
 
     Raises:
@@ -111,7 +111,7 @@ class Debugger:
 
         Raises:
             TypeError: ``model`` is no module.
-            ValueError: An argument is missing or out of range, or the level cannot be recorded in the mode that is set.
+            ValueError: An argument is missing or out of range, or the level cannot be recorded: L2, or the mode that is set.
             ConfigError: The list of APIs cannot be used.
             RuntimeError: At L1 and mix, another debugger has started and not stopped yet.
         """
@@ -255,6 +255,8 @@ class Debugger:
 
     def _checked(self, model: Any, token_range: Sequence[int] | None, rank_id: int | None) -> Sequence[Any]:
         level = self.config.level
+        if reason := self.config.records.refused:
+            raise ValueError(f"level {level} is not recorded: {reason}. Set level to L0, L1, mix or debug.")
         if model is None and (self.config.records.sources or token_range is not None):
             what = "token_range" if token_range is not None else f"level {level}"
             raise ValueError(f"{what} needs the model: call start(model).")

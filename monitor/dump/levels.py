@@ -8,8 +8,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar
+
+import yaml
 
 from monitor.config.jsonc import JsonError, parse, shown
 from monitor.config.loading import ConfigError, content_of
@@ -433,24 +435,39 @@ ApiList = Mapping[str, Sequence[str]]
 """Names of APIs, by the prefix that says where they are found."""
 
 
-def api_list(path: str | os.PathLike[str], prefixes: Sequence[str]) -> ApiList:
-    """Read a list of APIs: an object with a list of names for each prefix. It may have comments.
+def api_list(
+    path: str | os.PathLike[str], prefixes: Sequence[str], sections: Mapping[str, str] = MappingProxyType({})
+) -> ApiList:
+    """Read a list of APIs: an object with a list of names for each prefix. Files ``.yaml`` and ``.yml`` are YAML, others JSON,
+    which may have comments.
+
+    Args:
+        sections: Other names of the prefixes.
 
     Raises:
         ConfigError: The file cannot be read, or holds something else.
     """
     name = os.path.expanduser(os.fsdecode(path))
-    try:
-        listed = parse(content_of(name).decode()).value
-    except (JsonError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: {error}") from None
-    if not isinstance(listed, dict) or not all(isinstance(names, list) for names in listed.values()):
+    found = _parsed_list(name)
+    if not isinstance(found, dict) or not all(isinstance(names, list) for names in found.values()):
         raise ConfigError(f"{name}: expected an object with a list of names for each of {', '.join(prefixes)}")
-    if unknown := sorted(set(listed) - set(prefixes)):
-        raise ConfigError(f"{name}: {shown(unknown[0])} is not known: expected {', '.join(prefixes)}")
+    listed: dict[str, list[str]] = {}
+    for key, names in found.items():
+        prefix = sections.get(key, key)
+        if prefix not in prefixes:
+            raise ConfigError(f"{name}: {shown(key)} is not known: expected {', '.join([*prefixes, *sections])}")
+        listed.setdefault(prefix, []).extend(names)
     if odd := [one for names in listed.values() for one in names if not isinstance(one, str)]:
         raise ConfigError(f"{name}: {shown(odd[0])} is not allowed: expected the name of an API")
     return listed
+
+
+def _parsed_list(name: str) -> Any:
+    try:
+        text = content_of(name).decode()
+        return yaml.safe_load(text) if name.endswith((".yaml", ".yml")) else parse(text).value
+    except (JsonError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def packaged_list(module_file: str) -> Path:

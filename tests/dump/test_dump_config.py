@@ -53,8 +53,7 @@ def test_a_lone_number_is_a_list_of_itself() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"level": "L2"}, "needs that device and its tools: use L0, L1, mix or debug"),
-        ({"level": "L3"}, 'level: "L3" is not allowed: expected "L0", "L1", "mix" or "debug"'),
+        ({"level": "L3"}, 'level: "L3" is not allowed: expected "L0", "L1", "mix", "L2" or "debug"'),
         ({"task": "overflow"}, 'task: "overflow" is not allowed'),
         ({"levle": "L1"}, "levle: unknown field, did you mean `level`?"),
         ({"step": [-1]}, '-1 is neither a number from 0 on nor a range like "4-6"'),
@@ -74,9 +73,15 @@ def test_what_is_not_allowed_is_said_with_the_field_and_the_value(tmp_path: Path
 
 
 def test_what_is_wrong_with_an_argument_is_not_blamed_on_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"level: \"L2\"") as error:
-        load(written(tmp_path, level="L1"), {"level": "L2"})
+    with pytest.raises(ConfigError, match=r"level: \"L3\"") as error:
+        load(written(tmp_path, level="L1"), {"level": "L3"})
     assert "line" not in str(error.value)
+
+
+def test_the_level_of_kernels_is_a_configuration_that_records_nothing(tmp_path: Path) -> None:
+    records = load(written(tmp_path, level="L2"), {}).records
+    assert not any((records.apis, records.sources, records.values))
+    assert "Ascend" in records.refused
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -136,6 +141,5 @@ def test_null_is_not_set_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_every_level_has_an_entry_and_its_sources_exist() -> None:
-    (allowed,) = get_args(Level)[:1]
-    assert set(LEVELS) == set(get_args(allowed))
+    assert set(LEVELS) == set(get_args(Level))
     assert {source for level in LEVELS.values() for source in level.sources} == set(SOURCES)

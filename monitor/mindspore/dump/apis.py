@@ -30,6 +30,16 @@ PLACES: Final = {
 }
 """The modules and classes in which the names of a prefix are looked up."""
 
+SECTIONS: Final = {
+    "ops": "Functional",
+    "tensor": "Tensor",
+    "mint": "Mint",
+    "mint.nn.functional": "MintFunctional",
+    "mint.distributed": "MintDistributed",
+    "communication.comm_func": "Distributed",
+}
+"""The prefixes by the section names that ``support_wrap_ops.yaml`` uses."""
+
 PRIMITIVE: Final = "Primitive"
 
 Function = Callable[..., Any]
@@ -73,7 +83,7 @@ class MindSporeApiInterception:
     def __init__(self, listener: ApiListener, api_list: str | None, primitives_of: Sequence[nn.Cell]) -> None:
         self._listener = _Muted(listener)
         self._custom: dict[tuple[int, str], str] = {}
-        listed = read_list(packaged_list(__file__) if api_list is None else api_list, tuple(PLACES))
+        listed = read_list(packaged_list(__file__) if api_list is None else api_list, tuple(PLACES), SECTIONS)
         self._patches = {(id(owner), name): self._patch(owner, name, prefix) for owner, name, prefix in _found(listed)}
         self._listed = frozenset(self._patches)
         self._primitives = _primitives(primitives_of)

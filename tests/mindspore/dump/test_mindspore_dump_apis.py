@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,18 @@ def test_a_prefix_of_the_users_goes_before_that_of_the_list_until_it_is_restored
     debugger.close()
     assert ops.matmul is original
     assert list(Dump(tmp_path).data) == ["Mine.matmul.0.forward", "Functional.matmul.0.forward", "Again.matmul.0.forward"]
+
+
+def test_a_list_may_name_modules_as_mindspore_does(tmp_path: Path) -> None:
+    lists = {"ops": ["relu"], "mint": ["sin"], "mint.nn.functional": ["relu"], "tensor": ["sum"]}
+    (tmp_path / "apis.yaml").write_text("".join(f"{key}:\n- {one}\n" for key, (one,) in lists.items()))
+    (tmp_path / "config.json").write_text(json.dumps({"api_list": str(tmp_path / "apis.yaml")}))
+    x = Tensor([1.0, 2.0])
+    with dumping(tmp_path / "out", config_path=tmp_path / "config.json"):
+        for call in (ops.relu, mint.sin, mint.nn.functional.relu, ops.sin, Tensor.sum):
+            call(x)
+    expected = ["Functional.relu", "Mint.sin", "MintFunctional.relu", "Tensor.sum"]
+    assert list(Dump(tmp_path / "out").data) == [f"{name}.0.forward" for name in expected]
 
 
 def test_the_class_represents_the_debugger_that_was_made_last(tmp_path: Path) -> None:

@@ -138,6 +138,28 @@ def test_a_list_of_ones_own_replaces_that_of_the_package(tmp_path: Path) -> None
     assert list(Dump(tmp_path / "out").data) == ["Torch.add.0.forward"]
 
 
+def test_a_list_may_be_yaml(tmp_path: Path) -> None:
+    (tmp_path / "apis.yaml").write_text("Torch:  # of the package torch\n- add\n")
+    (tmp_path / "config.json").write_text(json.dumps({"api_list": str(tmp_path / "apis.yaml")}))
+    with dumping(tmp_path / "out", config_path=tmp_path / "config.json"):
+        F.relu(torch.add(torch.ones(1), 1))
+    assert list(Dump(tmp_path / "out").data) == ["Torch.add.0.forward"]
+
+
+def test_yaml_that_cannot_be_read_is_refused_with_the_place(tmp_path: Path) -> None:
+    (tmp_path / "apis.yaml").write_text("Torch: [add\n")
+    (tmp_path / "config.json").write_text(json.dumps({"api_list": str(tmp_path / "apis.yaml")}))
+    with pytest.raises(ConfigError, match=r"apis\.yaml: while parsing(?s:.*)line 2"):
+        PrecisionDebugger(tmp_path / "config.json", dump_path=tmp_path).start()
+
+
+def test_the_level_of_kernels_is_refused_with_the_reason(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="L2")
+    with pytest.raises(ValueError, match="L2 is not recorded: kernels can be recorded only by the dump tools of an Ascend"):
+        debugger.start(nn.Linear(2, 2))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_list_with_an_unknown_prefix_is_refused_before_anything_is_attached(tmp_path: Path) -> None:
     (tmp_path / "apis.json").write_text(json.dumps({"torch": ["add"]}))
     (tmp_path / "config.json").write_text(json.dumps({"api_list": str(tmp_path / "apis.json")}))
