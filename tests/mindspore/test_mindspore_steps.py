@@ -259,3 +259,17 @@ def test_a_graph_that_cannot_be_asked_costs_the_gradients_of_activations_and_a_w
         step_with(net, optimizer)
     assert [said for said in warnings_in(caplog) if "2.9" in said] == [f"[rank 0] {modules.autograd.NO_GRAPH}"]
     assert [kind for kind in KINDS if not output.rows(kind)] == ["actv_grad"]
+
+
+def test_activations_are_recorded_from_on_to_off(output: Output) -> None:
+    net = Net()
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    with attached(output, net, optimizer, wg_distribution=True, all_xy=True, xy_distribution=False) as monitor:
+        for step in range(4):
+            if step in (1, 3):
+                with pytest.warns(DeprecationWarning, match="dynamic start and stop"):
+                    monitor.reload_xy(xy_distribution=step == 1)
+            step_with(net, optimizer, step)
+    for kind in ("actv", "actv_grad"):
+        assert {row.step for row in output.rows(kind)} == {1, 2}
+    assert {row.step for row in output.rows("grad_reduced")} == {0, 1, 2, 3}
