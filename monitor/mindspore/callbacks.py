@@ -65,7 +65,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         if self._has_ended:
             self.monitor, self._has_ended = self._new_monitor(), False
         training = run_context.original_args()
-        network, optimizer = _trained(training)
+        network, optimizer = trained_by(training)
         self.monitor.set_monitor(network, self._grad_acc_steps, optimizer, *self._groups, self._start_iteration)
         computes_loss = getattr(getattr(training, "train_network", None), "network", None)
         if isinstance(computes_loss, nn.Cell) and takes_hooks(computes_loss):
@@ -90,12 +90,23 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         self._has_ended = True
 
 
-def _trained(training: Any) -> tuple[Any, Any]:
+def trained_by(training: Any) -> tuple[Any, Any]:
     """The network and the optimizer. A ``Model`` without an optimizer has a training cell that holds both."""
     network, optimizer = training.network, training.optimizer
     if optimizer is None:
         network, optimizer = getattr(network, "network", network), getattr(network, "optimizer", None)
-    return network.backbone_network if isinstance(network, nn.WithLossCell) else network, optimizer
+    while (inner := _inside(network)) is not None:
+        network = inner
+    return network, optimizer
+
+
+def _inside(cell: Any) -> nn.Cell | None:
+    """The network in a cell that only passes on its inputs. Names of parameters do not contain such a cell."""
+    if isinstance(cell, nn.WithLossCell):
+        inner: nn.Cell = cell.backbone_network
+        return inner
+    only_passes_on = isinstance(cell, nn.Cell) and not cell._auto_prefix and list(cell.name_cells()) == ["network"]
+    return cell.network if only_passes_on else None
 
 
 # --- The precision dump for ``mindspore.train.Model``.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
-from mindspore import Tensor, nn
+from mindspore import Tensor
 from mindspore.train import Callback, RunContext
 
+from monitor.mindspore.callbacks import trained_by
 from monitor.mindspore.process_group import place
 from monitor.mindspore.training import backend
 from monitor.training import TrainingConfig, load_training_config
@@ -28,7 +29,8 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
     >>> model.train(epochs, dataset, callbacks=[TrainingMetricsCallback("train.yaml")])  # doctest: +SKIP
 
     ``loss`` is this rank's loss, as the network returns it, or the first of several results. A cell that trains by itself may
-    replace network and optimizer, which are then taken from it.
+    replace network and optimizer, which are then taken from it. The cells of MindSpore Transformers also return the norm of the
+    gradients before they clip them; it is ``grad-norm``.
 
     Args:
         config: The training YAML: its path, or the result of ``load_training_config``.
@@ -67,7 +69,7 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
             return
         training = run_context.original_args()
         metrics = TrainingMetrics(self._config, **{**self._known_of(training), **self._options})
-        metrics.attach(*_trained_by(training))
+        metrics.attach(*trained_by(training))
         self.metrics = metrics
 
     def _known_of(self, training: Any) -> dict[str, Any]:
@@ -79,6 +81,7 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
             "total_steps": earlier + steps * epochs,
             # The training cell has a reducer, whose results are the same on all ranks.
             "gradients_are_global": bool(getattr(training.train_network, "reducer_flag", False)),
+            "grad_norm_is_told": _returns_grad_norm(training.train_network),
         }
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
@@ -93,9 +96,12 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
         step, self._step = self._step, None
         if step is None or self.metrics is None:
             return
-        found = run_context.original_args().net_outputs
+        training = run_context.original_args()
+        found = training.net_outputs
         outputs = found if isinstance(found, tuple | list) else (found,)
         step.loss = outputs[0]
+        if _returns_grad_norm(training.train_network) and outputs[_GRAD_NORM] is not None:
+            step.grad_norm = outputs[_GRAD_NORM]
         self.metrics.end_step(step)
 
     def _samples(self, training: Any) -> int | None:
@@ -148,18 +154,22 @@ class TopkBiasBalanceCallback(TrainingMetricsCallback):
         return config.model_copy(update={"monitor_config": section, "callbacks": balance, "document": {}})
 
 
-def _trained_by(training: Any) -> tuple[Any, Any]:
-    """The network that is trained, and its optimizer."""
-    cell = training.train_network
-    by_itself = training.optimizer is None and isinstance(cell, nn.TrainOneStepCell)
-    return (cell.network, cell.optimizer) if by_itself else (training.network, training.optimizer)
+_CLIPPING: Final = {"MFTrainOneStepCell", "MFPipelineWithLossScaleCell"}
+_GRAD_NORM: Final = 4
+"""Where the training cells of MindSpore Transformers return the norm: after loss, overflow, loss scale and learning rate."""
+
+
+def _returns_grad_norm(cell: Any) -> bool:
+    """Whether a cell is one of MindSpore Transformers' that clips. It computes the norm only then."""
+    theirs = any(kind.__name__ in _CLIPPING for kind in type(cell).__mro__)
+    return theirs and bool(getattr(cell, "use_clip_grad", False))
 
 
 def _scale_of(training: Any) -> Number | None:
     """The scale of the next step's loss. A fixed scale is known to the optimizer."""
     if (changing := getattr(training.train_network, "scale_sense", None)) is not None:
         return backend.kept(changing)
-    scale = float(getattr(_trained_by(training)[1], "loss_scale", 1.0))
+    scale = float(getattr(trained_by(training)[1], "loss_scale", 1.0))
     return None if scale == 1.0 else scale
 
 
