@@ -1,8 +1,8 @@
 """Intercepts calls of MindSpore's functions, methods and primitives.
 
 MindSpore has no hook for them. So attributes of modules and classes are replaced while the dump runs, and restored exactly: a
-replacement of an inherited attribute is deleted. Compiled code does not use the replacements; tracing is detected by its
-context.
+replacement of an inherited attribute is deleted. Compiled code does not use the replacements: they are removed while it is
+compiled and runs, and tracing is detected by its context.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mindspore.ops import Primitive
 
 from monitor.dump.backend import ApiListener
 from monitor.dump.levels import api_list as read_list, packaged_list
+from monitor.mindspore.dump.jit import CompiledFunctions
 from monitor.mindspore.hooks import jit_context
 
 PLACES: Final = {
@@ -89,16 +90,37 @@ class MindSporeApiInterception:
         self._primitives = _primitives(primitives_of)
         for kind in {type(one): None for one, _ in self._primitives.values()}:
             self._patches[id(kind), "__call__"] = Patch(kind, "__call__", self._named_primitive, self._listener, first=1)
+        self._compiled = CompiledFunctions(self._listener, self._pause, self._resume)
+        self._compiled_calls = 0
 
     def install(self) -> None:
         self._listener.muted = False
-        for patch in self._patches.values():
-            patch.install()
+        self._compiled.install()
+        self._put_in_place()
 
     def remove(self) -> None:
         self._listener.muted = True
+        self._compiled.remove()
+        self._take_away()
+
+    def _put_in_place(self) -> None:
+        for patch in self._patches.values():
+            patch.install()
+
+    def _take_away(self) -> None:
         for patch in self._patches.values():
             patch.remove()
+
+    def _pause(self) -> None:
+        """A compiled function is called, perhaps inside another one."""
+        self._compiled_calls += 1
+        if self._compiled_calls == 1 and not self._listener.muted:
+            self._take_away()
+
+    def _resume(self) -> None:
+        self._compiled_calls -= 1
+        if self._compiled_calls == 0 and not self._listener.muted:
+            self._put_in_place()
 
     def register(self, module: Any, api: str, prefix: str) -> None:
         key = id(module), api

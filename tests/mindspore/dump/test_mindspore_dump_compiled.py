@@ -1,0 +1,171 @@
+"""MindSpore, levels L1 and mix: functions and cells that are compiled (``@jit``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from cells_to_dump import Dump, described, dumping, same
+from mindspore import Tensor, nn, ops
+
+from monitor.mindspore.dump.jit import BytecodeContext, Executor
+
+MODES = ("ast", "bytecode")
+X = Tensor(np.array([[-1.0, 2.0, 3.0]], np.float32))
+
+
+def squares(x: Tensor, y: Tensor) -> Tensor:
+    return (ops.relu(x) * x * y).sum()
+
+
+def raises(x: Tensor) -> Tensor:
+    if x.shape[0] == 1:
+        raise ValueError("no room")
+    return ops.relu(x)
+
+
+class Methods:
+    def twice(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Inner(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Dense(3, 3, weight_init="ones")
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.dense(x) * x
+
+
+def compiled(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    return ms.jit(function, capture_mode=mode)
+
+
+def compiled_cell(mode: str) -> nn.Cell:
+    """Of a class of its own, whose ``construct`` is compiled."""
+    kind = type("AlexNet", (Inner,), {})
+    kind.construct = compiled(Inner.construct, mode)
+    return kind().set_train()
+
+
+def entries(base: Path) -> list[str]:
+    return list(Dump(base).data)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_function_is_one_call_with_its_inputs_and_outputs(mode: str, tmp_path: Path) -> None:
+    function = compiled(squares, mode)
+    with dumping(tmp_path):
+        result = function(X, X + 1)
+    data = Dump(tmp_path).data
+    assert list(data) == ["Tensor.__add__.0.forward", "Jit.squares.0.forward"]
+    expected = {"input_args": [described(X), described(X + 1)], "input_kwargs": {}, "output": [described(result)]}
+    assert same(data["Jit.squares.0.forward"], expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_its_backward_has_the_gradients_of_both_sides(mode: str, tmp_path: Path) -> None:
+    function, y = compiled(squares, mode), Tensor(np.array([[0.5, 1.0, -2.0]], np.float32))
+    with dumping(tmp_path):
+        ms.grad(lambda x, y: function(x, y) * 3, (0, 1))(X, y)
+    entry = Dump(tmp_path).data["Jit.squares.0.backward"]
+    x = X.asnumpy()
+    by_x, by_y = 3 * 2 * np.maximum(x, 0) * y.asnumpy(), 3 * np.maximum(x, 0) * x
+    assert same(entry["input"], [described(Tensor(3.0, ms.float32))])
+    assert same(entry["output"], [described(Tensor(by_x)), described(Tensor(by_y))])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_cell_has_the_name_of_its_class(mode: str, tmp_path: Path) -> None:
+    cell = compiled_cell(mode)
+    with dumping(tmp_path):
+        for _ in range(2):
+            ms.grad(lambda x: cell(x).sum())(X)
+    names = [name for name in entries(tmp_path) if name.startswith("Jit")]
+    assert names == [f"Jit.AlexNet.{call}.{direction}" for call in range(2) for direction in ("forward", "backward")]
+    assert same(Dump(tmp_path).data["Jit.AlexNet.1.forward"]["input_args"], [described(X)])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_object_of_a_compiled_method_is_no_argument(mode: str, tmp_path: Path) -> None:
+    kind = type("Compiled", (), {"twice": compiled(Methods.twice, mode)})
+    with dumping(tmp_path):
+        kind().twice(X)
+    assert same(Dump(tmp_path).data["Jit.twice.0.forward"]["input_args"], [described(X)])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_mix_has_the_call_below_its_cell_and_the_functions_around_it(mode: str, tmp_path: Path) -> None:
+    network = nn.SequentialCell(compiled_cell(mode), nn.ReLU())
+    with dumping(tmp_path, network, level="mix"):
+        network(ops.sin(X))
+    (base,) = {path.parents[2] for path in tmp_path.glob("**/construct.json")} & {tmp_path, tmp_path / "pynative"}
+    construct = Dump(base).read("construct.json")
+    assert construct["Jit.AlexNet.0.forward"] == "Cell.0.AlexNet.forward.0"
+    assert construct["Functional.sin.0.forward"] is None
+    assert construct["Primitive.relu.ReLU.0.forward"] == "Cell.1.ReLU.forward.0"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", ["L1", "mix"])
+def test_compiled_code_computes_the_same_bits_as_without_a_dump(mode: str, level: str, tmp_path: Path) -> None:
+    """It is compiled within the dump, and called after it."""
+
+    def bits(function: Callable[..., Any]) -> list[bytes]:
+        return [one.asnumpy().tobytes() for one in ms.value_and_grad(function)(X, X)]
+
+    def fresh() -> Callable[..., Any]:
+        def long(x: Tensor, y: Tensor) -> Tensor:
+            z = ops.gelu(ops.softmax(x) * 2 + 1) * ops.tanh(y)
+            return (z * z).sum() + ops.silu(x).sum()
+
+        return compiled(long, mode)
+
+    expected, function = bits(fresh()), fresh()
+    with dumping(tmp_path, nn.SequentialCell(nn.ReLU()), level=level):
+        assert bits(function) == expected
+    assert bits(function) == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_function_that_raises_has_no_entry_and_later_calls_have(mode: str, tmp_path: Path) -> None:
+    function = compiled(raises, mode)
+    with dumping(tmp_path):
+        with suppress(Exception):
+            function(X)
+        ops.relu(X)
+    assert entries(tmp_path) == ["Functional.relu.0.forward"]
+
+
+def test_a_compiled_function_within_another_one_is_a_part_of_it(tmp_path: Path) -> None:
+    inner = ms.jit(squares)
+
+    @ms.jit
+    def outer(x: Tensor) -> Tensor:
+        return inner(x, x) + 1
+
+    with dumping(tmp_path):
+        outer(X)
+    assert entries(tmp_path) == ["Jit.outer.0.forward"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_list_in_the_configuration_selects_them(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"statistics": {"list": ["Jit.squares"]}}')
+    function = compiled(squares, mode)
+    with dumping(tmp_path / "out", config_path=tmp_path / "config.json"):
+        function(ops.sin(X), X)
+    assert entries(tmp_path / "out") == ["Jit.squares.0.forward"]
+
+
+def test_what_runs_compiled_code_is_the_same_after_a_dump(tmp_path: Path) -> None:
+    before = [dict(vars(owner)) for owner in (Executor, BytecodeContext)]
+    with dumping(tmp_path):
+        assert [dict(vars(owner)) for owner in (Executor, BytecodeContext)] != before
+    assert [dict(vars(owner)) for owner in (Executor, BytecodeContext)] == before
