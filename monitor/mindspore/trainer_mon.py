@@ -40,15 +40,6 @@ class TrainerMon(ModelMonitor):
 
     _backend: ClassVar[RecordingBackend] = BACKEND
 
-    def reload_xy(self, xy_distribution: bool = False) -> None:
-        """Switch the monitoring of activations on or off. Deprecated: dynamic start and stop switches it on all ranks
-        together.
-        """
-        said = "reload_xy is deprecated and will be removed: use dynamic start and stop."
-        warnings.warn(said, DeprecationWarning, stacklevel=2)
-        for recording in self._recordings:
-            self._failures.guarded("switching activations", recording.attachment.set_activations)(xy_distribution)
-
     def monitor_gnorm_with_ad(
         self,
         model: nn.Cell | Sequence[nn.Cell],
