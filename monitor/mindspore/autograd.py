@@ -2,49 +2,93 @@
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from types import CodeType, FrameType
 from typing import Any, Final, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, _c_expression, mint
 from mindspore.common import _no_grad
+from mindspore.common.recompute import _RecomputeCell
 from mindspore.nn.cell import _pynative_executor
 
-from monitor.failures import EarlierFailure
+from monitor.failures import LOGGER, EarlierFailure
 from monitor.mindspore import hooks
 from monitor.recording.backend import Removable
 from monitor.recording.gradient_edges import BackwardEngine, walk
 from monitor.recording.module_calls import CallIndex
 
+# --- Recomputed cells: which call a recomputation repeats.
+#
+# A recomputed cell runs without a graph in forward, and again with one in backward. One cell of MindSpore calls it in both
+# places, and keeps the arguments of open calls in a stack. So the cell and the size of its stack identify a recomputation.
+# ``use_reentrant=False`` is different: it keeps the graph of the forward, whose gradients have rows. Its repetitions have none.
+
+Recomputation = tuple[Any, int]
+"""The cell that recomputes, and the number of its open calls below this one."""
+
 
 class RecomputeRepetitions:
-    """Recognises the calls of one cell that ``mindspore.recompute`` repeats in a step (``Repetitions``).
-
-    One function runs a forward and its backward. So it repeats calls of the latest micro-step. If the cell
-    had one call there, that call is repeated.
-    """
-
-    began = None
+    """Recognises the calls of one cell that are recomputed in a step (``Repetitions``)."""
 
     def __init__(self) -> None:
-        self._repeated: set[int] = set()
+        self._calls: WeakKeyDictionary[Any, dict[int, deque[CallIndex]]] = WeakKeyDictionary()
+
+    def began(self, place: CallIndex) -> None:
+        """A call begins in forward. Without a graph, every recomputed cell around it will repeat it."""
+        for cell, number in [] if recording() else _recomputations(_FORWARD):
+            self._calls.setdefault(cell, {}).setdefault(number, deque()).append(place)
 
     def repeated(self, counts: Mapping[int, int]) -> CallIndex | None:
-        if not counts:
-            return None
-        micro_step = max(counts)
-        if counts[micro_step] != 1 or micro_step in self._repeated:
-            return None
-        self._repeated.add(micro_step)
-        return CallIndex(micro_step, 0)
+        """The call that is repeated now; None if its gradients come from the graph of its forward, or if it is unknown.
+
+        A cell that is recomputed inside a recomputed cell has another stack there than in forward. So a call in it is known
+        only if it is the only one.
+        """
+        del counts
+        for depth, (cell, number) in enumerate(_recomputations(_BACKWARD)):
+            if not (expected := self._calls.get(cell, {}).get(number)):
+                continue
+            if depth == 0 or len(expected) == 1:
+                return expected.popleft()
+            _warn_of_nesting()
+            break
+        return None
 
     def restart(self, micro_step: int) -> None:
-        self._repeated.discard(micro_step)
+        for calls in self._calls.values():
+            for number, places in calls.items():
+                calls[number] = deque(place for place in places if place.micro_step != micro_step)
 
     def forget_step(self) -> None:
-        self._repeated.clear()
+        self._calls.clear()
+
+
+_FORWARD: Final = _RecomputeCell.construct.__code__
+_BACKWARD: Final = _RecomputeCell.bprop.__code__
+
+
+def _recomputations(code: CodeType) -> list[Recomputation]:
+    """The recomputed cells whose forward, or backward, is on the stack: the innermost first."""
+    found: list[Recomputation] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            cell = frame.f_locals["self"]
+            found.append((cell, len(cell.args) - (code is _FORWARD)))  # the backward has removed its own arguments
+        frame = frame.f_back
+    return found
+
+
+@cache
+def _warn_of_nesting() -> None:
+    said = "A recomputed cell is called several times inside another recomputed cell, and it is unknown which call is repeated"
+    LOGGER.warning("%s. Gradients of activations inside it have no rows. Recompute only one of the two.", said)
 
 
 # --- The gradient of one cell's inputs, observed without changing the graph.
