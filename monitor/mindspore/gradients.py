@@ -24,7 +24,7 @@ from monitor.mindspore.process_group import has_others, is_settled
 from monitor.recording.attached_model import NamedParameter, ParameterSubset
 from monitor.recording.backend import Removable
 from monitor.recording.collectives import Operator
-from monitor.recording.parameters import GradientRows, Reading
+from monitor.recording.parameters import NOT_ACCUMULATED, GradientRows, Reading
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.recording.phases import OptimizerTurn
 from monitor.series import Ranks
@@ -240,6 +240,8 @@ NOT_SUMMED: Final = (
     "of each micro-batch; without it, steps with several micro-batches have no row"
 )
 
+SHARED: Final = "a step had fewer backwards than micro-batches: a row of several micro-batches has the number of one of them"
+
 
 class MindSporeGradients:
     """Takes gradients of MindSpore (``GradientSource``)."""
@@ -251,9 +253,11 @@ class MindSporeGradients:
         self.hooked: Sequence[NamedParameter] = rows.unreduced.parameters
         self.reading: Reading = "unknown"
         self.reductions = MindSporeReductions(attached.watch.ownership, attached.failures)
+        self._arrived: Counter[NamedParameter] = Counter()
+        self._arrived_in = attached.clock.step
 
     def begin_step(self) -> None:
-        """Nothing to do: no data of a step is kept."""
+        """Nothing to do: the first gradient of a step discards the counts of earlier ones."""
 
     def before_reading(self, turn: OptimizerTurn) -> None:
         self.reductions.begin_reading(self._framework.handed, self._waiting(turn.held))
@@ -263,7 +267,9 @@ class MindSporeGradients:
         self.reading = "scaled" if self._framework.scales_itself(turn.optimizer) else "unknown"
         if not_reduced:
             self._note("grad_reduced", not_reduced)
-        if not self._rows.each_micro_step and self._clock.micro_steps > 1:
+        if self._rows.each_micro_step:
+            self._note_shared_backwards()
+        elif self._clock.micro_steps > 1:
             self._rows.note_local(NOT_SUMMED)
 
     def remove(self) -> None:
@@ -290,4 +296,21 @@ class MindSporeGradients:
         if parameter in self._rows.stepped:  # the gradient is of the next step, whose reductions are observed
             return
         if self._clock.micro_steps == 1 or self._rows.each_micro_step:
+            self._count(parameter)
             self._rows.unreduced.record(parameter, argument, self._rows.micro_step(parameter))
+
+    def _count(self, parameter: NamedParameter) -> None:
+        """Count the backwards of the step that have reached a parameter. Several may share its only row."""
+        if self._arrived_in != self._clock.step:
+            self._arrived_in = self._clock.step
+            self._arrived.clear()
+        self._arrived[parameter] += 1
+        if self._arrived[parameter] > 1 and not (self._rows.each_micro_step or self._clock.misguessed):
+            self._rows.note_local(NOT_ACCUMULATED)
+
+    def _note_shared_backwards(self) -> None:
+        backwards: Counter[int] = Counter()
+        for parameter, count in self._arrived.items() if self._arrived_in == self._clock.step else ():
+            backwards[parameter.chunk] = max(backwards[parameter.chunk], count)
+        if any(0 < count <= self._clock.forward[chunk] for chunk, count in backwards.items()):
+            self._rows.note_local(SHARED)
