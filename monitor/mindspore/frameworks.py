@@ -3,9 +3,12 @@
 The Adams differ from each other and from the paper. Let ``m`` and ``v`` be the moments after the step. Their bias corrections
 are ``a = 1 - beta1 ** step`` and ``b = 1 - beta2 ** step``. Then a weight decreases by the learning rate times
 
-    AdamW of mindspore.experimental:                      (m / a) / (sqrt(v / b) + eps)     as in the paper
-    Adam, LazyAdam, AdamOffload; Adam of experimental:    sqrt(b) / a * m / (sqrt(v) + eps)
-    AdamWeightDecay:                                      m / (sqrt(v) + eps)
+    AdamW of mindspore.experimental; Adam, AdamW, FusedAdamW of mindspore.mint: (m / a) / (sqrt(v / b) + eps), as in the paper
+    Adam, LazyAdam, AdamOffload; Adam of mindspore.experimental:                sqrt(b) / a * m / (sqrt(v) + eps)
+    AdamWeightDecay:                                                            m / (sqrt(v) + eps)
+
+The Adams of ``mindspore.mint`` are written for Ascend, and were tested here with other in-place operations. Their documentation
+takes the maximum of AMSGrad over ``v / b``. The kernel of ``AdamW`` takes it over ``v``. ``Adam`` does not store it at all.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from monitor.series import LOCAL, Placement
 from monitor.stats.mindspore.tensors import has_data, on_host
 
 # --- Finds the optimizers that a user passes, and the moments that they keep of each parameter.
+
+EXPECTED: Final = "an optimizer of mindspore.nn, mindspore.mint.optim or mindspore.experimental.optim"
 
 
 def optimizers_in(given: Any) -> tuple[nn.Cell, ...]:
@@ -64,8 +69,7 @@ def innermost(optimizer: Any, called: str = "optimizer") -> nn.Cell:
     if is_optimizer(inner):
         return inner
     given = type(optimizer).__name__
-    expected = "an optimizer of mindspore.nn or mindspore.experimental.optim"
-    raise TypeError(f"{called} is a {given}: expected {expected}.")
+    raise TypeError(f"{called} is a {given}: expected {EXPECTED}.")
 
 
 def is_optimizer(cell: Any) -> bool:
@@ -206,18 +210,21 @@ STATE_NAMES: Final = {
 """The attributes that hold each kind of state."""
 
 MOMENTUM_NAMES: Final = {
-    "Momentum": "moments",
-    "ThorAscend": "moments",
-    "ThorGpu": "moments",
-    "SGD": "accum",
-    "RMSProp": "moment",
-    "RMSprop": "moment",
+    "Momentum": ("moments",),
+    "ThorAscend": ("moments",),
+    "ThorGpu": ("moments",),
+    "SGD": ("accum", "momentum_buf"),
+    "RMSProp": ("moment",),
+    "RMSprop": ("moment",),
 }
-"""The attribute of the momentum in classes that step along one: it counts as ``exp_avg``. Other classes use these names
+"""The attributes of the momentum in classes that step along one: it counts as ``exp_avg``. Other classes use these names
 otherwise.
 """
 
+ADAM_WS: Final = ("AdamW", "FusedAdamW")
+"""Classes of ``mindspore.experimental`` and ``mindspore.mint`` that decay weights apart from the gradient."""
 
+UNUSED: Final = "missing: {name} creates this moment for amsgrad, and does not update it"
 UNKNOWN: Final = "missing: it is unclear which moment the optimizer keeps in {kept}"
 UNLIKE: Final = (
     "missing where the optimizer's state does not have the parameter's shape, or holds no floating-point numbers: {kept}"
@@ -235,7 +242,7 @@ class OptimizerState:
         """Inspect an optimizer before training begins: this may wait."""
         self.optimizer = innermost(optimizer)
         self._momentum = _number(getattr(self.optimizer, "momentum", None))
-        self._names = next((name for known, name in MOMENTUM_NAMES.items() if is_a(self.optimizer, known)), None)
+        self._names = next((names for known, names in MOMENTUM_NAMES.items() if is_a(self.optimizer, known)), ())
         self._is_mindspore_class = _is_mindspore_class(self.optimizer)
         self._clones: Sequence[Clones] = ()
         self._roles: Mapping[str, Clones] = {}
@@ -250,15 +257,20 @@ class OptimizerState:
             return None
         if kind in self._roles:
             return self._roles[kind].of(parameter)
-        names = (self._names,) if kind == "exp_avg" and self._names is not None else STATE_NAMES[kind]
-        cloned = {one.attribute for one in self._clones}  # these are known to be other state
-        for name in names:
-            kept = None if name in cloned else getattr(self.optimizer, name, None)
+        for kept, at in self._kept(kind, place):
             # An unused or factored moment has a small placeholder here.
-            if isinstance(kept, tuple) and self._is_place_in(kept, place) and fits(kept[place], parameter):
-                found: Parameter = kept[place]
+            if isinstance(kept, tuple) and self._is_place_in(kept, at) and fits(kept[at], parameter):
+                found: Parameter = kept[at]
                 return found
         return None
+
+    def _kept(self, kind: str, place: int) -> Iterator[tuple[Any, int]]:
+        """What may hold the moment of the parameter at an index, and the index in it."""
+        names = self._names if kind == "exp_avg" and self._names else STATE_NAMES[kind]
+        cloned = {one.attribute for one in self._clones}  # these are known to be other state
+        yield from ((getattr(self.optimizer, name, None), place) for name in names if name not in cloned)
+        if self._is_mindspore_class and (in_group := self.group(place).get(kind)) is not None:
+            yield in_group, place - max(start for start in self.optimizer.group_start_id if start <= place)
 
     def refresh(self) -> None:
         """Find the current state again. MindSpore's own classes create theirs once, in the constructor."""
@@ -267,7 +279,10 @@ class OptimizerState:
             self._roles = roles_of(self._clones, has_momentum=self._momentum is not None)
 
     def notes(self) -> Mapping[str, str]:
-        """By kind: why moments are missing, or missing for some parameters. Empty for known classes."""
+        """By kind: why moments are missing, or missing for some parameters."""
+        groups = getattr(self.optimizer, "param_groups", ()) if isinstance(self.optimizer, WITHOUT_AMSGRAD) else ()
+        if any(one.get("amsgrad") for one in groups):
+            return {"max_exp_avg_sq": UNUSED.format(name=type(self.optimizer).__name__)}
         clones, parameters = self._clones, self.optimizer.parameters
         unlike = [one for one in self._roles.values() if any(one.of(p) is None for p in parameters if p.name in one.members)]
         if unlike:
@@ -277,7 +292,7 @@ class OptimizerState:
 
     def has_stepped(self) -> bool:
         """Whether a moment differs from 0, the initial value in every optimizer. Waits."""
-        names = {self._names or "", *(name for names in STATE_NAMES.values() for name in names)}
+        names = {*self._names, *(name for names in STATE_NAMES.values() for name in names)}
         kept = (getattr(self.optimizer, name, None) for name in names)
         known = [every for every in kept if isinstance(every, tuple)]
         known += [tuple(one.members.values()) for one in self._roles.values()]
@@ -305,7 +320,7 @@ class OptimizerState:
     def learning_rates(self) -> Sequence[Any]:
         """The learning rate of each group for the next step: a schedule's at the number of steps so far."""
         if groups := getattr(self.optimizer, "param_groups", None):
-            return [group.get("lr") for group in groups]
+            return [rate_of(group) for group in groups]
         kept: Any = getattr(self.optimizer, "learning_rate", None)
         each = kept if getattr(self.optimizer, "is_group_lr", False) else (kept,)
         groups_of = {id(one): one for one in each}.values()  # grouped parameters have one entry each, the same in a group
@@ -327,11 +342,16 @@ class OptimizerState:
         if kind == "max_exp_avg_sq":
             if kind in self._roles:
                 return True
-            # Adam of mindspore.experimental creates it without using it.
-            return bool(group.get("amsgrad")) and is_a(self.optimizer, "AdamW") if group else hasattr(self.optimizer, "vhat")
-        if self._names is not None:
+            # The Adams of mindspore.experimental and mindspore.mint create it and do not update it.
+            return bool(group.get("amsgrad")) and is_a(self.optimizer, *ADAM_WS) if group else hasattr(self.optimizer, "vhat")
+        if self._names:
             return bool(group.get("momentum", self._momentum) != 0)
         return getattr(self.optimizer, "use_first_moment", True) is not False
+
+
+def rate_of(group: Mapping[str, Any]) -> Any:
+    """The learning rate that a group of parameters is stepped with. ``mint.optim.SGD`` ignores later changes of ``lr``."""
+    return group.get("lr_float", group.get("lr"))
 
 
 def _is_mindspore_class(optimizer: nn.Cell) -> bool:
@@ -505,21 +525,35 @@ def _by_powers(optimizer: nn.Cell, _group: Mapping[str, Any]) -> tuple[Correctio
 
 
 def _by_steps(optimizer: nn.Cell, group: Mapping[str, Any]) -> tuple[Correction, Correction]:
-    power = ops.Pow()
-    first, second = group["betas"]
-    return mint.sub(1.0, power(first, optimizer.state_step)), mint.sub(1.0, power(second, optimizer.state_step))
+    return _powers(group["betas"], optimizer.state_step)
 
 
-def _classes(*names: str) -> tuple[type, ...]:
-    """The classes with these names that this version's ``mindspore.nn`` has."""
-    return tuple(getattr(nn, name) for name in names if hasattr(nn, name))
+def _by_earlier_steps(optimizer: nn.Cell, group: Mapping[str, Any]) -> tuple[Correction, Correction]:
+    """``_by_steps`` if ``state_step`` is the number of earlier steps: the kernel adds 1."""
+    return _powers(group["betas"], mint.add(optimizer.state_step, 1.0))
 
+
+def _powers(betas: Sequence[float], steps: Tensor) -> tuple[Correction, Correction]:
+    first, second = (mint.sub(1.0, ops.Pow()(beta, steps)).reshape(()) for beta in betas)
+    return first, second
+
+
+def classes_of(module: Any, *names: str) -> tuple[type, ...]:
+    """The classes with these names that a module has in this version of MindSpore."""
+    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+
+
+MINT: Final = getattr(mint, "optim", None)
+
+WITHOUT_AMSGRAD: Final = (*classes_of(optim, "Adam"), *classes_of(MINT, "Adam"))
+"""Adams that accept ``amsgrad`` and step as without it."""
 
 RULES: Final = (
-    (_classes("Adam", "LazyAdam", "AdamOffload"), AdamRule(_by_powers, eps_on_root=True)),
-    (_classes("AdamWeightDecay"), AdamRule(_none, eps_on_root=True)),
-    ((optim.Adam,), AdamRule(_by_steps, eps_on_root=True)),
-    ((optim.AdamW,), AdamRule(_by_steps, eps_on_root=False)),
+    (classes_of(nn, "Adam", "LazyAdam", "AdamOffload"), AdamRule(_by_powers, eps_on_root=True)),
+    (classes_of(nn, "AdamWeightDecay"), AdamRule(_none, eps_on_root=True)),
+    (classes_of(optim, "Adam"), AdamRule(_by_steps, eps_on_root=True)),
+    ((*classes_of(optim, "AdamW"), *classes_of(MINT, "Adam")), AdamRule(_by_steps, eps_on_root=False)),
+    (classes_of(MINT, "AdamW", "FusedAdamW"), AdamRule(_by_earlier_steps, eps_on_root=False)),
 )
 
 # --- The gradients, weights and moments of parameters, and their placements.

@@ -10,7 +10,7 @@ from mindspore import nn
 
 from monitor.mindspore import autograd, features, modules, process_group, tensor_reader
 from monitor.mindspore.collectives import communication
-from monitor.mindspore.frameworks import framework_of
+from monitor.mindspore.frameworks import EXPECTED, framework_of
 from monitor.mindspore.gradients import MindSporeGradients
 from monitor.mindspore.tensor_reader import MindSporeTensorReader
 from monitor.mindspore.updates import new_updates
@@ -23,7 +23,7 @@ from monitor.recording.trainer_mon import ModelMonitor
 class MindSporeFactories:
     """Creates the objects of MindSpore (``Factories``)."""
 
-    optimizer_expected: str = "an optimizer of mindspore.nn or mindspore.experimental.optim"
+    optimizer_expected: str = EXPECTED
     framework_of = staticmethod(framework_of)
     new_reader = MindSporeTensorReader
     new_plans = staticmethod(lambda _watcher: None)

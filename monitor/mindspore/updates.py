@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 from mindspore import Tensor, nn
 from mindspore.common import _no_grad
 
 from monitor.mindspore.features import is_floating_point
-from monitor.mindspore.frameworks import MindSporeMoments, OptimizerState, is_a
+from monitor.mindspore.frameworks import ADAM_WS, MINT, MindSporeMoments, OptimizerState, classes_of, is_a, rate_of
 from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.recording.updates import HealthCollector, RatioCollector, WeightsBefore
@@ -149,7 +150,7 @@ def use_of(state: OptimizerState, place: int) -> GradientUse:
 
 def _rate(state: OptimizerState, place: int) -> Any:
     if group := state.group(place):
-        return group.get("lr")
+        return rate_of(group)
     kept: Any = getattr(state.optimizer, "learning_rate", None)
     one = kept[place] if getattr(state.optimizer, "is_group_lr", False) else kept
     if not isinstance(one, nn.Cell):
@@ -160,7 +161,7 @@ def _rate(state: OptimizerState, place: int) -> Any:
 
 def _added_decay(state: OptimizerState, place: int) -> Number | None:
     optimizer, group = state.optimizer, state.group(place)
-    if is_a(optimizer, "AdamWeightDecay", "AdamW"):
+    if is_a(optimizer, "AdamWeightDecay", *ADAM_WS):
         return 0.0
     if getattr(optimizer, "grad_centralization", False):
         return None
@@ -225,8 +226,34 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
     return tuple(x.shape) == tuple(weight.shape) and is_floating_point(x) and has_data(x)
 
 
+# --- Optimizers that change no weight on a CPU.
+
+NO_EFFECT: Final = (
+    "{name} of mindspore.mint.optim changes no weight on this device: MindSpore's in-place additions have no effect here. Its "
+    "rows show just that. Use an optimizer of mindspore.nn or mindspore.experimental.optim."
+)
+
+
+def _warn_of_mint(attached: Attached) -> None:
+    """Warn once. Waits if there is an optimizer of ``mindspore.mint``."""
+    known = classes_of(MINT, *getattr(MINT, "__all__", ()))
+    found = [one.state.optimizer for one in attached.framework.stepped.values() if isinstance(one.state.optimizer, known)]
+    if found and not _adds_in_place():
+        attached.failures.warn("mint", NO_EFFECT.format(name=type(found[0]).__name__))
+
+
+def _adds_in_place() -> bool:
+    x, one = (Tensor(np.float32(number)) for number in (0.0, 1.0))
+    try:
+        x.add_(one)
+        return bool(x.asnumpy() == 1.0)
+    except RuntimeError:  # no kernel
+        return False
+
+
 def new_updates(attached: Attached) -> Iterator[tuple[str, Collector]]:
     """Create the configured collectors of updates."""
+    _warn_of_mint(attached)
     config = attached.config
     weights = WeightsBefore(attached, MindSporeWeightCopies())
     if config.update_ratio:

@@ -88,7 +88,7 @@ def test_a_group_that_is_not_there_yet_is_refused_and_the_reason_is_said(job: Ra
 
 
 def test_what_is_no_group_or_no_optimizer_is_refused_before_anything_is_made(job: Ranks, outputs: dict[str, Output]) -> None:
-    optimizer = "an optimizer of mindspore.nn or mindspore.experimental.optim"
+    optimizer = "an optimizer of mindspore.nn, mindspore.mint.optim or mindspore.experimental.optim"
     for one in told(job, "none"):
         assert one["optimizer"] == f"TypeError: optimizer is a NoneType: expected {optimizer}."
         assert one["group"].startswith("ValueError: dp_group is 'stage', but this rank belongs to no group of that name: ")

@@ -205,6 +205,6 @@ def test_of_optimizers_that_step_otherwise_nothing_is_said() -> None:
 
 @pytest.mark.parametrize("given", [None, 0.1, Net(), "adam", nn.SGD], ids=lambda given: type(given).__name__)
 def test_what_is_no_optimizer_is_refused_in_one_sentence(given: object) -> None:
-    expected = rf"^optimizer is a {type(given).__name__}: expected an optimizer of mindspore\.nn [^\n]*\.$"
+    expected = rf"^optimizer is a {type(given).__name__}: expected an optimizer of mindspore\.nn, [^\n]*\.$"
     with pytest.raises(TypeError, match=expected):
         framework_of([Net()], given, main_grad=False)
