@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from contract_jobs import Job
-from twins import Twin
+from twins import BATCH, Twin
 from watching_cells import batch
 
 import monitor
@@ -89,6 +89,80 @@ class Recorded:
         return {(row["name"], row["step"]): row["histogram"] for row in read_hdf5(path, kinds=[kind]).to_pylist()}
 
 
+class Loop:
+    """A training loop without a monitor."""
+
+    def __init__(self, framework: type[Twin], job: Job) -> None:
+        self.job, self.twin = job, framework(job.network, job.optimizers, recomputes=job.recomputes)
+
+    def train(self) -> None:
+        job, twin = self.job, self.twin
+        for step in range(job.first, job.first + job.steps):
+            self.step_begins(step)
+            twin.evaluate(batch(99)[0])
+            for number in range(job.micro_batches):
+                x, y = batch(step * job.micro_batches + number)
+                loss = twin.backward(x, np.full_like(y, np.nan) if step == job.faulty else y)
+                self.micro_batch_ended(step, number, loss)
+            if job.clips is not None:
+                twin.clip(job.clips)
+            if step not in job.skipped:
+                twin.step()
+            twin.forget()
+            self.step_ended()
+
+    def step_begins(self, step: int) -> None:
+        """Nothing else is called."""
+
+    def micro_batch_ended(self, step: int, number: int, loss: Any) -> None:
+        """Nothing else is called."""
+
+    def step_ended(self) -> None:
+        """Nothing else is called."""
+
+
+class MonitoredLoop(Loop):
+    """The same loop, which calls its monitor as programs do."""
+
+    def __init__(self, framework: type[Twin], job: Job, found: Recorded) -> None:
+        super().__init__(framework, job)
+        self.found, self.monitor = found, self._attached()
+        if "alert" in job.fields:
+            self.monitor.add_alert_callback(lambda events: found.alerts.extend(event[1:7] for event in events))
+        if "forward" in job.fields:
+            self.monitor.forward_to(self._passed_on)
+
+    def train(self) -> None:
+        with self.monitor, suppress(RunEnded):
+            super().train()
+
+    def step_begins(self, step: int) -> None:
+        if step in self.job.switched:
+            with pytest.deprecated_call():
+                self.monitor.reload_xy(self.job.switched[step])
+
+    def micro_batch_ended(self, step: int, number: int, loss: Any) -> None:
+        self.monitor.log(loss=loss, tokens=BATCH, batch=[f"shard-{step}", number])
+
+    def step_ended(self) -> None:
+        self.monitor.batch_ended()
+        if "api" in self.monitor.config.formats:
+            self.found.metrics += [*self.monitor.generate_wgrad_metrics(), *self.monitor.generate_xy_metrics()]
+
+    def _passed_on(self, numbers: dict[str, float], step: int) -> None:
+        self.found.passed_on |= {(name, step): x for name, x in numbers.items()}
+
+    def _attached(self) -> Any:
+        job, twin, fields = self.job, self.twin, {**COMMON, **self.job.fields}
+        if job.watched:
+            return monitor.watch(twin.model, twin.optimizers, None, start_iteration=job.first, **fields)
+        path = Path("config.json")
+        path.write_text(json.dumps(fields))
+        made = twin.monitor.TrainerMon(path, params_have_main_grad=False)
+        made.set_monitor(twin.model, job.micro_batches, twin.optimizers, start_iteration=job.first)
+        return made
+
+
 def recorded(framework: type[Twin], job: Job, base: Path) -> Recorded:
     """Train a job in a framework, with its monitor attached."""
     found = Recorded(base)
@@ -97,11 +171,9 @@ def recorded(framework: type[Twin], job: Job, base: Path) -> Recorded:
         patched.chdir(base)
         for name, value in job.environment.items():
             patched.setenv(name, value)
-        twin = _made(framework, job)
-        with _attached(twin, job) as watching, suppress(RunEnded):
-            _listen(watching, job, found)
-            _train(twin, job, watching, found)
-    found.bits = twin.bits()
+        loop = MonitoredLoop(framework, job, found)
+        loop.train()
+    found.bits = loop.twin.bits()
     with suppress(QueryError):  # some jobs write no rows
         run = monitor.open_run(base)
         found.rows = {kind: _rows(run.rows(kind).to_pylist()) for kind in run.kinds}
@@ -110,54 +182,9 @@ def recorded(framework: type[Twin], job: Job, base: Path) -> Recorded:
 
 def trained(framework: type[Twin], job: Job) -> dict[str, bytes]:
     """The parameters after the same training without a monitor."""
-    twin = _made(framework, job)
-    _train(twin, job, None, Recorded(Path()))
-    return twin.bits()
-
-
-def _made(framework: type[Twin], job: Job) -> Twin:
-    return framework(job.network, job.optimizers, recomputes=job.recomputes)
-
-
-def _attached(twin: Twin, job: Job) -> AbstractContextManager[Any]:
-    fields = {**COMMON, **job.fields}
-    if job.watched:
-        return monitor.watch(twin.model, twin.optimizers, None, start_iteration=job.first, **fields)
-    path = Path("config.json")
-    path.write_text(json.dumps(fields))
-    made = twin.monitor.TrainerMon(path, params_have_main_grad=False)
-    made.set_monitor(twin.model, job.micro_batches, twin.optimizers, start_iteration=job.first)
-    return made
-
-
-def _listen(watching: Any, job: Job, found: Recorded) -> None:
-    if "alert" in job.fields:
-        watching.add_alert_callback(lambda events: found.alerts.extend(event[1:7] for event in events))
-    if "forward" in job.fields:
-        watching.forward_to(lambda numbers, step: found.passed_on.update({(name, step): x for name, x in numbers.items()}))
-
-
-def _train(twin: Twin, job: Job, watching: Any, found: Recorded) -> None:
-    """Train, and make every call to a monitor that a loop may make."""
-    for step in range(job.first, job.first + job.steps):
-        twin.evaluate(batch(99)[0])
-        if watching is not None and step in job.switched:
-            with pytest.deprecated_call():
-                watching.reload_xy(job.switched[step])
-        for number in range(job.micro_batches):
-            x, y = batch(step * job.micro_batches + number)
-            loss = twin.backward(x, np.full_like(y, np.nan) if step == job.faulty else y)
-            if watching is not None:
-                watching.log(loss=loss, tokens=len(x), batch=[f"shard-{step}", number])
-        if job.clips is not None:
-            twin.clip(job.clips)
-        if step not in job.skipped:
-            twin.step()
-        twin.forget()
-        if watching is not None:
-            watching.batch_ended()
-            if "api" in watching.config.formats:
-                found.metrics += [*watching.generate_wgrad_metrics(), *watching.generate_xy_metrics()]
+    loop = Loop(framework, job)
+    loop.train()
+    return loop.twin.bits()
 
 
 def _rows(found: list[dict[str, Any]]) -> Rows:

@@ -17,7 +17,6 @@ from monitor.stats.ops import OPS
 
 BETAS = (0.75, 0.96875)  # MindSpore's optimizers compute 1 - beta in float32, which of these is exact
 ADAMW = Stepping("AdamW", lr=0.01, betas=BETAS, weight_decay=0.01, eps=0.01, amsgrad=True)
-PLAIN = Stepping("SGD", lr=0.1)
 RESTING = Stepping("SGD", lr=0.0)
 GROUPS = Stepping("AdamW", {"first": {"lr": 0.02}, "layers": {"eps": 0.1}}, lr=0.01, betas=BETAS, eps=0.01)
 PAIR = (Stepping("AdamW", {"first": {}}, lr=0.01, betas=BETAS, eps=0.01), Stepping("SGD", {"layers": {}}, lr=0.1, momentum=0.5))
@@ -35,6 +34,7 @@ class Job:
     Attributes:
         kinds: The kinds that must have rows; no other kind may have any.
         fields: The configuration.
+        network: Its name in ``twins.py``.
         optimizers: Each has its turn in every step.
         first: The number of the first step.
         recomputes: Whether the block is recomputed in the backward.
