@@ -92,13 +92,10 @@ def test_calls_are_told_apart_by_what_is_recomputed_and_not_by_their_order(outpu
 class Nested(nn.Cell):
     """A recomputed cell that calls a recomputed cell ``times`` times."""
 
-    def __init__(self, times: int, *, recomputed: bool) -> None:
+    def __init__(self, times: int, *, recomputed: bool, how: str = "reentrant") -> None:
         super().__init__()
-        self.first, self.outer, self.last = (
-            nn.Dense(8, 8),
-            Recomputed("method" if recomputed else "", times=times),
-            nn.Dense(2, 1),
-        )
+        self.first, self.last = nn.Dense(8, 8), nn.Dense(2, 1)
+        self.outer = Recomputed("method" if recomputed else "", how, times)
         if recomputed:
             self.outer.recompute()
 
@@ -106,8 +103,9 @@ class Nested(nn.Cell):
         return self.last(self.outer(self.first(x)))
 
 
-def test_a_recomputed_cell_inside_a_recomputed_cell_has_its_rows(output: Output) -> None:
-    job = Job(lambda: Nested(1, recomputed=True), twin=lambda: Nested(1, recomputed=False))
+@pytest.mark.parametrize(("how", "times"), [("reentrant", 1), ("saved tensors", 1), ("saved tensors", 2)])
+def test_a_recomputed_cell_inside_a_recomputed_cell_has_its_rows(output: Output, how: str, times: int) -> None:
+    job = Job(lambda: Nested(times, recomputed=True, how=how), twin=lambda: Nested(times, recomputed=False))
     assert job.train(output) == job.train(None)
     assert_rows(output, job)
 
