@@ -31,7 +31,10 @@ Leaves = dict[tuple[str | int, ...], Any]
 """What an entry holds, by the place in the entry."""
 
 Place = tuple[int, str]
-"""A step's number, and the name of the rank's directory."""
+"""A step's number, and the name of the rank's directory; ``graph/rank0`` in a part of a dump."""
+
+PARTS: Final = ("", "pynative/", "graph/")
+"""Where the steps of a dump are. Only a dump with compiled cells has parts."""
 
 
 def is_dump(directory: Path) -> bool:
@@ -149,16 +152,17 @@ def _places(directory: Path) -> dict[Place, Path]:
     if any((directory / name).is_file() for name in FILES):
         return {(0, directory.name): directory}
     found = {}
-    for path in sorted(directory.glob("step*/*")) if directory.is_dir() else []:
-        match = _STEP.fullmatch(path.parent.name)
-        if match and any((path / name).is_file() for name in FILES):
-            found[int(match[1]), path.name] = path
+    for part in PARTS if directory.is_dir() else ():
+        for path in sorted(directory.glob(f"{part}step*/*")):
+            match = _STEP.fullmatch(path.parent.name)
+            if match and any((path / name).is_file() for name in FILES):
+                found[int(match[1]), part + path.name] = path
     return found
 
 
 def _unfinished(directory: Path) -> list[Path]:
     """The records of ranks' steps that were not completed."""
-    found = sorted(directory.glob(f"step*/*/{RECORDS}"))
+    found = [file for part in PARTS for file in sorted(directory.glob(f"{part}step*/*/{RECORDS}"))]
     return [file for file in (directory / RECORDS, *found) if file.is_file() and ".left" not in file.parent.parent.name]
 
 
@@ -169,12 +173,17 @@ def _aligned(left: Mapping[Place, Path], right: Mapping[Place, Path]) -> list[tu
         ((place, one),), (other,) = left.items(), right.values()
         return [(place, one, other)] if place[0] == next(iter(right))[0] else pairs
     paired = {place for place, _, _ in pairs}
-    for step in sorted({step for step, _ in left} & {step for step, _ in right}):
-        own, others = ([place for place in side if place[0] == step] for side in (left, right))
+    for group in sorted({_group(place) for place in left} & {_group(place) for place in right}):
+        own, others = ([place for place in side if _group(place) == group] for side in (left, right))
         lone = len(own) == len(others) == 1 and own[0] not in paired
-        if lone and own[0][1].startswith("proc") and others[0][1].startswith("proc"):
+        if lone and all(one[1].rpartition("/")[2].startswith("proc") for one in (*own, *others)):
             pairs.append((own[0], left[own[0]], right[others[0]]))
     return pairs
+
+
+def _group(place: Place) -> tuple[int, str]:
+    """The step, and the part of the dump."""
+    return place[0], place[1].rpartition("/")[0]
 
 
 def _places_missing(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -94,6 +94,9 @@ class DumpBackend(Protocol):
 
     def modules_of(self, model: Any, failures: Failures) -> Iterable[tuple[str, Any]]:
         """The modules below a model that take hooks, with their names."""
+
+    def compiled_of(self, models: Sequence[Any]) -> Set[int]:
+        """The ids of the modules of ``modules_of`` whose code is compiled, if the dump shows them in a part of their own."""
 
     def parameters_of(self, module: Any) -> Iterable[tuple[str, Any]]:
         """The parameters that a module has itself, with their names in it."""

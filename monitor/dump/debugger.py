@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -16,11 +16,23 @@ from monitor.dump import levels
 from monitor.dump.backend import ApiInterception, DumpBackend, DumpFailures
 from monitor.dump.config import load
 from monitor.dump.files import DumpWriter
-from monitor.dump.levels import SOURCES, ApiDump, CallRecorder, ClassOrInstanceMethod, EntrySource, ParameterGradients, Tokens
+from monitor.dump.levels import (
+    SOURCES,
+    ApiDump,
+    CallRecorder,
+    ClassOrInstanceMethod,
+    EntrySource,
+    ModuleDump,
+    ParameterGradients,
+    Tokens,
+)
 from monitor.dump.session import EXCLUSIVE_INTERCEPTION, Session
 from monitor.pipeline.process import PROCESS
 
 _NO_PLACE: Final = "This step is not dumped: name a dump_path that can be written to."
+
+WHOLE, DYNAMIC, COMPILED = "", "pynative", "graph"
+"""The parts of a dump, by their directories: everything, or what Python calls and the modules that are compiled."""
 
 
 class Debugger:
@@ -66,8 +78,9 @@ class Debugger:
         self._reader = self._backend.new_reader(checksums=self.config.checksums)
         self._custom: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._step = 0
-        self._session: Session | None = None
+        self._sessions: dict[str, Session] = {}
         self._gradients: dict[str, ParameterGradients] = {}
+        self._compiled_gradients: dict[str, ParameterGradients] = {}
         self._tokens = Tokens(None)
         self._token_range: tuple[int, int] | None = None
         self._sources: list[EntrySource] = []
@@ -126,7 +139,8 @@ class Debugger:
             return
         if level.apis:
             EXCLUSIVE_INTERCEPTION.refuse_another(self)
-        session = self._opened()
+        compiled = self._backend.compiled_of(models) if level.sources else frozenset()
+        session = self._opened(DYNAMIC if compiled else WHOLE)
         if session is None:
             return
         recorder = CallRecorder(session, self._backend, self._failures)
@@ -138,6 +152,7 @@ class Debugger:
             source = SOURCES[name](recorder, self._tokens, self._backend.module_prefix, self._gradients)
             self._sources.append(source)
             source.watch(models, numbered=isinstance(model, (list, tuple)))
+        self._watch_compiled(models, compiled, numbered=isinstance(model, (list, tuple)))
         if apis is not None:
             EXCLUSIVE_INTERCEPTION.take(self)
             self._apis = apis
@@ -151,19 +166,19 @@ class Debugger:
         """
         self._drop_inherited_session()
         self._detach()
-        if self._session is not None:
-            assemble = self._session.assemble
-            self._failures.guarded("making the files of a dump", assemble, _recovery(self._session.directory))()
+        for session in self._sessions.values():
+            self._failures.guarded("making the files of a dump", session.assemble, _recovery(session.directory))()
 
     @ClassOrInstanceMethod
     def step(self) -> None:
         """End the step and complete its files."""
         self._drop_inherited_session()
         self._detach()
-        session, self._session = self._session, None
-        if session is not None:
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
             self._failures.guarded("completing a dump", session.close, _recovery(session.directory))()
         self._gradients.clear()
+        self._compiled_gradients.clear()
         self._tokens, self._token_range = Tokens(None), None
         self._step += 1
 
@@ -240,11 +255,13 @@ class Debugger:
 
     def _drop_inherited_session(self) -> None:
         """In a forked process: drop the session that the parent opened. A session of this process itself is kept."""
-        if self._session is not None and self._session.pid != os.getpid():
+        if any(session.pid != os.getpid() for session in self._sessions.values()):
             self._detach()
-            self._session.leave()
-            self._session = None
+            for session in self._sessions.values():
+                session.leave()
+            self._sessions.clear()
             self._gradients.clear()
+            self._compiled_gradients.clear()
 
     def _interception(self, recorder: CallRecorder, models: Sequence[Any]) -> ApiInterception:
         listener = ApiDump(recorder, self._tokens)
@@ -279,17 +296,30 @@ class Debugger:
             return False
         return not self.config.rank or (self._rank() or 0) in self.config.rank
 
-    def _opened(self) -> Session | None:
-        """The session of this step. None, with one warning, if its directory cannot be written: training continues."""
-        if self._session is None:
+    def _watch_compiled(self, models: Sequence[Any], compiled: Set[int], *, numbered: bool) -> None:
+        """Record compiled modules once more, in a part of their own."""
+        session = self._opened(COMPILED) if compiled else None
+        if session is None:
+            return
+        recorder = CallRecorder(session, self._backend, self._failures)
+        source = ModuleDump(recorder, self._tokens, self._backend.module_prefix, self._compiled_gradients)
+        self._sources.append(source)
+        source.watch(models, numbered=numbered, only=compiled)
+
+    def _opened(self, part: str = WHOLE) -> Session | None:
+        """The session of a part of this step. None, with one warning, if its directory cannot be written."""
+        if part not in self._sessions:
             rank = self._rank()
             place = f"proc{os.getpid()}" if rank is None else f"rank{rank}"
-            directory = self._directory / f"step{self._step}" / place
+            directory = self._directory / part / f"step{self._step}" / place
             self._failures.directory = directory
-            self._session = self._failures.guarded("opening a dump", Session, _NO_PLACE)(
+            session = self._failures.guarded("opening a dump", Session, _NO_PLACE)(
                 directory, self.config, self._backend.framework, self._reader, self._writer, self._failures
             )
-        return self._session
+            if session is None:
+                return None
+            self._sessions[part] = session
+        return self._sessions[part]
 
     def _count_tokens(self, models: Sequence[Any]) -> None:
         if self._token_range is None:
@@ -308,10 +338,10 @@ class Debugger:
         self._sources.clear()
         EXCLUSIVE_INTERCEPTION.give_back(self)
         self._roots.clear()
-        if self._session is not None:
-            settle = CallRecorder(self._session, self._backend, self._failures).settle
+        for session in self._sessions.values():
+            settle = CallRecorder(session, self._backend, self._failures).settle
             self._failures.guarded("closing calls that have raised", settle)()
-            self._session.forget_open_modules()
+            session.forget_open_modules()
 
     def _at_exit(self) -> None:
         known = weakref.ref(self)
@@ -325,7 +355,7 @@ class Debugger:
     def close(self) -> None:
         """Complete the step in progress, and end the writer thread. At exit this happens automatically."""
         self._drop_inherited_session()
-        if self._session is not None:
+        if self._sessions:
             self.step()
         self._writer.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, MethodType
@@ -376,16 +376,19 @@ class ModuleDump:
         self._gradients = gradients
         self._hooks = HookSet()
 
-    def watch(self, models: Sequence[Any], *, numbered: bool) -> None:
+    def watch(self, models: Sequence[Any], *, numbered: bool, only: Set[int] | None = None) -> None:
         """Hook every module except the models themselves.
 
         Args:
             numbered: Whether names contain the model's index.
+            only: The ids of the modules to hook; None for all.
         """
         found = False
         for index, model in enumerate(models):
             prefix = f"{self._prefix}.{index}" if numbered else self._prefix
             for name, module in self._recorder.backend.modules_of(model, self._recorder.failures):
+                if only is not None and id(module) not in only:
+                    continue
                 self._watch_module(f"{prefix}.{name}.{type(module).__name__}", module)
                 found = True
         if not found:

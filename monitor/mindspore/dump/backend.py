@@ -20,7 +20,7 @@ from monitor.mindspore import autograd
 from monitor.mindspore.autograd import engine
 from monitor.mindspore.dump.apis import MindSporeApiInterception
 from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
-from monitor.mindspore.modules import observable
+from monitor.mindspore.modules import compiled, observable
 from monitor.mindspore.process_group import initialized
 from monitor.mindspore.tensor_reader import TENSOR_PATHS, computing
 from monitor.recording.arguments import chunks_of
@@ -104,6 +104,7 @@ __all__ = [
     "backward_pass",
     "before_forward",
     "being_called",
+    "compiled_of",
     "computing",
     "framework",
     "graph",
@@ -147,6 +148,12 @@ def modules_of(model: nn.Cell, failures: Failures) -> Iterable[tuple[str, nn.Cel
         said = f"Cells inside {names} are compiled (@jit) and are not dumped: take @jit off to dump them."
         failures.warn(f"compiled cells {names}", said)
     return [(name, cell) for name, cell in cells.cells if cell is not model and takes_hooks(cell)]
+
+
+def compiled_of(models: Sequence[nn.Cell]) -> frozenset[int]:
+    return frozenset(
+        id(cell) for model in models for _, cell in observable(model).cells if cell is not model and compiled(cell)
+    )
 
 
 def parameters_of(module: nn.Cell) -> Iterable[tuple[str, Tensor]]:

@@ -137,6 +137,7 @@ __all__ = [
     "backward_pass",
     "before_forward",
     "being_called",
+    "compiled_of",
     "computing",
     "framework",
     "graph",
@@ -183,6 +184,12 @@ def modules_of(model: nn.Module, failures: Failures) -> Iterable[tuple[str, nn.M
         else:
             said = f"{name!r} is a {type(module).__name__}, which is compiled and takes no hooks: it is not dumped."
             failures.warn(f"compiled module {name}", said)
+
+
+def compiled_of(models: Sequence[nn.Module]) -> frozenset[int]:
+    """None: modules run by themselves under ``torch.compile`` too, and have their usual entries."""
+    del models
+    return frozenset()
 
 
 def parameters_of(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

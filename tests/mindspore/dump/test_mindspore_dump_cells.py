@@ -108,7 +108,7 @@ def test_cells_inside_a_compiled_one_are_named_once(tmp_path: Path, caplog: pyte
     for _ in range(2):
         with dumping(tmp_path, network, level="L0"):
             network(ms.ops.ones((1, 3)))
-    names = set(Dump(tmp_path).data)
+    names = set(Dump(tmp_path / "pynative").data)
     assert {"Cell.0.Compiled.forward.0", "Cell.1.ReLU.forward.0"} == names
     assert "Cells inside '0' are compiled (@jit) and are not dumped" in caplog.text
 

@@ -1,4 +1,4 @@
-"""MindSpore, levels L1 and mix: functions and cells that are compiled (``@jit``)."""
+"""MindSpore: functions and cells that are compiled (``@jit``), as calls at L1 and mix, and as cells at L0 and mix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from cells_to_dump import Dump, described, dumping, same
 from mindspore import Tensor, nn, ops
+from typer.testing import CliRunner
 
+from monitor.compare.cli import app
+from monitor.mindspore import PrecisionDebugger
 from monitor.mindspore.dump.jit import BytecodeContext, Executor
 
 MODES = ("ast", "bytecode")
@@ -37,7 +40,7 @@ class Methods:
 class Inner(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
-        self.dense = nn.Dense(3, 3, weight_init="ones")
+        self.dense = nn.Dense(3, 3, weight_init="ones", bias_init="zeros")
 
     def construct(self, x: Tensor) -> Tensor:
         return self.dense(x) * x
@@ -105,8 +108,7 @@ def test_mix_has_the_call_below_its_cell_and_the_functions_around_it(mode: str, 
     network = nn.SequentialCell(compiled_cell(mode), nn.ReLU())
     with dumping(tmp_path, network, level="mix"):
         network(ops.sin(X))
-    (base,) = {path.parents[2] for path in tmp_path.glob("**/construct.json")} & {tmp_path, tmp_path / "pynative"}
-    construct = Dump(base).read("construct.json")
+    construct = Dump(tmp_path / "pynative").read("construct.json")
     assert construct["Jit.AlexNet.0.forward"] == "Cell.0.AlexNet.forward.0"
     assert construct["Functional.sin.0.forward"] is None
     assert construct["Primitive.relu.ReLU.0.forward"] == "Cell.1.ReLU.forward.0"
@@ -169,3 +171,88 @@ def test_what_runs_compiled_code_is_the_same_after_a_dump(tmp_path: Path) -> Non
     with dumping(tmp_path):
         assert [dict(vars(owner)) for owner in (Executor, BytecodeContext)] != before
     assert [dict(vars(owner)) for owner in (Executor, BytecodeContext)] == before
+
+
+# --- Compiled cells have a part of their own, beside everything that Python calls.
+
+
+class Network(nn.Cell):
+    """Two compiled cells between cells that are not."""
+
+    def __init__(self, mode: str = "ast") -> None:
+        super().__init__()
+        self.first = nn.Dense(3, 3, weight_init="ones", bias_init="zeros")
+        self.middle = compiled_cell(mode)
+        self.second = compiled_cell(mode)
+        self.last = nn.ReLU()
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.middle(self.first(x))))
+
+
+def trained(network: nn.Cell) -> None:
+    ms.value_and_grad(lambda x: network(x).sum(), None, network.trainable_params())(X)
+
+
+COMPILED = {f"Cell.{name}.AlexNet.{direction}.0" for name in ("middle", "second") for direction in ("forward", "backward")}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", ["L0", "mix"])
+def test_compiled_cells_are_in_both_parts_and_all_else_is_in_one(mode: str, level: str, tmp_path: Path) -> None:
+    network = Network(mode)
+    with dumping(tmp_path, network, level=level):
+        trained(network)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["graph", "pynative"]
+    graph, pynative = (Dump(tmp_path / part).data for part in ("graph", "pynative"))
+    assert set(graph) == COMPILED
+    assert {name: pynative[name] for name in graph} == graph
+    others = {"Cell.first.Dense.forward.0", "Cell.first.Dense.parameters_grad.0", "Cell.last.ReLU.backward.0"}
+    assert others <= set(pynative) - COMPILED
+    assert ("Jit.AlexNet.1.backward" in pynative) is (level == "mix")
+
+
+def test_each_part_has_its_own_files(tmp_path: Path) -> None:
+    network = Network()
+    with dumping(tmp_path, network, level="L0", task="tensor"):
+        trained(network)
+    for part in ("graph", "pynative"):
+        dump = Dump(tmp_path / part)
+        leaf = dump.data["Cell.middle.AlexNet.forward.0"]["output"][0]
+        assert same(leaf, {**described(Tensor(dump.tensor(leaf))), "data_name": leaf["data_name"]})
+        assert dump.read("construct.json")["Cell.middle.AlexNet.forward.0"] is None
+        assert dump.read("stack.json")
+
+
+def test_every_step_and_segment_has_both_parts(tmp_path: Path) -> None:
+    network = Network()
+    debugger = PrecisionDebugger(dump_path=tmp_path, level="L0")
+    for _ in range(2):
+        for _ in range(2):
+            debugger.start(network)
+            network(X)
+            debugger.stop()
+        debugger.step()
+    debugger.close()
+    for step in range(2):
+        for part in ("graph", "pynative"):
+            assert {f"Cell.second.AlexNet.forward.{call}" for call in range(2)} <= set(Dump(tmp_path / part, step).data)
+
+
+@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
+def test_without_compiled_cells_and_at_l1_there_are_no_parts(level: str, tmp_path: Path) -> None:
+    network = Network() if level == "L1" else nn.SequentialCell(nn.ReLU())
+    with dumping(tmp_path, network, level=level):
+        network(ops.sin(X))
+    assert [path.name for path in tmp_path.iterdir()] == ["step0"]
+
+
+def test_two_dumps_with_parts_are_compared_part_by_part(tmp_path: Path) -> None:
+    for name, factor in (("left", 1), ("same", 1), ("right", 2)):
+        network = Network()
+        network.second.dense.weight.set_data(network.second.dense.weight * factor)
+        with dumping(tmp_path / name, network, level="L0", task="tensor"):
+            network(X)
+    same_run, other = (CliRunner().invoke(app, [str(tmp_path / "left"), str(tmp_path / name)]) for name in ("same", "right"))
+    assert (same_run.exit_code, other.exit_code) == (0, 1)
+    assert "Cell.second.AlexNet.forward.0.output.0" in other.output
