@@ -13,7 +13,7 @@ import mindspore
 import numpy as np
 import pytest
 from mindspore import Tensor, dataset, nn
-from mindspore.train import Callback, FixedLossScaleManager, Model
+from mindspore.train import Callback, FixedLossScaleManager, Model, RunContext
 from ranks import Ranks, run_ranks, running
 
 from monitor.failures import LOGGER
@@ -261,6 +261,34 @@ class TestOneRank:
         shown = scalars(tmp_path / "board" / "rank_0")
         assert [value for _, value in shown["loss"]] == pytest.approx(losses)
         assert [x for x, _ in shown["device_local_norm"]] == [1, 2]
+
+
+class Arguments(dict[str, Any]):
+    """What ``Model`` gives to callbacks: a dict with attributes."""
+
+
+def test_calls_in_which_a_device_runs_several_steps_are_not_shown_as_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A CPU runs one step in a call. The callback is called here as ``Model`` calls it on a device."""
+    (tmp_path / "train.yaml").write_text(f"tensorboard: {{tensorboard_dir: {tmp_path / 'board'}}}\n")
+    training: Any = Arguments()
+    training.network = training.train_network = nn.Dense(2, 1)
+    training.optimizer = nn.SGD(training.network.trainable_params(), 0.1)
+    training.train_dataset = dataset.NumpySlicesDataset({"x": np.ones((4, 2), np.float32)}, shuffle=False).batch(2)
+    training.cur_step_num, training.net_outputs = 0, Tensor(1.0)
+    context, callback = RunContext(training), TrainingMetricsCallback(tmp_path / "train.yaml")
+    callback.on_train_begin(context)
+    for advance in (1, 3, 3, 1):
+        callback.on_train_epoch_begin(context)
+        training.cur_step_num += advance
+        callback.on_train_step_begin(context)
+        callback.on_train_step_end(context)
+    callback.on_train_end(context)
+    assert scalars(tmp_path / "board" / "rank_0")["loss"] == [(1, 1.0)]
+    assert [one.partition(":")[0] for one in caplog.messages if "in one call" in one] == [
+        "[rank 0] The device runs 3 steps in one call, so their numbers and times are not known"
+    ]
 
 
 def test_a_token_without_an_expert_counts_for_none() -> None:

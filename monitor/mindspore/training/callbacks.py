@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Final
 from mindspore import Tensor
 from mindspore.train import Callback, RunContext
 
+from monitor.failures import Failures
 from monitor.mindspore.callbacks import trained_by
 from monitor.mindspore.process_group import place
 from monitor.mindspore.training import backend
@@ -52,6 +53,8 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
         self._batch_size = batch_size
         self._options = options
         self._step: Step | None = None
+        self._begun, self._sinking = 0, False
+        self._failures = Failures()
         self.metrics: TrainingMetrics | None = None
 
     def _part_of(self, config: TrainingConfig) -> TrainingConfig:
@@ -65,9 +68,10 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Attach to the network and the optimizer of ``Model``. The epoch number is first known here."""
+        training = run_context.original_args()
+        self._begun = int(getattr(training, "cur_step_num", 0))
         if self.metrics is not None:
             return
-        training = run_context.original_args()
         metrics = TrainingMetrics(self._config, **{**self._known_of(training), **self._options})
         metrics.attach(*trained_by(training))
         self.metrics = metrics
@@ -86,10 +90,19 @@ class TrainingMetricsCallback(Callback):  # type: ignore[misc]
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Begin a step. Its loss scale is read now, since at its end it is already that of the next step."""
-        if self.metrics is not None:
-            training = run_context.original_args()
+        training = run_context.original_args()
+        if self.metrics is not None and not self._sinks(training):
             self._step = self.metrics.begin_step(self._samples(training))
             self._step.loss_scale = _scale_of(training)
+
+    def _sinks(self, training: Any) -> bool:
+        """Whether the device runs several steps in a call, which returns the numbers of the last one only."""
+        before, self._begun = self._begun, int(getattr(training, "cur_step_num", self._begun + 1))
+        if (steps := self._begun - before) > 1:
+            self._sinking = True
+            said = f"The device runs {steps} steps in one call, so their numbers and times are not known"
+            self._failures.warn("sinking", f"{said}: no training metrics are shown. Pass sink_size=1 to Model.train.")
+        return self._sinking
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """End the step."""
