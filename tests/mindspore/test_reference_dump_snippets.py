@@ -238,6 +238,34 @@ def test_the_trees_of_files_are_three() -> None:
     assert PAGE.count("├── dump_path") == 3
 
 
+class AlexNet(nn.Cell):
+    """As the page's example of a compiled cell is called."""
+
+    @ms.jit
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.relu(x) * 2
+
+
+@pytest.mark.parametrize("level", ["L0", "mix", "L1"])
+def test_a_compiled_cell_has_the_files_that_the_page_shows(level: str, here: Path) -> None:
+    """At L0 and mix two directories with the same files, at L1 an entry among the functions."""
+    model = nn.SequentialCell(AlexNet(), nn.ReLU())
+    debugger = ours.PrecisionDebugger(task="tensor", level=level, dump_path="dump_path")
+    debugger.start(model, rank_id=0)
+    model(ops.ones((2, 3)))
+    debugger.close()
+    parts = [""] if level == "L1" else ["graph", "pynative"]
+    assert sorted(path.name for path in (here / "dump_path").iterdir()) == (parts if all(parts) else ["step0"])
+    files = {"dump_tensor_data", "dump.json", "stack.json", "construct.json"}
+    for part in parts:
+        rank = here / "dump_path" / part / "step0" / "rank0"
+        assert {path.name for path in rank.iterdir()} == files
+        assert all(name in PAGE for name in (part, *files))
+    name = "Jit.AlexNet.0.forward.input.0.npy"
+    assert name in PAGE
+    assert (rank / "dump_tensor_data" / name).exists() is (level != "L0")
+
+
 def _without_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: "a number" if key in NUMBERS else _without_numbers(one) for key, one in value.items()}
