@@ -347,11 +347,8 @@ static void unlock_all(void) {
 static int prepare(PyObject *module) {
     pthread_atfork(lock_all, unlock_all, unlock_all); /* no child begins with the lock of a thread that it does not have */
     KERNEL = PyCapsule_Import(KERNEL_CAPSULE, 0);
-    if (KERNEL == NULL) {
-        return -1;
-    }
-    if (KERNEL->columns != ROW) {
-        PyErr_SetString(PyExc_ImportError, "the tape and the host kernel were built for other columns");
+    if (KERNEL == NULL || KERNEL->columns != ROW) {
+        PyErr_SetString(PyExc_ImportError, "the tape and the host kernel are of different builds");
         return -1;
     }
     PyObject *dtypes = PyList_New(0);

@@ -8,6 +8,7 @@ class Reader(PythonReader): ...
 class ReadTensor(PythonReadTensor): ...
 
 MOST_LEAVES: Final[int]
+KERNEL: Final[str]
 
 def set_up(
     exchange: Any, tensor: type, parameter: type, accumulation: type, forwarding: type, is_lazy_copy: Any, sequence_nr: Any,

@@ -123,7 +123,8 @@ static PyMethodDef METHODS[] = {
 #define INTERN(name) && (s_##name = PyUnicode_InternFromString(#name)) != NULL
 
 static int prepare(PyObject *module) {
-    if (!(1 NAMES(INTERN)) || PyModule_AddIntConstant(module, "MOST_LEAVES", MOST_LEAVES) < 0) {
+    if (!(1 NAMES(INTERN)) || PyModule_AddIntConstant(module, "MOST_LEAVES", MOST_LEAVES) < 0 ||
+        PyModule_AddStringConstant(module, "KERNEL", KERNEL_NAME) < 0) {
         return -1;
     }
     PyObject *reader = PyType_FromSpec(&READER);

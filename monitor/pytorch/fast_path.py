@@ -30,7 +30,8 @@ def _can_be_used() -> bool:
     """Whether this version of torch has all that the code in C needs."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     is_lazy_copy = getattr(torch._C, "_is_cow_tensor", None)
-    if _fast_path is None or not hasattr(_host_kernel, "KERNEL") or exchange is None or is_lazy_copy is None:
+    name = getattr(_fast_path, "KERNEL", "")  # of another build, it may not be there
+    if _fast_path is None or not hasattr(_host_kernel, name) or exchange is None or is_lazy_copy is None:
         return False
     functions: Any = torch._C._functions
     accumulation, forwarding = functions.AccumulateGrad, BackwardHookFunction._backward_cls

@@ -432,7 +432,7 @@ static const struct host_kernel SHARED = {COLUMNS, reduce_into_row, reduce_unloc
 
 static int prepare(PyObject *module) {
     PyObject *shared = PyCapsule_New((void *)&SHARED, KERNEL_CAPSULE, NULL);
-    int added = shared == NULL ? -1 : PyModule_AddObjectRef(module, "KERNEL", shared);
+    int added = shared == NULL ? -1 : PyModule_AddObjectRef(module, KERNEL_NAME, shared);
     Py_XDECREF(shared);
     if (added < 0) {
         return -1;

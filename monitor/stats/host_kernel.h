@@ -1,4 +1,4 @@
-/* What the host kernel offers to other modules in C: the capsule `KERNEL` of `monitor.stats._host_kernel`. */
+/* What the host kernel offers to other modules in C: a capsule in `monitor.stats._host_kernel`. */
 
 #ifndef MONITOR_HOST_KERNEL_H
 #define MONITOR_HOST_KERNEL_H
@@ -9,7 +9,9 @@ enum format { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, FORMATS };
 
 enum { HIGHER = 1, CHECK_SUMS = 2 }; /* what is wanted beside the other columns */
 
-#define KERNEL_CAPSULE "monitor.stats._host_kernel.KERNEL"
+/* Its name changes whenever the struct does, so that modules of different builds do not find each other. */
+#define KERNEL_NAME "KERNEL_2"
+#define KERNEL_CAPSULE "monitor.stats._host_kernel." KERNEL_NAME
 
 struct host_kernel {
     int columns; /* of a row */
