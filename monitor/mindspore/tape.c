@@ -15,7 +15,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
-enum { MOST_TAPES = 256, MOST_DIMENSIONS = 8, ROW = 20, GATED = 1, CHECKED = 2 };
+enum { MOST_TAPES = 256, MOST_DIMENSIONS = 32 /* as in numpy 1 */, ROW = 20, GATED = 1, CHECKED = 2 };
 
 /* What an entry has: all numbers; only elements, a copy that Python has to reduce; or neither. */
 enum { MEASURED, SET_ASIDE, UNREADABLE };

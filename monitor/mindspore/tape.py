@@ -32,6 +32,9 @@ except ImportError:
 
 Signalled = Callable[[int], object]
 
+_MOST_DIMENSIONS: Final = 32
+"""The most that numpy 1 has, and so MindSpore's ``asnumpy``."""
+
 _ENTRY: Final = np.dtype(
     [
         ("id", np.int64),
@@ -39,13 +42,13 @@ _ENTRY: Final = np.dtype(
         ("state", np.int64),
         ("format", np.int64),
         ("dimensions", np.int64),
-        ("shape", np.int64, 8),
+        ("shape", np.int64, _MOST_DIMENSIONS),
         ("row", np.float64, len(COLUMNS)),
     ]
 )
 
 _FIELDS: Final = ["format", "dimensions", "shape"]
-_LAYOUT: Final = np.dtype([("format", np.int64), ("dimensions", np.int64), ("shape", np.int64, 8)])
+_LAYOUT: Final = np.dtype([("format", np.int64), ("dimensions", np.int64), ("shape", np.int64, _MOST_DIMENSIONS)])
 _NAMES: Final = {"bool": "bool_"}
 """The dtypes that ``mindspore`` has under another name."""
 

@@ -35,7 +35,8 @@ def tensors() -> list[Tensor]:
     beyond_range = Tensor(np.full((2, 2), 1e300))
     subnormal = Tensor(np.full((2, 2), 1e-40, np.float32))
     empty, scalar = Tensor(np.zeros((0, 3), np.float32)), Tensor(3.0, ms.float32)
-    return [*plain, large, special, beyond_range, subnormal, empty, scalar, plain[0].T, plain[0][:, 1]]
+    deep = Tensor(np.ones((1, 2) * 5, np.float32))
+    return [*plain, large, special, beyond_range, subnormal, empty, scalar, deep, plain[0].T, plain[0][:, 1]]
 
 
 @pytest.fixture
