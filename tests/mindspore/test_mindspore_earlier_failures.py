@@ -108,6 +108,22 @@ def test_training_sees_its_error_wherever_it_shows(
     assert [line for line in warnings_in(caplog) if "has more root forwards" not in line] == []
 
 
+class Passing(nn.Cell):
+    """Returns a tensor that cannot be computed."""
+
+    def construct(self, x: Tensor) -> Tensor:
+        return mint.zeros_like(x)
+
+
+def test_training_sees_its_error_if_the_monitor_records_the_tensor_that_failed(output: Output) -> None:
+    net = nn.SequentialCell(nn.Dense(4, 5), Passing()).set_train(True)
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    gradients_of = ms.value_and_grad(lambda x: net(x).sum(), None, optimizer.parameters)
+    with attached(output, net, optimizer, **FORWARD):
+        assert told(lambda: optimizer(gradients_of(inputs(0))[1])) == error_without_a_monitor()
+    assert output.manifest()["failures"] == {}
+
+
 def test_what_comes_after_the_error_is_recorded(output: Output) -> None:
     net = Failing()
     optimizer = nn.SGD(net.trainable_params(), 0.1)

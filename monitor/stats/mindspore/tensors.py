@@ -32,8 +32,16 @@ def has_data(x: Tensor) -> bool:
 
     False for parameters that are not initialized yet, because reading them would draw their random numbers; for tensors of the
     device ``meta``; and for sparse ones, whose elements may be terms of sums.
+
+    Raises:
+        EarlierFailure: The operation that computes ``x`` cannot run.
     """
-    return not (isinstance(x, SPARSE) or x.has_init or getattr(x, "is_meta", False))
+    if isinstance(x, SPARSE):
+        return False
+    try:
+        return not (x.has_init or getattr(x, "is_meta", False))
+    except Exception as error:
+        raise EarlierFailure(error) from error
 
 
 def on_host(x: Tensor) -> Raw:
