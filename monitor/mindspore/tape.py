@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -16,6 +17,7 @@ from typing import Any, Final
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
+from mindspore.nn.cell import _pynative_executor
 from numpy.typing import NDArray
 
 from monitor.failures import EarlierFailure
@@ -115,6 +117,7 @@ class Tape:
         self._read = read_operator()
         self._kernel = self._checking_kernel = NumpyKernel(0.0)
         self._last: Tensor | None = None
+        self._failed = False
         weakref.finalize(self, _tape.close_tape, self.number)
 
     def set_up(self, eps: float, *, higher: bool, check_sums: bool) -> None:
@@ -148,6 +151,7 @@ class Tape:
             with as_given():
                 self._last = self._read(x, slot)
         except Exception as error:  # the operator itself was tried when it was made
+            self._failed = True
             raise EarlierFailure(error) from error
 
     def wait(self) -> None:
@@ -156,9 +160,17 @@ class Tape:
         Raises:
             EarlierFailure: An earlier operation has failed.
         """
-        last, self._last = self._last, None
-        if last is not None:
-            on_host(last)
+        last, failed = self._last, self._failed
+        self._last, self._failed = None, False
+        try:
+            if failed:  # MindSpore may run the call of ``read`` that raised
+                _finish_all()
+            elif last is not None:
+                on_host(last)
+        except EarlierFailure:
+            with suppress(EarlierFailure):  # an error is raised at once, while earlier operations are still running
+                _finish_all()
+            raise
 
     def drain(self) -> Measurements:
         """Take all entries. Tensors that cannot be read have none."""
@@ -174,6 +186,18 @@ class Tape:
         for place, elements in zip(np.flatnonzero(entries["state"] == _tape.SET_ASIDE), asides, strict=True):
             kernel = self._checking_kernel if entries["flags"][place] & _tape.CHECKED else self._kernel
             kernel.reduce_into(_elements(entries["format"][place], elements), rows, place)
+
+
+def _finish_all() -> None:
+    """Wait for all operations.
+
+    Raises:
+        EarlierFailure: One of them has failed.
+    """
+    try:
+        _pynative_executor.sync()
+    except Exception as error:
+        raise EarlierFailure(error) from error
 
 
 def _layouts(entries: NDArray[Any]) -> NDArray[np.void]:

@@ -150,9 +150,15 @@ class MindSporeTensorReader:
     def _settle(self) -> None:
         """Write the rows of the tensors that the operator has measured. Waits, so the caller does not hold the lock."""
         assert self._tape is not None
-        self._tape.wait()
+        try:
+            self._tape.wait()
+        finally:
+            self._enter(self._tape)
+
+    def _enter(self, tape: Tape) -> None:
+        """Write the rows of all measurements so far."""
         with self.rows.lock:
-            found = self._tape.drain()
+            found = tape.drain()
             layouts = [self.rows.table.layout_of(shape, f"mindspore.{dtype}") for shape, dtype in found.layouts]
             self.rows.table.columns.layout[found.ids] = np.array(layouts, dtype=np.int64)[found.layout]
             for page in self.rows.table.pages:

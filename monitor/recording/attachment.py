@@ -64,12 +64,18 @@ class StepSealer:
 
         Args:
             seen: Returns the modules that were called in the step.
+
+        Raises:
+            EarlierFailure: An operation of training has failed. What was measured before it was submitted.
         """
+        failure = self._host.recorder.settle()
         try:
             self._submit(status, seen)
         except BaseException:
             self._host.recorder.discard()  # this step's measurements must not become rows of the next step
             raise
+        if failure is not None:
+            raise failure
 
     def _submit(self, status: Status, seen: Callable[[], Sequence[SeenModule]]) -> None:
         run, recorder, step = self._opened(), self._host.recorder, self._clock.step
@@ -494,17 +500,19 @@ class Attachment:
         if keep and not self._any_turn and max(self.clock.forward) >= self.clock.micro_steps:
             names = ", ".join(dict.fromkeys(type(one).__name__ for one in self._steps.optimizers))
             self._failures.warn("no optimizer's step", NEVER_STEPPED.format(names=names))
-        was_active = self._recorder.active
-        self._before_seal()
-        self._recorder.end_step()
-        if was_active and self._recorder.has_rows:
-            if keep and not self.clock.misguessed:
-                self._failures.guarded("sealing the last step", self.sealer.seal)("incomplete", self.modules.seen)
-            else:
-                self._recorder.discard()
-        if keep and self.begun:
-            self._end_step_of_collectors(collected=False)
-        self._remove_hooks()
+        try:
+            was_active = self._recorder.active
+            self._before_seal()
+            self._recorder.end_step()
+            if was_active and self._recorder.has_rows:
+                if keep and not self.clock.misguessed:
+                    self._failures.guarded("sealing the last step", self.sealer.seal)("incomplete", self.modules.seen)
+                else:
+                    self._recorder.discard()
+        finally:
+            if keep and self.begun:
+                self._end_step_of_collectors(collected=False)
+            self._remove_hooks()
 
     def _remove_hooks(self) -> None:
         self.collectors.all(phases.Collector.end_turn, None)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.coordinator.series_file import MOST_EDGES, MOST_PASSES, Edge, Flow, Pass
+from monitor.failures import EarlierFailure
 from monitor.pipeline.process import PROCESS
 from monitor.recording.gradient_edges import places_of
 from monitor.series import KINDS, NO_MICRO_STEP, Series, SeriesTable
@@ -350,6 +351,16 @@ class Recorder:
         self._inert = True
         self._stop()
 
+    def settle(self) -> EarlierFailure | None:
+        """Write the numbers of rows that are still being measured. Returns the error of training that the wait has received.
+        Rows that were measured before the error are written.
+        """
+        try:
+            self.reader.rows.settle()
+        except EarlierFailure as failure:
+            return failure
+        return None
+
     def seal(self, into: SealedTable) -> None:
         """Copy the table into ``into`` and begin a new step."""
         self.reader.rows.settle()
@@ -369,12 +380,14 @@ class Recorder:
 
     def discard(self) -> None:
         """Discard the step in progress, and begin a new one."""
-        self.reader.rows.settle()
-        with self.lock:
-            self.reader.forget_step()
-            self.late.discard()
-            self.table.discard()
-            self.steps += 1
+        try:
+            self.reader.rows.settle()
+        finally:
+            with self.lock:
+                self.reader.forget_step()
+                self.late.discard()
+                self.table.discard()
+                self.steps += 1
 
 
 # --- Derives the dataflow between series from the rows of one step, read from the live table before it is sealed.

@@ -440,8 +440,11 @@ class Recording:
 
     def detach(self) -> None:
         """Remove every hook, and submit the step in progress to the pipeline."""
-        if hasattr(self, "attachment"):
+        if not hasattr(self, "attachment"):
+            return
+        try:
             self._failures.guarded("detaching", self.attachment.detach)()
+        finally:
             if self.run is not None and self.attachment.clock.step > self._start_step:
                 self.run.trained(self._start_step, self.attachment.clock.step - 1)
 
@@ -451,9 +454,14 @@ class Recording:
 
     def close(self) -> None:
         """Detach, write queued steps, and log what was lost. May be called repeatedly."""
-        if self.switching is not None:
-            self._failures.guarded("closing dynamic monitoring", self.switching.close)()
-        self.detach()
+        try:
+            if self.switching is not None:
+                self._failures.guarded("closing dynamic monitoring", self.switching.close)()
+            self.detach()
+        finally:
+            self._close_run()
+
+    def _close_run(self) -> None:
         run = self.run
         if run is None or self._closed:
             return

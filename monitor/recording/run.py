@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.util import Finalize
@@ -298,10 +299,10 @@ class OpenRecording(Protocol):
         """The run; None before the first record, and in a forked child, where the run belongs to the parent."""
 
     def detach(self) -> None:
-        """Remove every hook, and submit the step in progress to the pipeline. Must not raise."""
+        """Remove every hook, and submit the step in progress to the pipeline. Raises only an error of training, afterwards."""
 
     def close(self) -> None:
-        """Detach and write queued steps. May be called repeatedly. Must not raise."""
+        """Detach and write queued steps. May be called repeatedly. Raises only an error of training, afterwards."""
 
 
 class OpenRecordings:
@@ -334,12 +335,13 @@ class OpenRecordings:
     def close_all(self) -> None:
         """Close every recording of this process, in parallel, so that timeouts do not add up."""
         mine = [recording for recording in list(self._open) if recording.run is not None]
-        for recording in mine:
-            recording.detach()
-        if mine:
-            PROCESS.close_all()
-        for recording in mine:
-            recording.close()
+        with ExitStack() as last_to_first:  # all of it happens, whatever raises an error of training
+            for recording in mine:
+                last_to_first.callback(recording.close)
+            if mine:
+                last_to_first.callback(PROCESS.close_all)
+            for recording in mine:
+                last_to_first.callback(recording.detach)
 
 
 OPEN: Final = OpenRecordings()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -513,8 +514,9 @@ class ModelMonitor(DeprecatedMethods):
             return
         self._closed = True
         self._close_communication()
-        for recording in self._recordings:
-            self._failures.guarded("closing", recording.close)()
+        with ExitStack() as closing:  # all are closed, also if one raises an error of training
+            for recording in reversed(self._recordings):
+                closing.callback(self._failures.guarded("closing", recording.close))
         for recording in self._recordings:
             self._failures.guarded("calling back", self._deliver_alerts)(recording)
 

@@ -5,18 +5,21 @@ On a CPU, ``mint.zeros_like`` has no kernel, as is found out when somebody waits
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import mindspore as ms
 import pytest
-from attaching import EVERYTHING, Output, attached, step_with, steps_of, warnings_in
+from attaching import EVERYTHING, Output, attached, footprint, step_with, steps_of, warnings_in
 from mindspore import Tensor, mint, nn, ops
 from mindspore.experimental import optim
 from mindspore.nn.cell import _pynative_executor
 from training import Net, inputs
 from watching_cells import written
 
+from monitor.failures import EarlierFailure
 from monitor.mindspore import TrainerMon
 
 pytestmark = pytest.mark.skipif(ms.get_context("device_target") != "CPU", reason="it has one elsewhere")
@@ -122,6 +125,71 @@ def test_training_sees_its_error_if_the_monitor_records_the_tensor_that_failed(o
     with attached(output, net, optimizer, **FORWARD):
         assert told(lambda: optimizer(gradients_of(inputs(0))[1])) == error_without_a_monitor()
     assert output.manifest()["failures"] == {}
+
+
+def forward_then_fail(net: Net, optimizer: nn.Cell) -> None:
+    """A forward and a backward, without a wait, and an operation that fails."""
+    ms.value_and_grad(net, None, optimizer.parameters)(inputs(1))
+    mint.zeros_like(inputs(0))
+
+
+def test_closing_passes_an_error_on_and_keeps_what_was_measured_before_it(output: Output) -> None:
+    net, other = Net(), Net()
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    before = footprint(net, optimizer)
+    monitor = attached(output, net, optimizer, **FORWARD)
+    monitor.set_monitor(other, 1, nn.SGD(other.trainable_params(), 0.1))
+    step_with(net, optimizer, 0)
+    forward_then_fail(net, optimizer)
+    told(monitor.close)
+    assert footprint(net, optimizer) == before
+    assert footprint(other, optimizer) == before
+    rows = [row for directory in output.directories() for row in output.rows("actv", directory)]
+    assert [row.step for row in rows if row.name == "b.output"] == [0, 1]
+
+
+def test_a_step_in_which_the_seal_receives_an_error_is_recorded(output: Output) -> None:
+    net = Net()
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    with attached(output, net, optimizer, **FORWARD) as monitor:
+        forward_then_fail(net, optimizer)
+        told(monitor.batch_ended)
+        step_with(net, optimizer, 2)
+    assert [row.step for row in output.rows("actv") if row.name == "b.output"] == [0, 1]
+
+
+def test_a_discarded_step_leaves_no_rows_if_the_wait_receives_an_error(output: Output) -> None:
+    net = Net()
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    with attached(output, net, optimizer, **FORWARD) as monitor:
+        recorder = monitor._recordings[0]._recorder
+        forward_then_fail(net, optimizer)
+        with pytest.raises(EarlierFailure):
+            recorder.discard()
+        assert not recorder.has_rows
+
+
+AT_EXIT = """
+import sys
+sys.path[:0] = sys.argv[2].split(":")
+import mindspore as ms
+from mindspore import mint, nn
+from training import Net, inputs
+from monitor.mindspore import TrainerMon
+
+net = Net()
+optimizer = nn.SGD(net.trainable_params(), 0.1)
+monitor = TrainerMon(sys.argv[1])
+monitor.set_monitor(net, 1, optimizer)
+ms.value_and_grad(net, None, optimizer.parameters)(inputs(1))
+mint.zeros_like(inputs(0))
+"""
+
+
+def test_a_process_that_ends_with_an_error_in_waiting_writes_its_last_step(output: Output) -> None:
+    config = written(output, **FORWARD)
+    subprocess.run([sys.executable, "-c", AT_EXIT, config, ":".join(sys.path)], check=True, capture_output=True, timeout=120)
+    assert {row.name for row in output.rows("actv")} >= {"a.output", "b.output"}
 
 
 def test_what_comes_after_the_error_is_recorded(output: Output) -> None:

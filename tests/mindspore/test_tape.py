@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import mindspore as ms
 import numpy as np
@@ -165,6 +166,23 @@ def test_an_error_of_training_that_the_wait_receives_is_passed_on(tape: Tape) ->
 
     with pytest.raises(EarlierFailure):
         read_a_result_of_a_failure()
+
+
+def test_when_the_wait_has_received_an_error_no_operator_is_still_running(tape: Tape) -> None:
+    large = Tensor(np.full((1500, 1500), 1e-3, np.float32))
+    for number in range(4):
+        large = mint.matmul(large, large)
+        tape.read(large, tape.slot(number))
+    fail(large)
+    with pytest.raises(EarlierFailure):
+        tape.wait()
+    assert tape.drain().ids.tolist() == [0, 1, 2, 3]
+
+
+def fail(x: Tensor) -> None:
+    """Call an operation without a kernel on the CPU. MindSpore finds this out after a moment."""
+    mint.zeros_like(x)
+    time.sleep(0.05)
 
 
 SCRIPT = """
