@@ -56,6 +56,7 @@ _NAMES: Final = {"bool": "bool_"}
 
 
 NO_TAPE: Final = -1
+MOST_COPIED: Final = 1 << 20
 
 Layout = tuple[tuple[int, ...], str]
 """The shape of a tensor, and MindSpore's name of its dtype, such as ``float32``."""
@@ -70,12 +71,14 @@ class Measurements:
         rows: Their partials, shape ``(entries, len(COLUMNS))``.
         layouts: The different layouts of their tensors.
         layout: The index of each entry's layout, shape ``(entries,)``.
+        copied: The ids of tensors of which more than ``MOST_COPIED`` bytes were copied.
     """
 
     ids: NDArray[np.int64]
     rows: Floats
     layouts: Sequence[Layout]
     layout: NDArray[np.int64]
+    copied: frozenset[int]
 
 
 @cache
@@ -176,16 +179,20 @@ class Tape:
         """Take all entries. Tensors that cannot be read have none."""
         taken, asides = _tape.drain(self.number)
         entries = np.frombuffer(taken, dtype=_ENTRY)
-        self._reduce(entries, rows := entries["row"].copy(), asides)
+        set_aside = np.flatnonzero(entries["state"] == _tape.SET_ASIDE)
+        copied = {int(entries["id"][place]) for place, one in zip(set_aside, asides, strict=True) if len(one) > MOST_COPIED}
+        rows = entries["row"].copy()
+        for place, elements in zip(set_aside, asides, strict=True):
+            self._reduce(entries[place], rows, place, elements)
         known = entries["state"] <= _tape.SET_ASIDE
         layouts, layout = np.unique(_layouts(entries[known]), return_inverse=True)
-        return Measurements(entries["id"][known], rows[known], [_layout(one) for one in layouts], layout)
+        names = [_layout(one) for one in layouts]
+        return Measurements(entries["id"][known], rows[known], names, layout, frozenset(copied))
 
-    def _reduce(self, entries: NDArray[Any], rows: Floats, asides: Sequence[bytes]) -> None:
-        """Fill in the rows of the tensors whose elements were set aside."""
-        for place, elements in zip(np.flatnonzero(entries["state"] == _tape.SET_ASIDE), asides, strict=True):
-            kernel = self._checking_kernel if entries["flags"][place] & _tape.CHECKED else self._kernel
-            kernel.reduce_into(_elements(entries["format"][place], elements), rows, place)
+    def _reduce(self, entry: Any, rows: Floats, place: int, elements: bytes) -> None:
+        """Fill in the row of a tensor whose elements were set aside."""
+        kernel = self._checking_kernel if entry["flags"] & _tape.CHECKED else self._kernel
+        kernel.reduce_into(_elements(entry["format"], elements), rows, place)
 
 
 def _finish_all() -> None:

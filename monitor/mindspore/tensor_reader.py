@@ -108,6 +108,7 @@ class MindSporeTensorReader:
         self.device: str = HOST if on_the_host() else DEVICE
         self._tape = new_tape() if self.device == HOST else None
         self._slots: dict[tuple[int, bool], Tensor] = {}
+        self._copied: set[int] = set()
         if self._tape is not None:
             self.rows.settle = self._settle
         self.take_kernels(eps, higher=higher, check_sums=check_sums)
@@ -133,13 +134,19 @@ class MindSporeTensorReader:
         del aliases
         if not has_data(x):
             return
-        if self._tape is None or self.magnitudes:
+        if self._tape is None or self.magnitudes or not self._record_later(self._tape, watched, x, micro_step):
             self._record_now(watched, x, micro_step)
-            return
+
+    def _record_later(self, tape: Tape, watched: RecordedSeries, x: Any, micro_step: int) -> bool:
+        """Have the operator measure a tensor. False if it would copy many elements: those are read at once."""
         with self.rows.lock:
             slot, offset = self.rows.slot(watched, self.device, micro_step)
-            self.rows.table.note(slot.row + offset, NOT_KNOWN_YET)
-        self._tape.read(x, self._tape_slot(self._tape, slot.row + offset, checked=watched.checked))
+            row = slot.row + offset
+            if row in self._copied:
+                return False
+            self.rows.table.note(row, NOT_KNOWN_YET)
+        tape.read(x, self._tape_slot(tape, row, checked=watched.checked))
+        return True
 
     def _tape_slot(self, tape: Tape, row: int, *, checked: bool) -> Tensor:
         slot = self._slots.get((row, checked))
@@ -159,6 +166,7 @@ class MindSporeTensorReader:
         """Write the rows of all measurements so far."""
         with self.rows.lock:
             found = tape.drain()
+            self._copied |= found.copied
             layouts = [self.rows.table.layout_of(shape, f"mindspore.{dtype}") for shape, dtype in found.layouts]
             self.rows.table.columns.layout[found.ids] = np.array(layouts, dtype=np.int64)[found.layout]
             for page in self.rows.table.pages:

@@ -216,3 +216,34 @@ def test_the_rows_are_those_of_a_reader_that_waits(output: Output, monkeypatch: 
     found = rows_of(output)
     monkeypatch.setattr("monitor.mindspore.tensor_reader.new_tape", lambda: None)
     assert rows_of(output) == found
+
+
+class Masked(nn.Cell):
+    """Has a large tensor of integers as an argument of each call."""
+
+    def construct(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask.sum()
+
+
+def test_large_tensors_that_the_operator_copies_are_copied_in_the_first_step_alone(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[bool] = []
+    drain = Tape.drain
+
+    def drained(tape: Tape) -> tapes.Measurements:
+        found = drain(tape)
+        copied.append(bool(found.copied))
+        return found
+
+    monkeypatch.setattr(Tape, "drain", drained)
+    net = nn.SequentialCell(nn.Dense(4, 4))
+    net.masked = Masked()
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    mask = Tensor(np.ones(1 << 18, np.int64))
+    step = ms.value_and_grad(lambda x: net.masked(net(x), mask).sum(), None, optimizer.parameters)
+    with attached(output, net, optimizer, xy_distribution=True, all_xy=True, ops=["max"]):
+        for _ in range(3):
+            optimizer(step(Tensor(np.ones((2, 4), np.float32)))[1])
+    assert copied.count(True) == 1
+    assert [row.step for row in output.rows("actv") if row.name == "masked.input_1"] == [0, 1, 2]
