@@ -15,13 +15,14 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
-enum { MOST_TAPES = 256, MOST_DIMENSIONS = 32 /* as in numpy 1 */, ROW = 20, GATED = 1, CHECKED = 2 };
+enum { MOST_TAPES = 256, MOST_DIMENSIONS = 32 /* as in numpy 1 */, ROW = 20 };
+enum { GATED = 1, CHECKED = 2, MARK = 4, TURN = 8 };
 
 /* What an entry has: all numbers; only elements, a copy that Python has to reduce; or neither. */
 enum { MEASURED, SET_ASIDE, UNREADABLE };
 
 struct entry {
-    int64_t id, flags, state, format, dimensions, shape[MOST_DIMENSIONS];
+    int64_t id, flags, state, format, dimensions, shape[MOST_DIMENSIONS], number, call;
     double row[ROW];
 };
 
@@ -32,7 +33,7 @@ struct aside {
 
 struct tape {
     int64_t number; /* its place in TAPES + a multiple of MOST_TAPES, never twice: compiled graphs may know closed tapes */
-    int open, on, wanted;
+    int open, on, wanted, turns, stopped;
     double bounds[FORMATS];
     struct entry *entries;
     size_t used, room;
@@ -43,6 +44,7 @@ struct tape {
 
 static const struct host_kernel *KERNEL = NULL;
 static pthread_mutex_t LOCK = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t TURNED = PTHREAD_COND_INITIALIZER;
 static struct tape TAPES[MOST_TAPES];
 
 /* MindSpore's names of dtypes, with the format of the host kernel; -1 where Python reduces the elements. */
@@ -148,25 +150,71 @@ static void measure(const void *x, const char *dtype, struct entry *entry, const
     entry->state = aside->elements == NULL ? UNREADABLE : SET_ASIDE;
 }
 
+/* Appends an entry to the tape of a slot, if it takes entries. */
+static void enter(struct entry entry, const int64_t *slot, const void *x, const int64_t *shape, const char *dtype) {
+    struct tape now;
+    if (taking(slot, &now) == NULL || KERNEL == NULL || entry.dimensions > MOST_DIMENSIONS) {
+        return;
+    }
+    struct aside aside = {0, NULL};
+    memcpy(entry.shape, shape, (size_t)entry.dimensions * sizeof *entry.shape);
+    if (!(entry.flags & MARK)) {
+        measure(x, dtype, &entry, &now, &aside);
+    }
+    append(slot[0], &entry, aside);
+}
+
 /* The operator `read(x, slot)`: appends the measurements of `x` to a tape. A slot is int64: the number of the tape, an id, and
  * flags. */
 EXPORTED int read_tensor(int count, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra) {
     (void)stream;
     (void)extra;
-    struct tape now;
     if (count != 3) {
         return 0;
     }
     const int64_t *slot = params[1];
     *(int32_t *)params[2] = 0;
-    if (taking(slot, &now) == NULL || KERNEL == NULL || ndims[0] > MOST_DIMENSIONS) {
+    struct entry entry = {.id = slot[1], .flags = slot[2], .format = -1, .dimensions = ndims[0]};
+    enter(entry, slot, params[0], shapes[0], dtypes[0]);
+    return 0;
+}
+
+static int64_t next_number(void) {
+    static int64_t last = 0;
+    pthread_mutex_lock(&LOCK);
+    int64_t number = ++last;
+    pthread_mutex_unlock(&LOCK);
+    return number;
+}
+
+/* Wakes the threads in `wait_for_turn`. It takes no GIL: a thread of Python may hold the GIL and wait for this operator. */
+static void end_turn(const int64_t *slot) {
+    pthread_mutex_lock(&LOCK);
+    struct tape *tape = open_with(slot[0]);
+    if (tape != NULL) {
+        tape->turns = 1;
+        pthread_cond_broadcast(&TURNED);
+    }
+    pthread_mutex_unlock(&LOCK);
+}
+
+/* The operator `follow(x, slot, call)`: as `read`. Its entry holds `call` and a number, which the operator returns: the `call` of
+ * all that belongs to what this entry begins. A slot may have the flag MARK, for an entry without measurements, and the flag TURN,
+ * which ends `wait_for_turn`. */
+EXPORTED int follow_tensor(int count, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra) {
+    (void)stream;
+    (void)extra;
+    if (count != 4) {
         return 0;
     }
-    struct entry entry = {.id = slot[1], .flags = slot[2], .format = -1, .dimensions = ndims[0]};
-    struct aside aside = {0, NULL};
-    memcpy(entry.shape, shapes[0], (size_t)ndims[0] * sizeof *entry.shape);
-    measure(params[0], dtypes[0], &entry, &now, &aside);
-    append(slot[0], &entry, aside);
+    const int64_t *slot = params[1], *call = params[2];
+    int64_t number = next_number();
+    *(int64_t *)params[3] = number;
+    struct entry entry = {.id = slot[1], .flags = slot[2], .format = -1, .dimensions = ndims[0], .number = number, .call = *call};
+    enter(entry, slot, params[0], shapes[0], dtypes[0]);
+    if (slot[2] & TURN) {
+        end_turn(slot);
+    }
     return 0;
 }
 
@@ -319,6 +367,7 @@ static PyObject *close_tape(PyObject *module, PyObject *number) {
     tape->open = tape->on = 0;
     PyObject *signalled = tape->signalled;
     tape->signalled = NULL;
+    pthread_cond_broadcast(&TURNED);
     pthread_mutex_unlock(&LOCK);
     struct tape all = taken(tape);
     free_all(&all);
@@ -326,8 +375,46 @@ static PyObject *close_tape(PyObject *module, PyObject *number) {
     Py_RETURN_NONE;
 }
 
+/* Waits without the GIL. */
+static PyObject *wait_for_turn(PyObject *module, PyObject *number) {
+    (void)module;
+    struct tape *tape = tape_of(number);
+    if (tape == NULL) {
+        return NULL;
+    }
+    int64_t wanted = tape->number;
+    int ended;
+    Py_BEGIN_ALLOW_THREADS;
+    pthread_mutex_lock(&LOCK);
+    while (open_with(wanted) != NULL && !tape->turns && !tape->stopped) {
+        pthread_cond_wait(&TURNED, &LOCK);
+    }
+    ended = open_with(wanted) != NULL && !tape->stopped;
+    if (open_with(wanted) != NULL) {
+        tape->turns = tape->stopped = 0;
+    }
+    pthread_mutex_unlock(&LOCK);
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(ended);
+}
+
+static PyObject *stop_waiting(PyObject *module, PyObject *number) {
+    (void)module;
+    struct tape *tape = tape_of(number);
+    if (tape == NULL) {
+        return NULL;
+    }
+    pthread_mutex_lock(&LOCK);
+    tape->stopped = 1;
+    pthread_cond_broadcast(&TURNED);
+    pthread_mutex_unlock(&LOCK);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef METHODS[] = {
     {"open_tape", open_tape, METH_O, "open_tape(signalled) -> the number of a new tape. Signals call `signalled(id)`, unless it is None."},
+    {"wait_for_turn", wait_for_turn, METH_O, "wait_for_turn(tape) -> whether a turn has ended; False once the waiting was stopped."},
+    {"stop_waiting", stop_waiting, METH_O, "stop_waiting(tape): the thread in `wait_for_turn` returns."},
     {"set_up", (PyCFunction)(void (*)(void))set_up, METH_FASTCALL,
      "set_up(tape, narrow, wide, wanted): the bounds of small elements, of float64 and of others, and what the kernel measures."},
     {"turn", (PyCFunction)(void (*)(void))turn, METH_FASTCALL, "turn(tape, on): whether gated slots make entries."},
@@ -363,7 +450,8 @@ static int prepare(PyObject *module) {
     Py_XDECREF(dtypes);
     return added || PyModule_AddIntConstant(module, "MEASURED", MEASURED) ||
            PyModule_AddIntConstant(module, "SET_ASIDE", SET_ASIDE) || PyModule_AddIntConstant(module, "GATED", GATED) ||
-           PyModule_AddIntConstant(module, "CHECKED", CHECKED) ||
+           PyModule_AddIntConstant(module, "CHECKED", CHECKED) || PyModule_AddIntConstant(module, "MARK", MARK) ||
+           PyModule_AddIntConstant(module, "TURN", TURN) ||
            PyModule_AddIntConstant(module, "MOST_DIMENSIONS", MOST_DIMENSIONS) || PyModule_AddIntConstant(module, "ROW", ROW);
 }
 

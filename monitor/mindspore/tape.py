@@ -32,6 +32,9 @@ try:
 except ImportError:
     _tape = None  # type: ignore[assignment]
 
+MARK: Final[int] = 0 if _tape is None else _tape.MARK
+"""The flag of entries without measurements."""
+
 Signalled = Callable[[int], object]
 
 _MOST_DIMENSIONS: Final = 32
@@ -45,6 +48,8 @@ _ENTRY: Final = np.dtype(
         ("format", np.int64),
         ("dimensions", np.int64),
         ("shape", np.int64, _MOST_DIMENSIONS),
+        ("number", np.int64),
+        ("call", np.int64),
         ("row", np.float64, len(COLUMNS)),
     ]
 )
@@ -72,6 +77,9 @@ class Measurements:
         layouts: The different layouts of their tensors.
         layout: The index of each entry's layout, shape ``(entries,)``.
         copied: The ids of tensors of which more than ``MOST_COPIED`` bytes were copied.
+        numbers: What ``follow`` has returned for each entry, shape ``(entries,)``; 0 for ``read``.
+        calls: The argument ``call`` of ``follow``, likewise.
+        flags: The flags of their slots, shape ``(entries,)``.
     """
 
     ids: NDArray[np.int64]
@@ -79,6 +87,9 @@ class Measurements:
     layouts: Sequence[Layout]
     layout: NDArray[np.int64]
     copied: frozenset[int]
+    numbers: NDArray[np.int64]
+    calls: NDArray[np.int64]
+    flags: NDArray[np.int64]
 
 
 @cache
@@ -97,15 +108,45 @@ def signal_operator() -> Any:
     return _operator("signal_python")
 
 
-def _operator(function: str) -> Any:
+@cache
+def follow_operator() -> Any:
+    """The operator ``follow(x, slot, call)``, for compiled code. Its entry has the number ``call``, int64 of shape ``(1,)``,
+    and a number of its own, which it returns likewise. See ``read_operator``.
+    """
+    return _operator("follow_tensor", ms.int64, Tensor(np.array([0], dtype=np.int64)))
+
+
+@cache
+def ordered_follow_operator() -> Any:
+    """``follow`` in the order of the program. A compiler keeps it even if its result is not used."""
+    found = None if follow_operator() is None else _custom("follow_tensor", ms.int64)
+    if found is not None:
+        found.add_prim_attr("side_effect_io", True)
+    return found
+
+
+def _operator(function: str, dtype: Any = ms.int32, *others: Tensor) -> Any:
     if _tape is None or not is_wanted() or ms.get_context("device_target") != "CPU":
         return None
     try:
-        operator = ops.Custom(f"{_tape.__file__}:{function}", (1,), ms.int32, "aot")
-        operator(Tensor(0.0, ms.float32), Tensor(np.array([NO_TAPE, 0, 0], dtype=np.int64))).asnumpy()
+        operator = _custom(function, dtype)
+        operator(Tensor(0.0, ms.float32), Tensor(np.array([NO_TAPE, 0, 0], dtype=np.int64)), *others).asnumpy()
     except Exception:
         return None
     return operator
+
+
+def _custom(function: str, dtype: Any) -> Any:
+    return ops.Custom(f"{_tape.__file__}:{function}", (1,), dtype, "aot")
+
+
+def wait_for_turn(number: int) -> bool:
+    """Wait until an entry with the flag ``turn`` is made on the tape of this number. False once the waiting was stopped."""
+    try:
+        ended: bool = _tape.wait_for_turn(number)
+    except ValueError:  # the tape was closed
+        return False
+    return ended
 
 
 class Tape:
@@ -134,15 +175,24 @@ class Tape:
         """Set whether gated slots make entries."""
         _tape.turn(self.number, on)
 
-    def slot(self, number: int, *, gated: bool = False, checked: bool = False) -> Tensor:
+    def slot(
+        self, number: int, *, gated: bool = False, checked: bool = False, mark: bool = False, turn: bool = False
+    ) -> Tensor:
         """A slot for the operators: int64, shape ``(3,)``.
 
         Args:
             number: The id of its entries.
             gated: Whether it makes entries only while the tape is turned on.
             checked: Whether its tensors get check sums in any case.
+            mark: Whether its entries hold no measurements. For ``follow`` only.
+            turn: Whether each of its entries ends ``wait_for_turn``. For ``follow`` only.
         """
-        return Tensor(np.array([self.number, number, gated * _tape.GATED | checked * _tape.CHECKED], dtype=np.int64))
+        flags = gated * _tape.GATED | checked * _tape.CHECKED | mark * _tape.MARK | turn * _tape.TURN
+        return Tensor(np.array([self.number, number, flags], dtype=np.int64))
+
+    def stop_waiting(self) -> None:
+        """End ``wait_for_turn``."""
+        _tape.stop_waiting(self.number)
 
     def read(self, x: Tensor, slot: Tensor) -> None:
         """Measure a tensor with data. Does not wait for its elements.
@@ -187,7 +237,8 @@ class Tape:
         known = entries["state"] <= _tape.SET_ASIDE
         layouts, layout = np.unique(_layouts(entries[known]), return_inverse=True)
         names = [_layout(one) for one in layouts]
-        return Measurements(entries["id"][known], rows[known], names, layout, frozenset(copied))
+        others = (entries[name][known] for name in ("number", "call", "flags"))
+        return Measurements(entries["id"][known], rows[known], names, layout, frozenset(copied), *others)
 
     def _reduce(self, entry: Any, rows: Floats, place: int, elements: bytes) -> None:
         """Fill in the row of a tensor whose elements were set aside."""
