@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 from mindspore import Parameter, Tensor, mint, nn, ops
@@ -23,11 +22,12 @@ from mindspore.common import _no_grad
 from mindspore.experimental import optim
 
 from monitor.failures import Failures
+from monitor.mindspore.compiled_replay import program_of
 from monitor.mindspore.features import is_floating_point
-from monitor.mindspore.hooks import after_forward, before_forward
+from monitor.mindspore.optimizer_steps import MindSporeOptimizerSteps
 from monitor.recording import arguments
 from monitor.recording.arguments import MAX_WRAPPERS
-from monitor.recording.backend import HookSet, StepListener
+from monitor.recording.backend import StepListener
 from monitor.series import LOCAL, Placement
 from monitor.stats.mindspore.tensors import has_data, on_host
 
@@ -272,6 +272,12 @@ class OptimizerState:
         if self._is_mindspore_class and (in_group := self.group(place).get(kind)) is not None:
             yield in_group, place - max(start for start in self.optimizer.group_start_id if start <= place)
 
+    def tensors(self) -> Sequence[Parameter]:
+        """The weights that the optimizer steps, and their moments."""
+        weights = tuple(self.optimizer.parameters)
+        found = (self.moment(kind, one) for kind in STATE_NAMES for one in weights)
+        return (*weights, *(one for one in found if one is not None))
+
     def refresh(self) -> None:
         """Find the current state again. MindSpore's own classes create theirs once, in the constructor."""
         if not self._is_mindspore_class:
@@ -366,73 +372,6 @@ def _number(hyperparameter: Any) -> float | None:
     if isinstance(hyperparameter, Tensor):
         return float(hyperparameter.asnumpy())
     return None if hyperparameter is None else float(hyperparameter)
-
-
-# --- Observes optimizer steps through hooks on the optimizers' cells, which run once a step and receive the gradients.
-#
-# A step skipped by loss scaling makes no call, and a step compiled as a whole calls no hook. Neither is reported here;
-# the count of forwards shows them. The class of an optimizer is not changed, since its ``construct`` may be compiled.
-
-
-class GradientReceiver(Protocol):
-    """Receives the gradients that an optimizer is given."""
-
-    def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
-        """The optimizer was called with these gradients.
-
-        Args:
-            gradients: In the order of ``optimizer.parameters``; None for a gradient that is no tensor.
-        """
-
-    def call_ended(self) -> None:
-        """The optimizer was called: from now on, its moments are those of a step."""
-
-    def end_step(self) -> None:
-        """The step has ended: drop the gradients."""
-
-
-class MindSporeOptimizerSteps:
-    """Reports the steps of optimizers to a listener.
-
-    Attributes:
-        optimizers: The cells that users call: the outermost of nested optimizers.
-    """
-
-    evaluating = False
-
-    def __init__(
-        self, optimizers: Sequence[tuple[nn.Cell, GradientReceiver]], listener: StepListener, failures: Failures
-    ) -> None:
-        self.optimizers = tuple(optimizer for optimizer, _ in optimizers)
-        self._listener = listener
-        self._guarded = failures.guarded
-        self._hooks = HookSet()
-        for optimizer, given in optimizers:
-            before, after = partial(self._before, given), partial(self._after, given)
-            self._hooks.add(before_forward(optimizer, self._guarded("reading before the step", before)))
-            self._hooks.add(after_forward(optimizer, self._guarded("ending the step", after)))
-
-    def remove(self) -> None:
-        self._hooks.remove()
-
-    def _before(self, given: GradientReceiver, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        passed = (*args, *kwargs.values())
-        given.begin_step(_tensors(passed[0] if passed else ()))
-        self._guarded("reading before the step", self._listener.before_step)(optimizer)
-        self._guarded("reading gradients", self._listener.gradients_ready)(optimizer)
-
-    def _after(self, given: GradientReceiver, optimizer: nn.Cell, _args: Any, _kwargs: Any, _result: Any) -> None:
-        given.call_ended()
-        try:
-            self._listener.after_step(optimizer)
-        finally:
-            given.end_step()
-
-
-def _tensors(gradients: Any) -> tuple[Tensor | None, ...]:
-    """The gradients as a tuple. A single tensor counts as a tuple of one."""
-    every = gradients if isinstance(gradients, (tuple, list)) else (gradients,)
-    return tuple(one if isinstance(one, Tensor) else None for one in every)
 
 
 Correction: TypeAlias = float | Tensor
@@ -577,6 +516,8 @@ class SteppedOptimizer:
         adams: Its update rule, if it is an Adam.
         has_stepped: Whether its moments are the result of a step, which may have been made before a checkpoint.
         gradients: The gradients that the optimizer was given, from its call to the end of its step.
+        measured: What compiled code has measured of its weights and moments, by the id of the parameter, while collectors are
+            called for a step in compiled code; None otherwise.
     """
 
     def __init__(self, optimizer: nn.Cell) -> None:
@@ -585,7 +526,16 @@ class SteppedOptimizer:
         self.state = OptimizerState(optimizer)
         self.adams = Adams(self.state)
         self.has_stepped = self.state.has_stepped()
-        self.gradients: Sequence[Tensor | None] = ()
+        self.gradients: Sequence[Any] = ()
+        self.measured: Mapping[int, Any] | None = None
+
+    def seen(self, x: Parameter | None) -> Any:
+        """A weight or moment as it was at this point of the step."""
+        return x if self.measured is None or x is None else self.measured.get(id(x))
+
+    def tensors(self) -> Sequence[Parameter]:
+        """The weights that the optimizer steps, and their moments."""
+        return self.state.tensors()
 
     def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
         """The optimizer was called with these gradients."""
@@ -599,6 +549,7 @@ class SteppedOptimizer:
     def end_step(self) -> None:
         """Drop the gradients of the step."""
         self.gradients = ()
+        self.measured = None
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """The gradient that the optimizer was given in the step in progress; None if it was given none."""
@@ -679,18 +630,21 @@ class MindSporeFramework:
 
     def weight(self, parameter: ParameterHolder) -> Tensor | None:
         """The weight that the optimizer steps."""
-        return parameter.tensor
+        found = self._of(parameter)
+        return parameter.tensor if found is None else found.seen(parameter.tensor)
 
     def moment(self, kind: str, parameter: ParameterHolder, optimizer: Any = None) -> Tensor | None:
         """This rank's part of a moment; None before a fresh optimizer's first step: its zeros are no moment."""
         found = self._of(parameter) if optimizer is None else self.stepped[id(optimizer)]
-        return found.state.moment(kind, parameter.tensor) if found is not None and found.has_stepped else None
+        return found.seen(found.state.moment(kind, parameter.tensor)) if found is not None and found.has_stepped else None
 
     def state_of(self, parameter: ParameterHolder) -> tuple[OptimizerState, int] | None:
-        """The state of the optimizer that steps a parameter, and the parameter's index in it; None if none steps it."""
+        """The state of the optimizer that steps a parameter, and the parameter's index in it; None if none steps it, or if
+        compiled code has stepped: its hyperparameters may have changed since.
+        """
         found = self._of(parameter)
         place = None if found is None else found.state.place(parameter.tensor)
-        return None if found is None or place is None else (found.state, place)
+        return None if found is None or place is None or found.measured is not None else (found.state, place)
 
     def keeps(self, kind: str, parameter: ParameterHolder) -> bool:
         """Whether the optimizer has such a moment of a parameter, even before its first step."""
@@ -710,11 +664,12 @@ class MindSporeFramework:
     def adam_of(self, parameter: ParameterHolder) -> MindSporeMoments | None:
         """The terms of the parameter's latest step; None if they are unknown."""
         found = self._of(parameter)
-        return None if found is None else found.adams.of(parameter.tensor)
+        return None if found is None or found.measured is not None else found.adams.of(parameter.tensor)
 
     def learning_rates(self, optimizer: Any) -> Sequence[Any]:
         """The learning rate of each parameter group for the step that begins, as the optimizer computes it."""
-        return self.stepped[id(optimizer)].state.learning_rates()
+        stepped = self.stepped[id(optimizer)]
+        return stepped.state.learning_rates() if stepped.measured is None else ()
 
     def scales_itself(self, optimizer: Any) -> bool:
         """Whether the optimizer divides the gradients that it is given by a loss scale."""
@@ -722,7 +677,8 @@ class MindSporeFramework:
 
     def steps(self, listener: StepListener, failures: Failures) -> MindSporeOptimizerSteps:
         """Report every step to ``listener`` from now on."""
-        return MindSporeOptimizerSteps([(one.optimizer, one) for one in self.stepped.values()], listener, failures)
+        program = program_of(self.chunks[0])
+        return MindSporeOptimizerSteps([(one.optimizer, one) for one in self.stepped.values()], listener, failures, program)
 
     def _of(self, parameter: ParameterHolder) -> SteppedOptimizer | None:
         """The first optimizer that steps a parameter."""

@@ -19,6 +19,8 @@ from mindspore import Tensor, communication, nn
 from monitor.coordinator.ownership import Ownership, reaches
 from monitor.failures import Failures
 from monitor.mindspore.collectives import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener
+from monitor.mindspore.compiled import Handles
+from monitor.mindspore.compiled_replay import program_of
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.process_group import has_others, is_settled
 from monitor.recording.attached_model import NamedParameter, ParameterSubset
@@ -255,6 +257,9 @@ class MindSporeGradients:
         self.reductions = MindSporeReductions(attached.watch.ownership, attached.failures)
         self._arrived: Counter[NamedParameter] = Counter()
         self._arrived_in = attached.clock.step
+        self._program = program_of(attached.watch.chunks[0])
+        if self._program is not None and attached.config.checks_replicas:
+            self._program.check()
 
     def begin_step(self) -> None:
         """Nothing to do: the first gradient of a step discards the counts of earlier ones."""
@@ -286,7 +291,10 @@ class MindSporeGradients:
         return bool(parameter.tensor.requires_grad)
 
     def register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
-        return on_gradient(parameter.tensor, read)
+        if self._program is None:
+            return on_gradient(parameter.tensor, read)
+        measure, handle = self._program.parameter(parameter.tensor, read)
+        return Handles(on_gradient(parameter.tensor, read, measure), handle)
 
     def found(self, parameter: NamedParameter, argument: Any) -> None:
         """Record a gradient that a backward returns."""

@@ -16,6 +16,7 @@ from mindspore import Tensor, nn
 from mindspore.ops import constexpr
 
 from monitor.failures import LOGGER
+from monitor.mindspore.tape import follow_operator
 from monitor.recording.backend import Removable
 
 _COMPILED: Final = False
@@ -59,12 +60,17 @@ def after_forward(
     return handle
 
 
-def on_gradient(x: Tensor, read: Callable[[Any], object]) -> Removable:
-    """Call ``read(gradient)`` when a backward that is not compiled reaches a tensor. It must not raise."""
+def on_gradient(x: Tensor, read: Callable[[Any], object], measure: Callable[[Any], Any] | None = None) -> Removable:
+    """Call ``read(gradient)`` when a backward that is not compiled reaches a tensor. It must not raise.
+
+    Args:
+        measure: Takes and returns the gradient in a backward that is compiled.
+    """
+    in_compiled_code = _unchanged if measure is None else measure
 
     def hook(gradient: Any) -> Any:
         if _COMPILED:  # @jit.cond: True
-            return gradient
+            return in_compiled_code(gradient)
         return _discard(read(gradient))
 
     handle: Removable = x.register_hook(hook)
@@ -82,14 +88,19 @@ def takes_hooks(cell: nn.Cell) -> bool:
 
 @constexpr(check=False)  # type: ignore[untyped-decorator]
 def _warn_of_compiling() -> None:
-    """The compiler runs this in Python, since it evaluates constants when it compiles."""
-    _warn_once()
+    """The compiler runs this in Python, since it evaluates constants when it compiles. Operators replace hooks if they can."""
+    if follow_operator() is None:
+        _warn_once()
 
 
 @cache
 def _warn_once() -> None:
     said = "Code that calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there"
     LOGGER.warning("%s: such calls have no rows. Remove @jit from code that is to be recorded.", said)
+
+
+def _unchanged(gradient: Any) -> Any:
+    return gradient
 
 
 def _discard(_: object) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any, Final
 
@@ -12,16 +14,51 @@ import mindspore as ms
 from mindspore import Tensor, nn
 from mindspore.ops.composite import base
 
+from monitor.config.loading import DYNAMIC_VARIABLE
 from monitor.failures import LOGGER, Failures
-from monitor.mindspore import autograd, hooks as cell_hooks
+from monitor.mindspore import autograd, compiled_taps, hooks as cell_hooks
+from monitor.mindspore.compiled import Handle, Handles, ObservedCell, Program
+from monitor.mindspore.compiled_replay import REPLAYING, flush, join, program_of
+from monitor.mindspore.tape import follow_operator
 from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher
 from monitor.recording.attached_model import NamedParts
-from monitor.recording.backend import HookSet
+from monitor.recording.backend import HookSet, Removable
 
 never_called: tuple[type, ...] = (nn.CellList, nn.CellDict)
-before_forward, after_forward, takes_hooks = cell_hooks.before_forward, cell_hooks.after_forward, cell_hooks.takes_hooks
-repeating = autograd.in_backward
+takes_hooks = cell_hooks.takes_hooks
+
+
+def before_forward(cell: nn.Cell, call: Callable[..., Any], *, compiled: bool = False) -> Removable:
+    """See ``Modules``. In compiled code ``call`` is called when the forward has been executed."""
+    handle = cell_hooks.before_forward(cell, call)
+    program = program_of(cell) if compiled else None
+    return handle if program is None else Handles(handle, _Added(program.cell(cell).begins, call))
+
+
+def after_forward(cell: nn.Cell, call: Callable[..., Any], *, always: bool = False, compiled: bool = False) -> Removable:
+    """See ``Modules``. In compiled code ``call`` is called when the forward has been executed."""
+    handle = cell_hooks.after_forward(cell, call, always=always)
+    program = program_of(cell) if compiled else None
+    return handle if program is None else Handles(handle, _Added(program.cell(cell).ends, call))
+
+
+class _Added:
+    """The handle of a function that is added to a list."""
+
+    __slots__ = ("_call", "_calls")
+
+    def __init__(self, calls: list[Callable[..., object]], call: Callable[..., object]) -> None:
+        calls.append(call)
+        self._calls, self._call = calls, call
+
+    def remove(self) -> None:
+        self._calls.remove(self._call)
+
+
+def repeating() -> bool:
+    """Whether the caller runs inside a backward: a forward that begins now repeats an earlier one."""
+    return not REPLAYING.get() and autograd.in_backward()
 
 
 def chunks_of(model: Any) -> Sequence[nn.Cell]:
@@ -34,14 +71,14 @@ def chunks_of(model: Any) -> Sequence[nn.Cell]:
     chunks = arguments.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
     refuse_graph_mode()
     for chunk in chunks:
-        if said := observable(chunk).warning():
+        if said := _observed(chunk).warning():
             LOGGER.warning("%s", said)
     return chunks
 
 
 def parts(chunk: nn.Cell) -> NamedParts:
     """The cells that take hooks, and all parameters. Compiled cells take none."""
-    return NamedParts(observable(chunk).cells, chunk.parameters_and_names())
+    return NamedParts(_observed(chunk).cells, chunk.parameters_and_names())
 
 
 class CellHooks:
@@ -50,6 +87,7 @@ class CellHooks:
     repetitions = autograd.RecomputeRepetitions
 
     def __init__(self, collector: ModuleCollector) -> None:
+        self._collector = collector
         self._failures = collector.failures
 
     def hook_module(
@@ -58,16 +96,58 @@ class CellHooks:
         wanted = watcher.wanted
         if not autograd.GRAPH_IS_THERE and (wanted.input_grad.wanted or wanted.output_grad.wanted):
             self._failures.warn("no graph", autograd.NO_GRAPH)
-        self.hook_root(watcher.chunk, watcher.module, before, after, hooks)
+        hooks.add(before_forward(watcher.module, before))
+        hooks.add(after_forward(watcher.module, after))
+        root = watcher.collector.roots.get(0)
+        program = None if root is None else program_of(root)
+        if program is not None:
+            hooks.add(_watched(program, watcher))
 
     def hook_root(
-        self, _chunk: int, root: nn.Cell, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
+        self, chunk: int, root: nn.Cell, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
     ) -> None:
-        hooks.add(before_forward(root, before))
-        hooks.add(after_forward(root, after))
+        program = join(root, self._collector.roots[0])
+
+        def before_islands(*args: Any) -> None:
+            flush(program)
+            before(*args)
+
+        hooks.add(before_forward(root, self._failures.guarded("following compiled code", before_islands)))
+
+        def after_islands(*args: Any) -> None:
+            flush(program, island=True)
+            after(*args)
+
+        hooks.add(after_forward(root, self._failures.guarded("following compiled code", after_islands)))
+        if program is not None:
+            self._observe_root(program, chunk, program.cell(root), before, after, hooks)
+
+    def _observe_root(
+        self,
+        program: Program,
+        chunk: int,
+        root: ObservedCell,
+        before: Callable[..., None],
+        after: Callable[..., None],
+        hooks: HookSet,
+    ) -> None:
+        reader = self._collector.recorder.reader
+        program.set_up(reader.eps, higher=reader.higher, check_sums=reader.check_sums)
+        program.failures, program.clock = self._failures, self._collector.clock
+        program.recorder = self._collector.recorder
+        if not REPLAYING.get():
+            program.begin()
+        hooks.add(Handle(partial(_rest, program)))
+        root.chunk, root.collector = chunk, self._collector
+        if os.environ.get(DYNAMIC_VARIABLE) == "True" and ms.get_context("mode") == ms.GRAPH_MODE:
+            _prepare(program, root.cell())
+        hooks.add(_Added(root.begins, before))
+        hooks.add(_Added(root.ends, after))
 
     def is_running(self, root: nn.Cell, calls: int) -> bool:
-        """Whether that many calls of the root are on this thread's stack."""
+        """Whether that many calls of the root are on this thread's stack, or compiled code has called it."""
+        if REPLAYING.get():
+            return True
         frame: FrameType | None = sys._getframe(1)
         found = 0
         while frame is not None and found < calls:
@@ -78,7 +158,7 @@ class CellHooks:
     def root_trains(self, root: nn.Cell) -> bool:
         """Whether a forward of the whole model that begins now trains, regardless of its training flag."""
         training = trains(root)
-        if training:
+        if training and not REPLAYING.get():
             warn_of_evaluation(root, self._failures)
         return training
 
@@ -94,6 +174,39 @@ class CellHooks:
 
 
 new_hooks = CellHooks
+
+
+def _rest(program: Program) -> None:
+    """The model is not recorded. Between two steps it may be recorded again."""
+    if not REPLAYING.get():
+        program.release()
+
+
+def _prepare(program: Program, root: nn.Cell | None) -> None:
+    """Everything may be recorded later, and MindSpore compiles once."""
+    if root is not None:
+        cells = [cell for _, cell in _observed(root).cells if takes_hooks(cell) and not isinstance(cell, never_called)]
+        program.prepare(cells, [one for one in root.get_parameters() if one.requires_grad])
+
+
+ROLES: Final = {
+    "input": compiled_taps.INPUT,
+    "output": compiled_taps.OUTPUT,
+    "input_grad": compiled_taps.INPUT_GRAD,
+    "output_grad": compiled_taps.OUTPUT_GRAD,
+}
+
+
+def _watched(program: Program, watcher: ModuleWatcher) -> Removable:
+    """Let compiled code record what a watcher records."""
+    observed = program.cell(watcher.module)
+    observed.watcher = watcher
+    observed.roles |= {role for name, role in ROLES.items() if getattr(watcher.wanted, name).wanted}
+
+    def remove() -> None:
+        observed.watcher = None
+
+    return Handle(remove)
 
 
 # --- The cells that take hooks in MindSpore's modes.
@@ -131,22 +244,26 @@ def refuse_graph_mode() -> None:
     """Refuse graph mode, before anything is attached.
 
     Raises:
-        ValueError: The mode is GRAPH_MODE, in which every cell is compiled and no hook is called.
+        ValueError: The mode is GRAPH_MODE, in which every cell is compiled and no hook is called, and operators cannot be used.
     """
-    if ms.get_context("mode") == ms.GRAPH_MODE:
+    if ms.get_context("mode") == ms.GRAPH_MODE and follow_operator() is None:
         to_do = "call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) before set_monitor"
         raise ValueError(f"mode is GRAPH_MODE, so MindSpore calls no hooks and nothing can be recorded: {to_do}.")
 
 
 def compiled(cell: nn.Cell) -> bool:
     """Whether ``jit`` is around the cell's ``construct``. A compiled function that calls the cell is not detected."""
-    return bool(getattr(cell.construct, "__wrapped_by_jit__", False))
+    return bool(getattr(compiled_taps.original_construct(cell), "__wrapped_by_jit__", False))
 
 
-def observable(root: nn.Cell) -> Observable:
-    """The cells of a model that take hooks. A cell used both inside a compiled cell and elsewhere takes none."""
+def observable(root: nn.Cell, *, by_operators: bool = False) -> Observable:
+    """The cells of a model that take hooks. A cell used both inside a compiled cell and elsewhere takes none.
+
+    Args:
+        by_operators: Whether operators replace the hooks of cells inside compiled cells.
+    """
     named = [(name, cell) for name, cell in root.cells_and_names() if _REPEATS not in name.split(".")]
-    hiding = {name: inside for name, cell in named if compiled(cell) and (inside := _inside(cell))}
+    hiding = {name: inside for name, cell in named if not by_operators and compiled(cell) and (inside := _inside(cell))}
     hidden: set[int] = set().union(*hiding.values())
     if not autograd.GRAPH_IS_THERE:  # a repetition could not be distinguished from a call
         repeated = [name.split(".") for name, _ in root.cells_and_names()]
@@ -155,6 +272,11 @@ def observable(root: nn.Cell) -> Observable:
     # A compiled cell inside another compiled cell is hidden by the outer one.
     outermost = [name for name, cell in cells if name in hiding]
     return Observable(cells, outermost)
+
+
+def _observed(root: nn.Cell) -> Observable:
+    """The cells of a model that are recorded."""
+    return observable(root, by_operators=follow_operator() is not None)
 
 
 def _repeats(name: str, parts: list[str]) -> bool:
@@ -171,7 +293,7 @@ def trains(cell: nn.Cell) -> bool:
     MindSpore also records operations that do not train: everything after a differentiated function has raised, and every call
     of a cell with ``set_grad``.
     """
-    return autograd.recording() and (_DIFFERENTIATING is None or _is_trained(cell))
+    return REPLAYING.get() or (autograd.recording() and (_DIFFERENTIATING is None or _is_trained(cell)))
 
 
 def _is_trained(cell: nn.Cell) -> bool:

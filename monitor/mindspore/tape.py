@@ -7,6 +7,7 @@ call it, too. Its measurements are entries of a ``Tape``, in the order in which 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -108,18 +109,26 @@ def signal_operator() -> Any:
     return _operator("signal_python")
 
 
-@cache
+COMPILED_VARIABLE: Final = "MONITOR_COMPILED_CODE"
+"""The environment variable that, set to 1, has MindSpore's compiled code recorded."""
+
+
 def follow_operator() -> Any:
     """The operator ``follow(x, slot, call)``, for compiled code. Its entry has the number ``call``, int64 of shape ``(1,)``,
-    and a number of its own, which it returns likewise. See ``read_operator``.
+    and a number of its own, which it returns likewise. See ``read_operator``. None unless ``COMPILED_VARIABLE`` is 1.
     """
+    return _follow() if os.environ.get(COMPILED_VARIABLE) == "1" else None
+
+
+@cache
+def _follow() -> Any:
     return _operator("follow_tensor", ms.int64, Tensor(np.array([0], dtype=np.int64)))
 
 
 @cache
 def ordered_follow_operator() -> Any:
     """``follow`` in the order of the program. A compiler keeps it even if its result is not used."""
-    found = None if follow_operator() is None else _custom("follow_tensor", ms.int64)
+    found = None if _follow() is None else _custom("follow_tensor", ms.int64)
     if found is not None:
         found.add_prim_attr("side_effect_io", True)
     return found

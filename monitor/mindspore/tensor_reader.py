@@ -19,6 +19,7 @@ from mindspore import Parameter, Tensor, mint, nn
 from mindspore._c_expression import typing
 from mindspore.common import _no_grad
 
+from monitor.mindspore.compiled_tensor import TapedTensor
 from monitor.mindspore.tape import Tape, new_tape
 from monitor.recording.arguments import NOT_A_NUMBER, real_number
 from monitor.recording.recorder import Device, LiveRows, RecordedSeries
@@ -132,6 +133,9 @@ class MindSporeTensorReader:
 
     def record(self, watched: RecordedSeries, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
         del aliases
+        if isinstance(x, TapedTensor):
+            self._enter(watched, x, micro_step)
+            return
         if not has_data(x):
             return
         if self._tape is None or self.magnitudes or not self._record_later(self._tape, watched, x, micro_step):
@@ -160,9 +164,9 @@ class MindSporeTensorReader:
         try:
             self._tape.wait()
         finally:
-            self._enter(self._tape)
+            self._enter_all(self._tape)
 
-    def _enter(self, tape: Tape) -> None:
+    def _enter_all(self, tape: Tape) -> None:
         """Write the rows of all measurements so far."""
         with self.rows.lock:
             found = tape.drain()
@@ -186,12 +190,23 @@ class MindSporeTensorReader:
             if _reduce(kernel, x, slot.page, slot.local_row + offset, elements):
                 self.rows.table.note(slot.row + offset, self._layout(x))
 
+    def _enter(self, watched: RecordedSeries, x: TapedTensor, micro_step: int) -> None:
+        """Write the row of a tensor that compiled code has measured."""
+        with self.rows.lock:
+            slot, offset = self.rows.slot(watched, self.device, micro_step)
+            memory = slot.page.memory
+            assert isinstance(memory, HostPage)
+            memory.numbers[slot.local_row + offset] = x.row
+            self.rows.table.note(slot.row + offset, self.rows.table.layout_of(x.shape, dtype_name(x.dtype)))
+
     def record_all(
         self, items: Sequence[tuple[RecordedSeries, Any]], failed: Callable[[RecordedSeries, Exception], None]
     ) -> None:
         for watched, x in items:
             try:
-                if has_data(x):
+                if isinstance(x, TapedTensor):
+                    self._enter(watched, x, 0)
+                elif has_data(x):
                     self._record_now(watched, x)  # most of these are computed: waiting once costs less than the operator
             except Exception as error:
                 failed(watched, error)

@@ -10,6 +10,7 @@ from mindspore import nn
 
 from monitor.mindspore import autograd, features, modules, process_group, tensor_reader
 from monitor.mindspore.collectives import communication
+from monitor.mindspore.compiled_replay import flush, program_of
 from monitor.mindspore.frameworks import EXPECTED, framework_of
 from monitor.mindspore.gradients import MindSporeGradients
 from monitor.mindspore.tensor_reader import MindSporeTensorReader
@@ -39,6 +40,27 @@ class TrainerMon(ModelMonitor):
     __doc__ = ModelMonitor.__doc__
 
     _backend: ClassVar[RecordingBackend] = BACKEND
+
+    def log(self, **numbers: Any) -> None:
+        self._take_compiled_steps()
+        super().log(**numbers)
+
+    log.__doc__ = ModelMonitor.log.__doc__
+
+    def batch_ended(self) -> None:
+        self._take_compiled_steps()
+        super().batch_ended()
+
+    batch_ended.__doc__ = ModelMonitor.batch_ended.__doc__
+
+    def _take_compiled_steps(self) -> None:
+        """Take what compiled code has measured. A step that ended there ends here."""
+        for recording in self._recordings:
+            root = recording.attachment.watch.chunks[0]
+            program = program_of(root)
+            if program is not None and program.is_compiled:
+                self._failures.guarded("following compiled code", flush)(program)
+                self._failures.guarded("calling back", self._deliver_alerts)(recording)
 
     def monitor_gnorm_with_ad(
         self,

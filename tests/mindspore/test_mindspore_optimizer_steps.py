@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 from training import OPTIMIZERS, STEPS, Net, array, grouped, inputs, train
 
 from monitor.failures import Failures
-from monitor.mindspore.frameworks import MindSporeOptimizerSteps
+from monitor.mindspore.optimizer_steps import MindSporeOptimizerSteps
 
 
 class Listener:

@@ -1,0 +1,353 @@
+"""The cells, parameters and optimizers of a model that compiled code measures: GRAPH_MODE, and code inside ``@jit``.
+
+``monitor.mindspore.compiled_taps`` is what MindSpore compiles. ``monitor.mindspore.compiled_replay`` records what was measured.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from mindspore import Parameter, Tensor, nn
+from mindspore.nn.cell import _pynative_executor
+
+from monitor.failures import Failures
+from monitor.mindspore.compiled_taps import (
+    AFTER,
+    BEFORE,
+    INPUT,
+    INPUT_GRAD,
+    MARKS,
+    OUTPUT,
+    OUTPUT_GRAD,
+    REDUCED,
+    TURN_ENDS,
+    functions_of,
+    install,
+    uninstall,
+)
+from monitor.mindspore.hooks import on_gradient
+from monitor.mindspore.tape import Tape, wait_for_turn
+from monitor.recording.backend import Removable
+from monitor.recording.recorder import Recorder
+from monitor.recording.step_clock import Clock
+
+RECOMPUTED: Final = (
+    "Cells that are recomputed have no rows in compiled code: MindSpore runs their operations twice there. Take recompute() "
+    "off to record them."
+)
+
+
+HIDDEN: Final = (
+    "A {name} takes or returns lists or dictionaries in compiled code. Tensors in these have no rows there. Pass tuples or "
+    "keyword arguments."
+)
+
+
+class Tap(NamedTuple):
+    """A place in compiled code that makes entries.
+
+    Attributes:
+        owner: The cell, parameter or optimizer to which the entries belong.
+        suffix: The path of the tensor (``TensorPath``).
+        position: Its position (``TensorPath``); for an optimizer the index of a gradient or of its state.
+        found: The number of arguments or results of the call.
+    """
+
+    owner: Any
+    role: str
+    suffix: str = ""
+    position: int = 0
+    found: int = 1
+
+
+@dataclass(eq=False)
+class ObservedCell:
+    """A cell with taps.
+
+    Attributes:
+        roles: What its taps measure.
+        watcher: Records its entries; None while it is not watched.
+        chunk: For a root: the number of its chunk; None for other cells.
+        collector: For a root: counts its forwards.
+        begins, ends: For a root: called before and after each training forward, as the hooks of a root.
+    """
+
+    cell: weakref.ref[nn.Cell]
+    number: int
+    roles: set[str] = field(default_factory=set)
+    watcher: Any = None
+    chunk: int | None = None
+    collector: Any = None
+    begins: list[Callable[..., object]] = field(default_factory=list)
+    ends: list[Callable[..., object]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class ObservedParameter:
+    """A parameter whose gradient is measured.
+
+    Attributes:
+        read: Receives its gradient; None while it is not recorded.
+    """
+
+    number: int
+    read: Callable[[Any], object] | None = None
+
+
+@dataclass(eq=False)
+class ObservedOptimizer:
+    """An optimizer with taps.
+
+    Attributes:
+        state: Its weights and moments.
+        kinds: Returns the kinds that are recorded.
+        stepped: Receives the gradients, and its state before and after the step, by the id of the parameter.
+    """
+
+    number: int
+    state: Sequence[Parameter]
+    kinds: Callable[[], frozenset[str]]
+    stepped: Callable[[Sequence[Any], Mapping[int, Any], Mapping[int, Any]], object] | None
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A handle that calls a function."""
+
+    remove: Callable[[], None]
+
+
+class Handles:
+    """Several handles as one."""
+
+    def __init__(self, *handles: Removable) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class Program:
+    """The compiled code that contains one model.
+
+    Attributes:
+        tape: Receives the entries.
+        taps: The taps by the id of their entries.
+        observed: The observed cells, parameters and optimizers by number.
+        clock: Counts the steps; None before the model has a root.
+        recorder: Records them; None likewise.
+        replay: What is known of the step in progress.
+    """
+
+    def __init__(self, tape: Tape, replay: Callable[[Program], object]) -> None:
+        self._replay = replay
+        self._follower: threading.Thread | None = None
+        self.tape = tape
+        self.taps: list[Tap] = []
+        self.failures: Failures | None = None
+        self.clock: Clock | None = None
+        self.recorder: Recorder | None = None
+        self._prepared: list[Removable] = []
+        self.replay: Any = None
+        self.observed: dict[int, Any] = {}
+        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._slots: dict[tuple[Any, ...], Tensor] = {}
+        self._checked = False
+        self.settings: tuple[float, bool, bool] | None = None
+        self._functions = functions_of(self)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a model has no monitor."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiler has seen a tap."""
+        return bool(self._slots)
+
+    def set_up(self, eps: float, *, higher: bool, check_sums: bool) -> None:
+        """Set what is measured from now on."""
+        if self.settings != (settings := (eps, higher, check_sums)):
+            self.tape.set_up(eps, higher=higher, check_sums=check_sums)
+            self.settings = settings
+
+    def check(self) -> None:
+        """Measure check sums of gradients, weights and moments in code that is compiled from now on."""
+        self._checked = True
+
+    def follow(self) -> None:
+        """Replay each step that compiled code ends, on a thread: MindSpore's thread must not wait for Python."""
+        if self.is_compiled and (self._follower is None or not self._follower.is_alive()):
+            arguments = weakref.ref(self), self.tape.number, self._replay
+            self._follower = threading.Thread(target=_follow, args=arguments, name="monitor-compiled-steps", daemon=True)
+            self._follower.start()
+
+    def unfollow(self) -> None:
+        """End the thread."""
+        follower, self._follower = self._follower, None
+        if follower is not None and follower is not threading.current_thread():
+            self.tape.stop_waiting()
+            follower.join()
+
+    def warn(self, key: str, said: str) -> None:
+        if self.failures is not None:
+            self.failures.warn(key, said)
+
+    # What the compiler calls.
+
+    def slot(self, number: int, role: str, suffix: str, position: int, found: int) -> Tensor:
+        """The slot of a tap."""
+        key = number, role, suffix, position, found
+        if key not in self._slots:
+            owner = self.observed[number]
+            mark = role in MARKS or (isinstance(owner, ObservedCell) and role not in owner.roles)
+            checked = self._checked and not isinstance(owner, ObservedCell) and not mark
+            turn = role == TURN_ENDS
+            self._slots[key] = self.tape.slot(len(self.taps), gated=True, checked=checked, mark=mark, turn=turn)
+            self.taps.append(Tap(owner, role, suffix, position, found))
+            self.follow()
+        return self._slots[key]
+
+    def takes(self, number: int, role: str) -> bool:
+        """Whether a tap is needed: a root has marks in place of taps that are not recorded."""
+        owner = self.observed[number]
+        return role in owner.roles or (owner.chunk is not None and role in (OUTPUT, OUTPUT_GRAD))
+
+    def observes(self, number: int) -> bool:
+        """Whether a cell has taps."""
+        owner = self.observed.get(number)
+        cell = None if owner is None else owner.cell()
+        if cell is None:
+            return False
+        if getattr(cell, "_has_config_recompute", False):
+            self.warn("recomputed in compiled code", RECOMPUTED)
+            return False
+        return True
+
+    def evaluates(self, number: int, training: bool) -> bool:
+        """Whether a call of a cell is the evaluation of a model."""
+        return self.observed[number].chunk is not None and not training
+
+    def hides(self, number: int) -> None:
+        """A call of a cell has lists or dictionaries, whose tensors are not measured."""
+        cell = self.observed[number].cell()
+        self.warn(f"structures of {number}", HIDDEN.format(name=type(cell).__name__))
+
+    def reads(self, number: int, kind: str) -> bool:
+        """Whether an optimizer's gradients, or its state before or after a step, are recorded."""
+        if self._prepared:
+            return True
+        kinds = self.observed[number].kinds()
+        wanted = {
+            REDUCED: ("grad_reduced",),
+            BEFORE: ("param_origin", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+            AFTER: ("param_updated", "exp_avg_updated", "exp_avg_sq_updated", "max_exp_avg_sq_updated"),
+        }
+        return not kinds.isdisjoint(wanted[kind])
+
+    # What hooks call.
+
+    def cell(self, cell: nn.Cell) -> ObservedCell:
+        """The cell as an observed one. From now on its compiled code has taps."""
+        number = self._number_of(cell)
+        if number is None:
+            number = self._new_number(cell)
+            self.observed[number] = ObservedCell(weakref.ref(cell), number)
+        found: ObservedCell = self.observed[number]
+        if "_monitored_as" not in vars(cell):
+            install(cell, number, self._functions.cell)
+        return found
+
+    def parameter(self, parameter: Parameter, read: Callable[[Any], object]) -> tuple[Callable[[Any], Any], Removable]:
+        """The function with which compiled code measures the gradient of a parameter, and the handle of ``read``."""
+        number = self._number_of(parameter)
+        if number is None:
+            number = self._new_number(parameter)
+            self.observed[number] = ObservedParameter(number)
+        found: ObservedParameter = self.observed[number]
+        found.read = read
+
+        def remove() -> None:
+            found.read = None
+
+        return self._functions.gradient(number), Handle(remove)
+
+    def optimizer(
+        self,
+        optimizer: nn.Cell,
+        state: Sequence[Parameter],
+        kinds: Callable[[], frozenset[str]],
+        stepped: Callable[[Sequence[Any], Mapping[int, Any], Mapping[int, Any]], object],
+    ) -> Removable:
+        """Observe the steps of an optimizer in compiled code."""
+        number = self._number_of(optimizer)
+        if number is None:
+            number = self._new_number(optimizer)
+        found = self.observed[number] = ObservedOptimizer(number, state, kinds, stepped)
+        self._retarget(number, found)
+        if "_monitored_as" not in vars(optimizer):
+            install(optimizer, number, self._functions.optimizer(number, tuple(state)))
+
+        def remove() -> None:
+            found.stepped = None
+            uninstall(optimizer)
+
+        return Handle(remove)
+
+    def prepare(self, cells: Iterable[nn.Cell], parameters: Iterable[Parameter]) -> None:
+        """Have code that is compiled from now on measure everything that may be recorded later."""
+        for cell in cells:
+            self.cell(cell).roles |= {INPUT, OUTPUT, INPUT_GRAD, OUTPUT_GRAD}
+        for parameter in parameters if not self._prepared else ():
+            measure, _ = self.parameter(parameter, _ignore)
+            self._prepared.append(on_gradient(parameter, _ignore, measure))
+
+    def begin(self) -> None:
+        """Measure from now on. The model may have been trained without a monitor before."""
+        _pynative_executor.sync()
+        self.tape.drain()
+        self.tape.turn(True)
+        self.follow()
+
+    def release(self) -> None:
+        """Leave the cells as they were. Code that was compiled with taps keeps them, and makes no entries."""
+        self.tape.turn(False)
+        while self._prepared:
+            self._prepared.pop().remove()
+        for owner in self.observed.values():
+            if isinstance(owner, ObservedCell) and (cell := owner.cell()) is not None:
+                uninstall(cell)
+        self.unfollow()
+
+    def _number_of(self, one: Any) -> int | None:
+        known = self._numbers.get(id(one))
+        return known[1] if known is not None and known[0]() is one else None
+
+    def _new_number(self, one: Any) -> int:
+        number = len(self.observed) + 1
+        self._numbers[id(one)] = weakref.ref(one), number
+        return number
+
+    def _retarget(self, number: int, owner: Any) -> None:
+        """Let entries of code that was compiled earlier belong to ``owner``."""
+        self.taps = [tap._replace(owner=owner) if tap.owner.number == number else tap for tap in self.taps]
+
+
+def _follow(known: weakref.ref[Program], number: int, replay: Callable[[Program], object]) -> None:
+    while wait_for_turn(number):
+        program = known()
+        if program is None:
+            return
+        replay(program)
+        del program  # or it would live until the next step
+
+
+def _ignore(_: Any) -> None:
+    """No gradient is recorded yet."""

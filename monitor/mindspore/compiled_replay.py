@@ -1,0 +1,287 @@
+"""Records what compiled code has measured: gives the entries of a program's tape to the collectors, as hooks would have.
+
+Compiled code makes entries in the order in which MindSpore executes it. They are replayed when an optimizer has stepped in
+compiled code, and when Python sees the end of something. Then it is known which forwards had a backward: those that train.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import numpy as np
+from mindspore import nn
+from mindspore.nn.cell import _pynative_executor
+
+from monitor.mindspore import compiled_taps as roles
+from monitor.mindspore.compiled import ObservedCell, ObservedOptimizer, ObservedParameter, Program, Tap
+from monitor.mindspore.compiled_taps import ORDERED
+from monitor.mindspore.compiled_tensor import TapedTensor
+from monitor.mindspore.tape import MARK, Measurements, follow_operator, new_tape
+from monitor.recording.module_calls import CallIndex
+from monitor.recording.recorder import Recorder
+
+REPLAYING: Final = ContextVar("replaying", default=False)
+"""Whether hooks are called for compiled code that has run."""
+
+_ATTRIBUTE: Final = "_monitored_program"
+_LOCK: Final = threading.RLock()
+"""Replays come from Python and from MindSpore's threads."""
+
+MIXED: Final = (
+    "Two forwards of the model run at the same time in compiled code. It is not known which of them its cells belong to, and "
+    "they have no rows there. Compile a step for each micro-batch."
+)
+UNEQUAL: Final = (
+    "Compiled code has computed several gradients of one parameter in a step: of several micro-batches, or several parts of "
+    "one gradient. It does not show which is which, so such parameters have no rows of grad_unreduced. grad_reduced has the "
+    "whole gradient."
+)
+
+
+def program_of(root: nn.Cell) -> Program | None:
+    """The compiled code of a model, by its first chunk; None if compiled code cannot be observed."""
+    if follow_operator() is None:
+        return None
+    attributes = vars(root)
+    found: Program | None = attributes.get(_ATTRIBUTE)
+    if found is None and (tape := new_tape()) is not None:
+        found = attributes[_ATTRIBUTE] = Program(tape, replay)
+    return found
+
+
+def join(root: nn.Cell, first: nn.Cell) -> Program | None:
+    """Let the root of a further chunk belong to the compiled code of the first one."""
+    program = program_of(first)
+    if program is not None:
+        vars(root)[_ATTRIBUTE] = program
+    return program
+
+
+def flush(program: Program | None, *, island: bool = False) -> None:
+    """Replay what compiled code has measured so far. Waits for it.
+
+    Args:
+        island: Whether a forward of the model from Python, which is part of training, has just ended.
+    """
+    if program is not None and program.is_compiled and not REPLAYING.get():
+        _pynative_executor.sync()
+        replay(program, island=island)
+
+
+def replay(program: Program, *, island: bool = False) -> None:
+    """Replay the entries that are there. Does not raise."""
+    with _LOCK:
+        token = REPLAYING.set(True)
+        try:
+            Replay.of(program).run(program.tape.drain(), island=island)
+        except Exception as error:
+            if program.failures is not None:
+                program.failures.report("recording compiled code", error, "Rows of this step are missing.")
+        finally:
+            REPLAYING.reset(token)
+
+
+class Replay:
+    """The entries of one program. It lives as long as the program: gradients may come later than their forwards."""
+
+    def __init__(self, program: Program) -> None:
+        self._known = weakref.ref(program)
+        self._calls: dict[int, tuple[Any, CallIndex] | None] = {}
+        self._roots: dict[int, tuple[ObservedCell, int]] = {}
+        self._in_backward: set[int] = set()
+        self._turns: dict[int, list[tuple[Tap, TapedTensor]]] = {}
+        self._gradients: dict[ObservedParameter, list[TapedTensor]] = {}
+        self._open: int | None = None
+        self._ended: set[int] = set()
+        self._island = self._mixed = False
+        self._step = -1
+        self._training: set[int] = set()
+
+    @classmethod
+    def of(cls, program: Program) -> Replay:
+        if program.replay is None:
+            program.replay = cls(program)
+        found: Replay = program.replay
+        return found
+
+    def run(self, measured: Measurements, *, island: bool) -> None:
+        """Replay entries in their order."""
+        program = self._known()
+        assert program is not None
+        taps = [program.taps[number] for number in measured.ids.tolist()]
+        calls, numbers = measured.calls.tolist(), measured.numbers.tolist()
+        self._island, self._open, self._mixed = island, None, False
+        self._forget_ended_step()
+        self._training = {call for tap, call in zip(taps, calls, strict=True) if _is_gradient_of_root(tap)}
+        steps: dict[str, Callable[[Tap, int, int, TapedTensor], None]] = {
+            roles.BEGIN: self._begins,
+            roles.EVALUATION: self._evaluates,
+            roles.INPUT: self._forward,
+            roles.OUTPUT: self._result,
+            roles.INPUT_GRAD: self._gradient,
+            roles.OUTPUT_GRAD: self._gradient_of_result,
+            roles.PARAMETER: self._of_parameter,
+            roles.TURN_ENDS: self._turn_ends,
+        }
+        for place, tap in enumerate(taps):
+            step = steps.get(tap.role, self._of_optimizer)
+            step(tap, calls[place], numbers[place], _tensor(measured, place))
+        self._take_gradients()
+
+    def _begins(self, tap: Tap, _call: int, number: int, _x: TapedTensor) -> None:
+        cell: ObservedCell = tap.owner
+        if cell.chunk is not None:
+            if not self._root_begins(cell, number, ordered=tap.position == ORDERED):
+                return
+        elif self._mixed or (self._open is None and not self._island):
+            return
+        if cell.watcher is not None and cell.watcher.collector.due.now:
+            call = cell.watcher.begin(repeating=False)
+            self._calls[number] = None if call is None else (cell.watcher, call.place)
+
+    def _root_begins(self, cell: ObservedCell, number: int, *, ordered: bool) -> bool:
+        """Begin a forward of the model. False if it is not part of training.
+
+        Args:
+            ordered: Whether calls begin in the order of the program.
+        """
+        if self._open is not None and self._open not in self._ended:
+            if not ordered:
+                self._mixed = True
+                self._warn("mixed forwards", MIXED)
+            self._root_ends(self._open)  # the tensors of the forward come later, and are known by its number
+        self._open = None
+        if number not in self._training or not cell.begins:
+            return False
+        root = cell.cell()
+        count, *others = cell.begins
+        count(root, (), {})
+        with _inactive(cell.collector.recorder):
+            for begins in others:
+                begins(root, (), {})
+        self._open = number
+        self._roots[number] = cell, cell.collector.clock.micro_step(cell.chunk)
+        return True
+
+    def _evaluates(self, _tap: Tap, _call: int, _number: int, _x: TapedTensor) -> None:
+        self._open = None
+
+    def _forward(self, tap: Tap, call: int, _number: int, x: TapedTensor) -> None:
+        known = self._calls.get(call)
+        if known is None:
+            return
+        watcher, place = known
+        choice = watcher.fitting(tap.role, getattr(watcher.wanted, tap.role), tap.found)
+        if choice.wanted and choice.takes(tap.position) and watcher.collector.due.now:
+            watched = watcher.series("actv", tap.role + tap.suffix, place.call, x)
+            watcher.collector.recorder.record(watched, x, place.micro_step)
+
+    def _result(self, tap: Tap, call: int, number: int, x: TapedTensor) -> None:
+        if call in self._roots and call not in self._ended:
+            self._root_ends(call)
+        if x.dtype:
+            self._forward(tap, call, number, x)
+
+    def _root_ends(self, call: int) -> None:
+        self._ended.add(call)
+        cell, _ = self._roots[call]
+        for ends in cell.ends:
+            ends(cell.cell(), (), {}, ())
+
+    def _gradient(self, tap: Tap, call: int, _number: int, x: TapedTensor) -> None:
+        known = self._calls.get(call)
+        if known is None:
+            return
+        watcher, place = known
+        choice = watcher.fitting(tap.role, getattr(watcher.wanted, tap.role), tap.found)
+        if choice.wanted and choice.takes(tap.position):
+            slot = tap.role.removesuffix("_grad") + tap.suffix
+            gate = watcher.collector.gate
+            gate.take(watcher.expected("actv_grad", slot, place.call), x, gate.clock.step, place.micro_step)
+
+    def _gradient_of_result(self, tap: Tap, call: int, number: int, x: TapedTensor) -> None:
+        if call in self._roots and call not in self._in_backward:
+            self._in_backward.add(call)
+            self._take_gradients()
+            cell, micro_step = self._roots[call]
+            cell.collector.backward_begins(cell.chunk, micro_step, None)
+        if x.dtype:
+            self._gradient(tap, call, number, x)
+
+    def _of_parameter(self, tap: Tap, _call: int, _number: int, x: TapedTensor) -> None:
+        self._gradients.setdefault(tap.owner, []).append(x)
+
+    def _take_gradients(self) -> None:
+        """Record the gradients of parameters of one backward: one entry each, or equal ones."""
+        gradients, self._gradients = self._gradients, {}
+        for parameter, every in gradients.items():
+            if any(not np.array_equal(one.row, every[0].row, equal_nan=True) for one in every):
+                self._warn("parts of gradients", UNEQUAL)
+            elif parameter.read is not None:
+                parameter.read(every[0])
+
+    def _of_optimizer(self, tap: Tap, call: int, number: int, x: TapedTensor) -> None:
+        self._turns.setdefault(number if tap.role == roles.TURN_BEGINS else call, []).append((tap, x))
+
+    def _turn_ends(self, tap: Tap, call: int, _number: int, _x: TapedTensor) -> None:
+        """Record the step of an optimizer. It may end the step of training."""
+        self._take_gradients()
+        optimizer: ObservedOptimizer = tap.owner
+        entries = self._turns.pop(call, [])
+        by_role = {role: {one.position: x for one, x in entries if one.role == role} for role in _OF_TURNS}
+        reduced, before, after = (by_role[role] for role in _OF_TURNS)
+        gradients = [reduced.get(place) for place in range(max(reduced, default=-1) + 1)]
+        if optimizer.stepped is not None:
+            optimizer.stepped(gradients, _by_id(optimizer, before), _by_id(optimizer, after))
+        self._forget_ended_step()
+
+    def _forget_ended_step(self) -> None:
+        """Forget the calls of a step that has ended."""
+        program = self._known()
+        step = -1 if program is None or program.clock is None else program.clock.step
+        if step != self._step:
+            self._step = step
+            self._calls.clear()
+            self._roots.clear()
+            self._in_backward.clear()
+            self._ended.clear()
+            self._open = None
+
+    def _warn(self, key: str, said: str) -> None:
+        program = self._known()
+        if program is not None:
+            program.warn(key, said)
+
+
+@contextmanager
+def _inactive(recorder: Recorder) -> Iterator[None]:
+    """Collectors must not read at the beginning of a forward that has ended."""
+    active, recorder.active = recorder.active, False
+    try:
+        yield
+    finally:
+        recorder.active = active
+
+
+_OF_TURNS: Final = (roles.REDUCED, roles.BEFORE, roles.AFTER)
+
+
+def _by_id(optimizer: ObservedOptimizer, found: dict[int, TapedTensor]) -> dict[int, TapedTensor]:
+    return {id(optimizer.state[place]): x for place, x in found.items() if place < len(optimizer.state)}
+
+
+def _is_gradient_of_root(tap: Tap) -> bool:
+    return tap.role == roles.OUTPUT_GRAD and tap.owner.chunk is not None
+
+
+def _tensor(measured: Measurements, place: int) -> TapedTensor:
+    """An entry as a tensor; without a dtype if it holds no measurements."""
+    if measured.flags[place] & MARK:
+        return TapedTensor(measured.rows[place], (), "")
+    shape, dtype = measured.layouts[measured.layout[place]]
+    return TapedTensor(measured.rows[place], shape, dtype)

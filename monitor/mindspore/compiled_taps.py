@@ -1,0 +1,363 @@
+"""What MindSpore compiles in place of hooks: taps, which measure the arguments and results of cells, and gradients.
+
+Compiled code calls no hooks. But the compiler reads the attribute ``construct`` of each cell. So a watched cell gets one of
+its own, which measures by the operator ``follow`` of ``monitor.mindspore.tape``. In the dynamic graph that attribute calls the
+original and does nothing else.
+
+``Depend`` ties each measurement to the tensor that it measures. So the compiler keeps the measurement if and only if it keeps
+the tensor. A call begins with an entry whose number all other entries of the call repeat, also those of its gradients. So
+calls of one cell can be distinguished whatever the order of execution is.
+
+The compiler runs functions that are marked ``constexpr`` in Python, while it compiles. Of Python it knows a part only: no
+``del``, no starred items in tuples.
+"""
+# ruff: noqa: ARG002, RUF005, SIM108, SIM118
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops import constexpr
+
+from monitor.mindspore.autograd import recording
+from monitor.mindspore.features import FLOATS
+from monitor.mindspore.tape import follow_operator, ordered_follow_operator
+
+if TYPE_CHECKING:
+    from monitor.mindspore.compiled import Program
+
+_COMPILED: Final = False
+"""False in Python. The compiler reads True from a comment at its use."""
+
+BEGIN: Final = "begin"
+INPUT: Final = "input"
+OUTPUT: Final = "output"
+INPUT_GRAD: Final = "input_grad"
+OUTPUT_GRAD: Final = "output_grad"
+EVALUATION: Final = "evaluation"
+PARAMETER: Final = "parameter"
+TURN_BEGINS: Final = "turn begins"
+REDUCED: Final = "reduced"
+BEFORE: Final = "before"
+AFTER: Final = "after"
+TURN_ENDS: Final = "turn ends"
+
+MARKS: Final = frozenset({BEGIN, EVALUATION, TURN_BEGINS, TURN_ENDS})
+"""Roles whose entries hold no measurements, and are made in every step."""
+
+
+# --- The attribute ``construct`` of an observed cell.
+
+Construct = Callable[..., Any]
+
+
+class _Number(int):
+    """The number of an observed cell, which copies of the cell do not have."""
+
+    def __deepcopy__(self, memo: Any) -> int:
+        del memo
+        return 0
+
+
+def install(cell: nn.Cell, number: int, construct: Construct) -> None:
+    attributes = vars(cell)
+    own = attributes.get("construct")
+    plain = cell.construct
+    function = construct(_is_compiled_by_itself(plain))
+    function.__signature__ = _with_self(inspect.signature(plain))
+    attributes["_monitored_as"] = _Number(number)
+    attributes["_unobserved"] = plain
+    attributes["_had_construct"] = own is not None
+    attributes["construct"] = MethodType(function, cell)
+
+
+def _with_self(signature: inspect.Signature) -> inspect.Signature:
+    """The signature of a method before it is bound."""
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[first, *signature.parameters.values()])
+
+
+def uninstall(cell: nn.Cell) -> None:
+    attributes = vars(cell)
+    if "_monitored_as" not in attributes:
+        return
+    if attributes["_had_construct"]:
+        attributes["construct"] = attributes["_unobserved"]
+    else:
+        attributes.pop("construct", None)
+    for name in ("_monitored_as", "_unobserved", "_had_construct"):
+        attributes.pop(name)
+
+
+def _is_compiled_by_itself(construct: Any) -> bool:
+    return bool(getattr(construct, "__wrapped_by_jit__", False))
+
+
+def original_construct(cell: nn.Cell) -> Any:
+    """The method ``construct`` of a cell, observed or not."""
+    return vars(cell).get("_unobserved", cell.construct)
+
+
+@contextmanager
+def _unobserved(cell: nn.Cell) -> Iterator[None]:
+    """Calls of a compiled ``construct`` from Python. Its hooks see them, so it must be compiled without taps of its own."""
+    attributes = vars(cell)
+    mine = attributes.pop("construct", None)
+    if attributes.get("_had_construct"):
+        attributes["construct"] = attributes["_unobserved"]
+    try:
+        yield
+    finally:
+        if mine is not None and "_monitored_as" in attributes:  # else another thread calls it, or the monitor was closed
+            attributes["construct"] = mine
+
+
+def _call_from_python(cell: nn.Cell, args: Any, kwargs: Any) -> Any:
+    with _unobserved(cell):
+        return cell.construct(*args, **kwargs)
+
+
+# --- What the compiler compiles.
+
+NOTHING: Final[Any] = ()
+"""Tuples of tensors begin with it."""
+
+
+ORDERED: Final = 1
+UNORDERED: Final = 0
+"""Whether calls begin in the order of the program, in place of the position of a tensor."""
+
+
+class _Back(nn.Cell):  # type: ignore[misc]
+    """Returns its first argument, and measures the gradient of that."""
+
+    def __init__(self, follow: Any) -> None:
+        super().__init__()
+        self.follow = follow
+        self.depend = ops.Depend()
+
+    def construct(self, x: Any, slot: Any, call: Any) -> Any:
+        return x
+
+    def bprop(self, x: Any, slot: Any, call: Any, out: Any, dout: Any) -> Any:
+        measured = self.follow(ops.stop_gradient(dout), slot, call)
+        return self.depend(dout, measured), ops.zeros_like(slot), ops.zeros_like(call)
+
+
+class Functions(NamedTuple):
+    """Functions for the compiler.
+
+    Attributes:
+        cell: Makes the ``construct`` of a cell. Its argument tells whether the original is compiled by itself.
+        gradient: Makes the hook of a parameter, from its number.
+        optimizer: Makes the maker of the ``construct`` of an optimizer, from its number and state.
+    """
+
+    cell: Callable[[bool], Construct]
+    gradient: Callable[[int], Callable[[Any], Any]]
+    optimizer: Callable[[int, tuple[Parameter, ...]], Callable[[bool], Construct]]
+
+
+def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the compiler knows no other way to pass objects)
+    """The functions whose entries belong to a program."""
+    known = weakref.ref(program)
+    follow, ordered, depend = follow_operator(), ordered_follow_operator(), ops.Depend()
+    back = _Back(follow)
+    none = Tensor(np.array([0], dtype=np.int64))
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def slot(number: int, role: str, suffix: str, position: int, found: int) -> Any:
+        return known().slot(number, role, suffix, position, found)  # type: ignore[union-attr]
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def takes(number: int, role: str) -> bool:
+        return known().takes(number, role)  # type: ignore[union-attr]
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def observes(number: int) -> bool:
+        program = known()
+        return program is not None and program.observes(number)
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def evaluates(number: int, training: bool) -> bool:
+        return known().evaluates(number, training)  # type: ignore[union-attr]
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def hides(number: int) -> None:
+        known().hides(number)  # type: ignore[union-attr]
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def reads(number: int, kind: str) -> bool:
+        return known().reads(number, kind)  # type: ignore[union-attr]
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def is_float(dtype: Any) -> bool:
+        return dtype in FLOATS
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def is_differentiated_by_python() -> bool:
+        """Whether the code is compiled for a call in the dynamic graph. Its gradients would be wrong with ordered operators."""
+        return recording()
+
+    def first_tensor(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x
+        if isinstance(x, (tuple, list)):
+            for i in range(len(x)):
+                found = first_tensor(x[i])
+                if found is not None:
+                    return found
+        if isinstance(x, dict):
+            for key in x.keys():
+                found = first_tensor(x[key])
+                if found is not None:
+                    return found
+        return None
+
+    def begin(args: Any, kwargs: Any, number: int, role: str) -> Any:
+        x = first_tensor(args)
+        if x is None:
+            x = first_tensor(kwargs)
+        if x is None:
+            x = none
+        if is_differentiated_by_python():
+            return follow(ops.stop_gradient(x), slot(number, role, "", UNORDERED, 1), none)
+        return ordered(ops.stop_gradient(x), slot(number, role, "", ORDERED, 1), none)
+
+    def tap(x: Any, number: int, role: str, suffix: str, position: int, found: int, call: Any) -> Any:
+        if isinstance(x, Tensor):
+            y = depend(x, call)
+            if takes(number, role + "_grad") and is_float(x.dtype):
+                y = back(y, slot(number, role + "_grad", suffix, position, found), call)
+            if takes(number, role):
+                y = depend(y, follow(ops.stop_gradient(y), slot(number, role, suffix, position, found), call))
+            return y
+        if isinstance(x, tuple):
+            every = NOTHING
+            for i in range(len(x)):
+                every = every + (tap(x[i], number, role, suffix + "_" + str(i), position, found, call),)
+            return every
+        if isinstance(x, (list, dict)):
+            hides(number)
+        return x
+
+    def tap_each(parts: Any, number: int, role: str, call: Any) -> Any:
+        every = NOTHING
+        for i in range(len(parts)):
+            every = every + (tap(parts[i], number, role, "_" + str(i), i, len(parts), call),)
+        return every
+
+    def tap_result(x: Any, number: int, call: Any) -> Any:
+        if isinstance(x, Tensor):
+            return tap(x, number, OUTPUT, "", 0, 1, call)
+        if isinstance(x, tuple):
+            if len(x) == 1 and isinstance(x[0], Tensor):
+                return (tap(x[0], number, OUTPUT, "", 0, 1, call),)
+            return tap_each(x, number, OUTPUT, call)
+        if isinstance(x, (list, dict)):
+            hides(number)
+        return x
+
+    def tap_arguments(args: Any, count: int, number: int, call: Any) -> Any:
+        if count == 1 and len(args) == 1:
+            x = args[0]
+            if isinstance(x, tuple) and (len(x) != 1 or not isinstance(x[0], Tensor)):
+                every = NOTHING
+                for i in range(len(x)):
+                    every = every + (tap(x[i], number, INPUT, "_" + str(i), 0, 1, call),)
+                return (every,)
+            return (tap(x, number, INPUT, "", 0, 1, call),)
+        every = NOTHING
+        for i in range(len(args)):
+            every = every + (tap(args[i], number, INPUT, "_" + str(i), i, count, call),)
+        return every
+
+    def tap_named(kwargs: Any, before: int, number: int, call: Any) -> Any:
+        every = {}
+        place = before
+        for key in kwargs.keys():
+            every[key] = tap(kwargs[key], number, INPUT, "_" + key, place, before + len(kwargs), call)
+            place = place + 1
+        return every
+
+    def tied(args: Any, call: Any) -> Any:
+        every = NOTHING
+        for i in range(len(args)):
+            if isinstance(args[i], Tensor):
+                every = every + (depend(args[i], call),)
+            else:
+                every = every + (args[i],)
+        return every
+
+    def observed_call(self: Any, args: Any, kwargs: Any) -> Any:
+        number = self._monitored_as
+        if not observes(number):
+            return self._unobserved(*args, **kwargs)
+        if evaluates(number, self.training):
+            return self._unobserved(*tied(args, begin(args, kwargs, number, EVALUATION)), **kwargs)
+        call = begin(args, kwargs, number, BEGIN)
+        given = tap_arguments(args, len(args) + len(kwargs), number, call)
+        return tap_result(self._unobserved(*given, **tap_named(kwargs, len(args), number, call)), number, call)
+
+    def of_cell(by_itself: bool) -> Construct:
+        def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _COMPILED:  # @jit.cond: True
+                return observed_call(self, args, kwargs)
+            return self._unobserved(*args, **kwargs)
+
+        def construct_of_compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _COMPILED:  # @jit.cond: True
+                return observed_call(self, args, kwargs)
+            return _call_from_python(self, args, kwargs)
+
+        return construct_of_compiled if by_itself else construct
+
+    def of_parameter(number: int) -> Callable[[Any], Any]:
+        def measure(gradient: Any) -> Any:
+            return depend(gradient, follow(ops.stop_gradient(gradient), slot(number, PARAMETER, "", 0, 1), none))
+
+        return measure
+
+    def of_optimizer(number: int, state: tuple[Parameter, ...]) -> Callable[[bool], Construct]:  # noqa: C901 (likewise)
+        def before(gradients: Any, call: Any) -> Any:
+            """The gradients, after everything was measured that the step changes."""
+            first = depend(gradients[0], call)
+            if reads(number, REDUCED):
+                for i in range(len(gradients)):
+                    given = ops.stop_gradient(gradients[i])
+                    first = depend(first, follow(given, slot(number, REDUCED, "", i, 1), call))
+            if reads(number, BEFORE):
+                for i in range(len(state)):
+                    first = depend(first, follow(state[i], slot(number, BEFORE, "", i, 1), call))
+            every = NOTHING + (first,)
+            for i in range(1, len(gradients)):
+                every = every + (depend(gradients[i], first),)
+            return every
+
+        def after(call: Any) -> None:
+            if reads(number, AFTER):
+                for i in range(len(state)):
+                    ordered(state[i], slot(number, AFTER, "", i, 1), call)
+            ordered(call, slot(number, TURN_ENDS, "", 0, 1), call)
+
+        def observed_step(self: Any, gradients: Any, args: Any, kwargs: Any) -> Any:
+            call = follow(ops.stop_gradient(gradients[0]), slot(number, TURN_BEGINS, "", 0, 1), none)
+            result = self._unobserved(before(gradients, call), *args, **kwargs)
+            after(call)
+            return result
+
+        def construct(self: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+            if _COMPILED:  # @jit.cond: True
+                return observed_step(self, gradients, args, kwargs)
+            return _call_from_python(self, (gradients, *args), kwargs)
+
+        return lambda _by_itself: construct
+
+    return Functions(of_cell, of_parameter, of_optimizer)

@@ -1,0 +1,165 @@
+"""Observes the steps of optimizers, which receive the gradients.
+
+Hooks on the optimizers' cells run once a step. In compiled code operators replace them. A step that loss scaling skips makes no
+call; the count of forwards shows it. The class of an optimizer is not changed, since its ``construct`` may be compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, Protocol
+
+from mindspore import Parameter, Tensor, nn
+
+from monitor.config.model import HISTOGRAM_OPS
+from monitor.failures import Failures
+from monitor.mindspore.compiled import Program
+from monitor.mindspore.compiled_replay import flush
+from monitor.mindspore.hooks import after_forward, before_forward
+from monitor.recording.backend import HookSet, StepListener
+
+NOT_IN_COMPILED_CODE: Final = (
+    "update_ratio", "optimizer_health", "ur_distribution", "mg_direction", "recording_l2_features", "stack_info"
+)  # fmt: skip
+"""The fields of the configuration whose rows need more than the measurements of compiled code."""
+
+NOT_OF_COMPILED_CELLS: Final = ("recording_l2_features", "stack_info")
+
+MISSING: Final = (
+    "Cells or steps are compiled, and compiled code measures single tensors only: it has no rows or values of {fields}. Remove "
+    "@jit, or use PYNATIVE_MODE, to record them."
+)
+
+
+class GradientReceiver(Protocol):
+    """Receives the gradients that an optimizer is given.
+
+    Attributes:
+        measured: What compiled code has measured of weights and moments, by the id of the parameter; None for other steps.
+    """
+
+    measured: Mapping[int, Any] | None
+
+    def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
+        """The optimizer was called with these gradients.
+
+        Args:
+            gradients: In the order of ``optimizer.parameters``; None for a gradient that is no tensor.
+        """
+
+    def call_ended(self) -> None:
+        """The optimizer was called: from now on, its moments are those of a step."""
+
+    def end_step(self) -> None:
+        """The step has ended: drop the gradients."""
+
+    def tensors(self) -> Sequence[Parameter]:
+        """The weights that the optimizer steps, and their moments."""
+
+
+class MindSporeOptimizerSteps:
+    """Reports the steps of optimizers to a listener.
+
+    Attributes:
+        optimizers: The cells that users call: the outermost of nested optimizers.
+    """
+
+    evaluating = False
+
+    def __init__(
+        self,
+        optimizers: Sequence[tuple[nn.Cell, GradientReceiver]],
+        listener: StepListener,
+        failures: Failures,
+        program: Program | None = None,
+    ) -> None:
+        self._program = program
+        self.optimizers = tuple(optimizer for optimizer, _ in optimizers)
+        self._listener = listener
+        self._guarded, self._failures = failures.guarded, failures
+        self._hooks = HookSet()
+        for optimizer, given in optimizers:
+            before, after = partial(self._before, given), partial(self._after, given)
+            self._hooks.add(before_forward(optimizer, self._guarded("reading before the step", before)))
+            self._hooks.add(after_forward(optimizer, self._guarded("ending the step", after)))
+        if program is not None:
+            self._observe(program, optimizers)
+
+    def remove(self) -> None:
+        flush(self._program)
+        self._hooks.remove()
+
+    def _observe(self, program: Program, optimizers: Sequence[tuple[nn.Cell, GradientReceiver]]) -> None:
+        """Follow the steps of optimizers in compiled code."""
+        kinds = partial(_kinds_of, self._listener)
+        for optimizer, given in optimizers:
+            stepped = self._guarded("ending a compiled step", partial(self._stepped, given, optimizer))
+            self._hooks.add(program.optimizer(optimizer, given.tensors(), kinds, stepped))
+
+    def _stepped(
+        self,
+        given: GradientReceiver,
+        optimizer: nn.Cell,
+        gradients: Sequence[Any],
+        before: Mapping[int, Any],
+        after: Mapping[int, Any],
+    ) -> None:
+        """An optimizer has stepped in compiled code, which has measured its gradients, weights and moments."""
+        self._warn_of_missing(NOT_IN_COMPILED_CODE)
+        given.begin_step(gradients)
+        given.measured = before
+        self._guarded("reading before the step", self._listener.before_step)(optimizer)
+        self._guarded("reading gradients", self._listener.gradients_ready)(optimizer)
+        given.measured = after
+        try:
+            with _postponed(self._listener):
+                self._listener.after_step(optimizer)
+        finally:
+            given.end_step()
+
+    def _warn_of_missing(self, fields: Sequence[str]) -> None:
+        """Warn once of what is configured and cannot be recorded in compiled code."""
+        listener: Any = self._listener
+        config = listener.watch.config
+        missing = [field for field in fields if getattr(config, field)]
+        missing += [op for op in config.ops if op in HISTOGRAM_OPS]
+        if missing:
+            self._failures.warn("compiled code", MISSING.format(fields=", ".join(missing)))
+
+    def _before(self, given: GradientReceiver, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        flush(self._program)
+        if self._program is not None and self._program.is_compiled:
+            self._warn_of_missing(NOT_OF_COMPILED_CELLS)
+        passed = (*args, *kwargs.values())
+        given.begin_step(_tensors(passed[0] if passed else ()))
+        self._guarded("reading before the step", self._listener.before_step)(optimizer)
+        self._guarded("reading gradients", self._listener.gradients_ready)(optimizer)
+
+    def _after(self, given: GradientReceiver, optimizer: nn.Cell, _args: Any, _kwargs: Any, _result: Any) -> None:
+        given.call_ended()
+        try:
+            self._listener.after_step(optimizer)
+        finally:
+            given.end_step()
+
+
+@contextmanager
+def _postponed(listener: Any) -> Iterator[None]:
+    """What is called at the end of a step runs on the thread that trains (``TrainerMon``), which this may not be."""
+    when_ended, listener.when_ended = listener.when_ended, None
+    try:
+        yield
+    finally:
+        listener.when_ended = when_ended
+
+
+def _kinds_of(listener: Any) -> frozenset[str]:
+    return frozenset(listener.expected)
+
+
+def _tensors(gradients: Any) -> tuple[Tensor | None, ...]:
+    """The gradients as a tuple. A single tensor counts as a tuple of one."""
+    every = gradients if isinstance(gradients, (tuple, list)) else (gradients,)
+    return tuple(one if isinstance(one, Tensor) else None for one in every)

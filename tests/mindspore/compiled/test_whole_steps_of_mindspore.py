@@ -1,0 +1,145 @@
+"""A step that is compiled as a whole has the rows of the dynamic graph, and the bits of training without a monitor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+import pytest
+from attaching import Output, warnings_in
+from compiled_steps import STEPS, WHOLE, Deep, assert_same, by_model, plain, recorded
+from mindspore import Parameter, Tensor, nn, ops
+from training import inputs
+
+
+class Repeated(nn.Cell):
+    """A cell is called three times, one of them with the result of another call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Dense(4, 4)
+        self.b = nn.Dense(4, 1)
+
+    def construct(self, x: Tensor) -> Tensor:
+        once = self.a(x)
+        return (self.b(ops.tanh(self.a(ops.tanh(once)))) * self.b(self.a(x * 2.0))).sum()
+
+
+class Mixing(nn.Cell):
+    """Takes tensors in tuples, by keyword, and beside a number; returns a tuple and a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Dense(4, 4)
+
+    def construct(self, x: Tensor, pair: Any, scale: float = 1.0, *, mask: Any = None) -> Any:
+        y = self.inner(x) * scale
+        if mask is not None:
+            y = y * mask
+        return y + pair[0], (y - pair[1],)
+
+
+class Structured(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = Mixing()
+
+    def construct(self, x: Tensor) -> Tensor:
+        y, (z,) = self.mixing(x, (x * 2.0, ops.tanh(x)), 0.5, mask=x)
+        return (ops.tanh(y) * z).sum()
+
+
+class OfIntegers(nn.Cell):
+    """Its first cell takes integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.b = nn.Dense(4, 1)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.tanh(self.b(self.table(x))).sum()
+
+
+class Scaled(nn.Cell):
+    """Multiplies in a narrow type."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.factor = Parameter(Tensor([[0.5, -1.5, 2.0, 3.0]] * 3, ms.float32))
+
+    def construct(self, x: Tensor) -> Tensor:
+        return x.astype(self.dtype) * self.factor.astype(self.dtype)
+
+
+class Narrow(nn.Cell):
+    """Activations and their gradients are of a narrow type."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self.a, self.b = Scaled(dtype), Scaled(dtype)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return ops.tanh(self.b(self.a(x)).astype(ms.float32)).sum()
+
+
+def integers(step: int) -> Tensor:
+    return Tensor([[step, 1], [5, 6]], ms.int32)
+
+
+def as_in_the_dynamic_graph(
+    how: str, make: Callable[[], nn.Cell], output: Output, optimizer_of: Any = None, given: Any = inputs
+) -> None:
+    of = {} if optimizer_of is None else {"optimizer_of": optimizer_of}
+    _, expected = recorded("dynamic", make, output, loop={"given": given}, **of)
+    bits, rows = recorded(how, make, output, loop={"given": given}, **of)
+    assert bits == plain(how, make, given=given, **of)
+    assert_same(rows, expected)
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_every_kind_has_the_rows_of_the_dynamic_graph(how: str, output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    as_in_the_dynamic_graph(how, Deep, output)
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize("how", WHOLE)
+@pytest.mark.parametrize("make", [Repeated, Structured], ids=["repeated", "structured"])
+def test_calls_and_arguments_have_the_names_of_the_dynamic_graph(how: str, make: type[nn.Cell], output: Output) -> None:
+    as_in_the_dynamic_graph(how, make, output)
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_a_cell_of_integers_has_no_gradient_of_its_input(how: str, output: Output) -> None:
+    as_in_the_dynamic_graph(how, OfIntegers, output, given=integers)
+
+
+@pytest.mark.parametrize("how", WHOLE)
+@pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16], ids=["float16", "bfloat16"])
+def test_narrow_types_are_read(how: str, dtype: Any, output: Output) -> None:
+    as_in_the_dynamic_graph(how, lambda: Narrow(dtype), output)
+
+
+@pytest.mark.parametrize("how", WHOLE)
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda p: nn.SGD(p, 0.1, momentum=0.9),
+        lambda p: nn.Momentum(p, 0.1, momentum=0.9),
+        lambda p: nn.Adam(p, 0.01, use_amsgrad=True),
+    ],
+    ids=["SGD", "Momentum", "AMSGrad"],
+)
+def test_moments_of_other_optimizers_are_read(how: str, optimizer_of: Any, output: Output) -> None:
+    as_in_the_dynamic_graph(how, Deep, output, optimizer_of)
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["not sunk", "sunk"])
+def test_model_train_has_the_rows_of_the_dynamic_graph(sink: bool, output: Output) -> None:
+    _, expected = by_model("dynamic", output, sink=False)
+    bits, rows = by_model("graph", output, sink=sink)
+    assert bits == by_model("graph", output, sink=sink, monitored=False)[0]
+    assert {step for _, _, step, _ in rows} == set(range(STEPS))
+    assert_same(rows, expected)
