@@ -313,6 +313,7 @@ class Program:
         """Measure from now on. The model may have been trained without a monitor before."""
         _pynative_executor.sync()
         self.tape.drain()
+        self.replay = None
         self.tape.turn(True)
         self.follow()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
@@ -70,15 +70,21 @@ def flush(program: Program | None, *, island: bool = False) -> None:
     """
     if program is not None and program.is_compiled and not REPLAYING.get():
         _pynative_executor.sync()
-        replay(program, island=island)
+        replay(program, whole=True, island=island)
 
 
-def replay(program: Program, *, island: bool = False) -> None:
-    """Replay the entries that are there. Does not raise."""
+def replay(program: Program, *, whole: bool = False, island: bool = False) -> None:
+    """Replay the entries that are there. Does not raise.
+
+    Args:
+        whole: Whether compiled code has ended. Otherwise entries after the last step of an optimizer wait for the rest of their
+            step: it is not known yet which forwards train.
+        island: See ``flush``.
+    """
     with _LOCK:
         token = REPLAYING.set(True)
         try:
-            Replay.of(program).run(program.tape.drain(), island=island)
+            Replay.of(program).run(program.tape.drain(), whole=whole, island=island)
         except Exception as error:
             if program.failures is not None:
                 program.failures.report("recording compiled code", error, "Rows of this step are missing.")
@@ -86,11 +92,16 @@ def replay(program: Program, *, island: bool = False) -> None:
             REPLAYING.reset(token)
 
 
+Entry = tuple[Tap, int, int, TapedTensor]
+"""A tap, the call that an entry belongs to, the number of the entry, and what it holds."""
+
+
 class Replay:
     """The entries of one program. It lives as long as the program: gradients may come later than their forwards."""
 
     def __init__(self, program: Program) -> None:
         self._known = weakref.ref(program)
+        self._waiting: list[Entry] = []
         self._calls: dict[int, tuple[Any, CallIndex] | None] = {}
         self._roots: dict[int, tuple[ObservedCell, int]] = {}
         self._in_backward: set[int] = set()
@@ -109,15 +120,22 @@ class Replay:
         found: Replay = program.replay
         return found
 
-    def run(self, measured: Measurements, *, island: bool) -> None:
+    def run(self, measured: Measurements, *, whole: bool, island: bool) -> None:
         """Replay entries in their order."""
         program = self._known()
         assert program is not None
-        taps = [program.taps[number] for number in measured.ids.tolist()]
         calls, numbers = measured.calls.tolist(), measured.numbers.tolist()
+        for place, tap in enumerate(measured.ids.tolist()):
+            self._waiting.append((program.taps[tap], calls[place], numbers[place], _tensor(measured, place)))
+        ends = [place for place, (tap, *_) in enumerate(self._waiting, 1) if tap.role == roles.TURN_ENDS]
+        end = len(self._waiting) if whole else max(ends, default=0)
+        entries, self._waiting = self._waiting[:end], self._waiting[end:]
+        self._replay(entries, island=island)
+
+    def _replay(self, entries: Sequence[Entry], *, island: bool) -> None:
         self._island, self._open, self._mixed = island, None, False
         self._forget_ended_step()
-        self._training = {call for tap, call in zip(taps, calls, strict=True) if _is_gradient_of_root(tap)}
+        self._training = {call for tap, call, *_ in entries if _is_gradient_of_root(tap)}
         steps: dict[str, Callable[[Tap, int, int, TapedTensor], None]] = {
             roles.BEGIN: self._begins,
             roles.EVALUATION: self._evaluates,
@@ -128,9 +146,8 @@ class Replay:
             roles.PARAMETER: self._of_parameter,
             roles.TURN_ENDS: self._turn_ends,
         }
-        for place, tap in enumerate(taps):
-            step = steps.get(tap.role, self._of_optimizer)
-            step(tap, calls[place], numbers[place], _tensor(measured, place))
+        for tap, call, number, x in entries:
+            steps.get(tap.role, self._of_optimizer)(tap, call, number, x)
         self._take_gradients()
 
     def _begins(self, tap: Tap, _call: int, number: int, _x: TapedTensor) -> None:
