@@ -39,7 +39,6 @@ struct tape {
     size_t used, room;
     struct aside *asides;
     size_t asides_used, asides_room;
-    PyObject *signalled;
 };
 
 static const struct host_kernel *KERNEL = NULL;
@@ -218,36 +217,6 @@ EXPORTED int follow_tensor(int count, void **params, int *ndims, int64_t **shape
     return 0;
 }
 
-/* The operator `signal(x, slot)`: calls the function of a tape with the id, whatever `x` is. */
-EXPORTED int signal_python(int count, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra) {
-    (void)ndims;
-    (void)shapes;
-    (void)dtypes;
-    (void)stream;
-    (void)extra;
-    struct tape now;
-    if (count != 3) {
-        return 0;
-    }
-    const int64_t *slot = params[1];
-    *(int32_t *)params[2] = 0;
-    if (taking(slot, &now) == NULL || now.signalled == NULL || !Py_IsInitialized()) {
-        return 0;
-    }
-    PyGILState_STATE state = PyGILState_Ensure();
-    struct tape *tape = open_with(slot[0]);
-    PyObject *call = tape != NULL ? tape->signalled : NULL;
-    Py_XINCREF(call);
-    PyObject *result = call == NULL ? NULL : PyObject_CallFunction(call, "L", (long long)slot[1]);
-    if (call != NULL && result == NULL) {
-        PyErr_WriteUnraisable(call);
-    }
-    Py_XDECREF(result);
-    Py_XDECREF(call);
-    PyGILState_Release(state);
-    return 0;
-}
-
 /* --- What Python calls. */
 
 static struct tape *tape_of(PyObject *number) {
@@ -259,8 +228,9 @@ static struct tape *tape_of(PyObject *number) {
     return tape;
 }
 
-static PyObject *open_tape(PyObject *module, PyObject *signalled) {
+static PyObject *open_tape(PyObject *module, PyObject *unused) {
     (void)module;
+    (void)unused;
     int place = 0;
     pthread_mutex_lock(&LOCK);
     while (place < MOST_TAPES && TAPES[place].open) {
@@ -271,7 +241,6 @@ static PyObject *open_tape(PyObject *module, PyObject *signalled) {
         memset(&TAPES[place], 0, sizeof TAPES[place]);
         TAPES[place].number = before ? before + MOST_TAPES : MOST_TAPES + place;
         TAPES[place].open = 1;
-        TAPES[place].signalled = signalled == Py_None ? NULL : Py_NewRef(signalled);
     }
     pthread_mutex_unlock(&LOCK);
     if (place == MOST_TAPES) {
@@ -365,13 +334,10 @@ static PyObject *close_tape(PyObject *module, PyObject *number) {
     }
     pthread_mutex_lock(&LOCK);
     tape->open = tape->on = 0;
-    PyObject *signalled = tape->signalled;
-    tape->signalled = NULL;
     pthread_cond_broadcast(&TURNED);
     pthread_mutex_unlock(&LOCK);
     struct tape all = taken(tape);
     free_all(&all);
-    Py_XDECREF(signalled);
     Py_RETURN_NONE;
 }
 
@@ -412,7 +378,7 @@ static PyObject *stop_waiting(PyObject *module, PyObject *number) {
 }
 
 static PyMethodDef METHODS[] = {
-    {"open_tape", open_tape, METH_O, "open_tape(signalled) -> the number of a new tape. Signals call `signalled(id)`, unless it is None."},
+    {"open_tape", open_tape, METH_NOARGS, "open_tape() -> the number of a new tape."},
     {"wait_for_turn", wait_for_turn, METH_O, "wait_for_turn(tape) -> whether a turn has ended; False once the waiting was stopped."},
     {"stop_waiting", stop_waiting, METH_O, "stop_waiting(tape): the thread in `wait_for_turn` returns."},
     {"set_up", (PyCFunction)(void (*)(void))set_up, METH_FASTCALL,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -35,8 +35,6 @@ except ImportError:
 
 MARK: Final[int] = 0 if _tape is None else _tape.MARK
 """The flag of entries without measurements."""
-
-Signalled = Callable[[int], object]
 
 _MOST_DIMENSIONS: Final = 32
 """The most that numpy 1 has, and so MindSpore's ``asnumpy``."""
@@ -103,12 +101,6 @@ def read_operator() -> Any:
     return _operator("read_tensor")
 
 
-@cache
-def signal_operator() -> Any:
-    """The operator ``signal(x, slot)``, which calls the tape's function with the id of ``slot``. See ``read_operator``."""
-    return _operator("signal_python")
-
-
 COMPILED_VARIABLE: Final = "MONITOR_COMPILED_CODE"
 """The environment variable that, set to 1, has MindSpore's compiled code recorded."""
 
@@ -159,14 +151,10 @@ def wait_for_turn(number: int) -> bool:
 
 
 class Tape:
-    """The measurements of one recorder.
+    """The measurements of one recorder."""
 
-    Args:
-        signalled: Called with the id of each signal, on the thread that runs MindSpore's operators. It must not raise.
-    """
-
-    def __init__(self, signalled: Signalled | None = None) -> None:
-        self.number: int = _tape.open_tape(signalled)
+    def __init__(self) -> None:
+        self.number: int = _tape.open_tape()
         self._read = read_operator()
         self._kernel = self._checking_kernel = NumpyKernel(0.0)
         self._last: Tensor | None = None
@@ -284,11 +272,11 @@ def _elements(place: int, elements: bytes) -> Raw:
     return np.frombuffer(elements, dtype=ms.dtype_to_nptype(getattr(ms, _NAMES.get(name, name))))
 
 
-def new_tape(signalled: Signalled | None = None) -> Tape | None:
+def new_tape() -> Tape | None:
     """A tape; None if the operators cannot be used, or if too many tapes are in use."""
     if read_operator() is None:
         return None
     try:
-        return Tape(signalled)
+        return Tape()
     except RuntimeError:
         return None

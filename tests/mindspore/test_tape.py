@@ -18,7 +18,7 @@ from monitor.failures import EarlierFailure
 from monitor.mindspore import tape as tapes
 from monitor.mindspore.tape import Tape
 from monitor.stats.mindspore.kernels import MindSporeHostKernel
-from monitor.stats.partials import COLUMNS, COUNT, MAX, SUM
+from monitor.stats.partials import COLUMNS, MAX, SUM
 
 EPS = 1e-8
 DTYPES = [
@@ -136,25 +136,6 @@ def test_slots_of_a_tape_that_is_gone_make_no_entries_and_no_errors(tape: Tape) 
         one.read(x, slot)
         one.wait()
         assert one.drain().ids.tolist() == []
-
-
-def test_a_signal_calls_python_in_the_order_of_the_operators() -> None:
-    seen: list[tuple[int, float]] = []
-    tape = Tape(lambda number: seen.append((number, tape.drain().rows[:, COUNT].sum())))
-    x, signal = Tensor(np.ones(3, np.float32)), tapes.signal_operator()
-    for number in range(3):
-        tape.read(x, tape.slot(0))
-        last = signal(x, tape.slot(number))
-    last.asnumpy()
-    assert seen == [(0, 3.0), (1, 3.0), (2, 3.0)]
-
-
-def test_a_failing_signal_does_not_reach_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda raised: told.append(raised.exc_type))
-    tape = Tape(lambda number: 1 // number)
-    tapes.signal_operator()(Tensor(1.0), tape.slot(0)).asnumpy()
-    assert told == [ZeroDivisionError]
 
 
 def test_an_error_of_training_that_the_wait_receives_is_passed_on(tape: Tape) -> None:
