@@ -226,7 +226,7 @@ class Tape:
         """Take all entries. Tensors that cannot be read have none."""
         taken, asides = _tape.drain(self.number)
         entries = np.frombuffer(taken, dtype=_ENTRY)
-        set_aside = np.flatnonzero(entries["state"] == _tape.SET_ASIDE)
+        set_aside = np.flatnonzero(entries["state"] == _tape.SET_ASIDE).tolist()
         copied = {int(entries["id"][place]) for place, one in zip(set_aside, asides, strict=True) if len(one) > MOST_COPIED}
         rows = entries["row"].copy()
         for place, elements in zip(set_aside, asides, strict=True):
