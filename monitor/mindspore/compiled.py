@@ -42,9 +42,16 @@ RECOMPUTED: Final = (
 
 
 HIDDEN: Final = (
-    "A {name} takes or returns lists or dictionaries in compiled code. Tensors in these have no rows there. Pass tuples or "
-    "keyword arguments."
+    "A {name} takes or returns lists or dictionaries in compiled code, or very deep tuples. Tensors in these have no rows "
+    "there. Pass tuples or keyword arguments."
 )
+
+LACKING: Final = {
+    "shape": "Compiled code has tensors of dynamic shape. MindSpore cannot measure these, and they have no rows. Compile with "
+    "fixed shapes to record them.",
+    "sparse": "Compiled code has sparse gradients, which have no rows.",
+}
+"""What the monitor says of tensors that compiled code cannot measure."""
 
 
 class Tap(NamedTuple):
@@ -158,6 +165,7 @@ class Program:
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._slots: dict[tuple[Any, ...], Tensor] = {}
         self._checked = False
+        self._has_dynamic_shapes = False
         self.settings: tuple[float, bool, bool] | None = None
         self._functions = functions_of(self)
 
@@ -217,7 +225,9 @@ class Program:
 
     def takes(self, number: int, role: str) -> bool:
         """Whether a tap is needed: a root has marks in place of taps that are not recorded."""
-        owner = self.observed[number]
+        owner = self.observed.get(number)
+        if owner is None:  # the compiler did not know the number
+            return False
         return role in owner.roles or (owner.chunk is not None and role in (OUTPUT, OUTPUT_GRAD))
 
     def observes(self, number: int) -> bool:
@@ -237,8 +247,21 @@ class Program:
 
     def hides(self, number: int) -> None:
         """A call of a cell has lists or dictionaries, whose tensors are not measured."""
-        cell = self.observed[number].cell()
-        self.warn(f"structures of {number}", HIDDEN.format(name=type(cell).__name__))
+        owner = self.observed.get(number)
+        name = "cell" if owner is None else type(owner.cell()).__name__  # the compiler may not know the number
+        self.warn(f"structures of {number}", HIDDEN.format(name=name))
+
+    def has_fixed(self, shape: Sequence[int] | None, *, gradient: bool = False) -> bool:
+        """Whether a tensor has a fixed shape. Gradients have none, whatever the compiler says, if activations have none."""
+        if shape is None or any(size is None or size < 0 for size in shape):
+            self._has_dynamic_shapes = True
+            self.lacks("shape")
+            return False
+        return not (gradient and self._has_dynamic_shapes)
+
+    def lacks(self, what: str) -> None:
+        """Compiled code has tensors that it cannot measure."""
+        self.warn(f"{what} in compiled code", LACKING[what])
 
     def reads(self, number: int, kind: str) -> bool:
         """Whether an optimizer's gradients, or its state before or after a step, are recorded."""

@@ -11,7 +11,7 @@ calls of one cell can be distinguished whatever the order of execution is.
 The compiler runs functions that are marked ``constexpr`` in Python, while it compiles. Of Python it knows a part only: no
 ``del``, no starred items in tuples.
 """
-# ruff: noqa: ARG002, RUF005, SIM108, SIM118
+# ruff: noqa: ARG002, RUF005, SIM102, SIM108, SIM114, SIM118
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.sparse_tensor import RowTensorInner
 from mindspore.ops import constexpr
 
 from monitor.mindspore.autograd import recording
@@ -151,6 +152,18 @@ class _Back(nn.Cell):  # type: ignore[misc]
         return self.depend(dout, measured), ops.zeros_like(slot), ops.zeros_like(call)
 
 
+_DEEPEST: Final = 3
+"""How many structures inside each other have rows."""
+
+
+def _nested(outer_of: Callable[[Any], Any], innermost: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls itself ``_DEEPEST`` times, unrolled: the compiler forgets constants in recursions."""
+    function = innermost
+    for _ in range(_DEEPEST + 1):
+        function = outer_of(function)
+    return function
+
+
 class Functions(NamedTuple):
     """Functions for the compiler.
 
@@ -171,6 +184,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
     follow, ordered, depend = follow_operator(), ordered_follow_operator(), ops.Depend()
     back = _Back(follow)
     none = Tensor(np.array([0], dtype=np.int64))
+    shape_of = ops.Shape()
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def slot(number: int, role: str, suffix: str, position: int, found: int) -> Any:
@@ -194,6 +208,10 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         known().hides(number)  # type: ignore[union-attr]
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def lacks(what: str) -> None:
+        known().lacks(what)  # type: ignore[union-attr]
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
     def reads(number: int, kind: str) -> bool:
         return known().reads(number, kind)  # type: ignore[union-attr]
 
@@ -206,47 +224,67 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         """Whether the code is compiled for a call in the dynamic graph. Its gradients would be wrong with ordered operators."""
         return recording()
 
-    def first_tensor(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return x
-        if isinstance(x, (tuple, list)):
-            for i in range(len(x)):
-                found = first_tensor(x[i])
-                if found is not None:
-                    return found
-        if isinstance(x, dict):
-            for key in x.keys():
-                found = first_tensor(x[key])
-                if found is not None:
-                    return found
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def is_known(shape: Any) -> bool:
+        """Whether the compiler knows a shape, or passes None. MindSpore cannot build the operator for other tensors."""
+        return known().has_fixed(shape)  # type: ignore[union-attr]
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def is_known_gradient(shape: Any) -> bool:
+        return known().has_fixed(shape, gradient=True)  # type: ignore[union-attr]
+
+    def first_tensor(parts: Any) -> Any:
+        for i in range(len(parts)):
+            if isinstance(parts[i], Tensor):
+                return parts[i]
         return None
 
     def begin(args: Any, kwargs: Any, number: int, role: str) -> Any:
         x = first_tensor(args)
         if x is None:
-            x = first_tensor(kwargs)
+            x = first_tensor(tuple(kwargs.values()))
+        for i in range(len(args)):
+            if x is None and isinstance(args[i], (tuple, list)):
+                x = first_tensor(args[i])
         if x is None:
+            x = none
+        elif not is_known(shape_of(x)):
             x = none
         if is_differentiated_by_python():
             return follow(ops.stop_gradient(x), slot(number, role, "", UNORDERED, 1), none)
         return ordered(ops.stop_gradient(x), slot(number, role, "", ORDERED, 1), none)
 
-    def tap(x: Any, number: int, role: str, suffix: str, position: int, found: int, call: Any) -> Any:
-        if isinstance(x, Tensor):
-            y = depend(x, call)
-            if takes(number, role + "_grad") and is_float(x.dtype):
-                y = back(y, slot(number, role + "_grad", suffix, position, found), call)
-            if takes(number, role):
-                y = depend(y, follow(ops.stop_gradient(y), slot(number, role, suffix, position, found), call))
+    def tap_tensor(x: Any, number: int, role: str, suffix: str, position: int, found: int, call: Any) -> Any:
+        y = depend(x, call)
+        if not is_known(shape_of(x)):
             return y
-        if isinstance(x, tuple):
-            every = NOTHING
-            for i in range(len(x)):
-                every = every + (tap(x[i], number, role, suffix + "_" + str(i), position, found, call),)
-            return every
-        if isinstance(x, (list, dict)):
+        if takes(number, role + "_grad") and is_float(x.dtype):
+            y = back(y, slot(number, role + "_grad", suffix, position, found), call)
+        if takes(number, role):
+            y = depend(y, follow(ops.stop_gradient(y), slot(number, role, suffix, position, found), call))
+        return y
+
+    def tap_of(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def tap(x: Any, number: int, role: str, suffix: str, position: int, found: int, call: Any) -> Any:
+            if isinstance(x, Tensor):
+                return tap_tensor(x, number, role, suffix, position, found, call)
+            if isinstance(x, tuple):
+                every = NOTHING
+                for i in range(len(x)):
+                    every = every + (inner(x[i], number, role, suffix + "_" + str(i), position, found, call),)
+                return every
+            if isinstance(x, (list, dict)):
+                hides(number)
+            return x
+
+        return tap
+
+    def too_deep(x: Any, number: int, _role: str, _suffix: str, _position: int, _found: int, _call: Any) -> Any:
+        if isinstance(x, (Tensor, tuple, list, dict)):
             hides(number)
         return x
+
+    tap = _nested(tap_of, too_deep)
 
     def tap_each(parts: Any, number: int, role: str, call: Any) -> Any:
         every = NOTHING
@@ -321,24 +359,45 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
 
     def of_parameter(number: int) -> Callable[[Any], Any]:
         def measure(gradient: Any) -> Any:
+            if not isinstance(gradient, Tensor):
+                lacks("sparse")
+                return gradient
+            if not is_known_gradient(shape_of(gradient)):
+                return gradient
             return depend(gradient, follow(ops.stop_gradient(gradient), slot(number, PARAMETER, "", 0, 1), none))
 
         return measure
 
     def of_optimizer(number: int, state: tuple[Parameter, ...]) -> Callable[[bool], Construct]:  # noqa: C901 (likewise)
+        def start(gradients: Any) -> Any:
+            """What a turn begins at. No gradient if one is sparse: MindSpore would drop the optimizer's step."""
+            for i in range(len(gradients)):
+                if not isinstance(gradients[i], Tensor):
+                    return none
+            if is_known_gradient(shape_of(gradients[0])):
+                return gradients[0]
+            return none
+
+        def tied_gradient(gradient: Any, measured: Any) -> Any:
+            if isinstance(gradient, Tensor):
+                return depend(gradient, measured)
+            return RowTensorInner(gradient.indices, depend(gradient.values, measured), gradient.dense_shape)
+
         def before(gradients: Any, call: Any) -> Any:
             """The gradients, after everything was measured that the step changes."""
-            first = depend(gradients[0], call)
+            first = depend(start(gradients), call)
             if reads(number, REDUCED):
                 for i in range(len(gradients)):
-                    given = ops.stop_gradient(gradients[i])
-                    first = depend(first, follow(given, slot(number, REDUCED, "", i, 1), call))
+                    if isinstance(gradients[i], Tensor):
+                        if is_known_gradient(shape_of(gradients[i])):
+                            given = ops.stop_gradient(gradients[i])
+                            first = depend(first, follow(given, slot(number, REDUCED, "", i, 1), call))
             if reads(number, BEFORE):
                 for i in range(len(state)):
                     first = depend(first, follow(state[i], slot(number, BEFORE, "", i, 1), call))
-            every = NOTHING + (first,)
-            for i in range(1, len(gradients)):
-                every = every + (depend(gradients[i], first),)
+            every = NOTHING
+            for i in range(len(gradients)):
+                every = every + (tied_gradient(gradients[i], first),)
             return every
 
         def after(call: Any) -> None:
@@ -348,7 +407,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
             ordered(call, slot(number, TURN_ENDS, "", 0, 1), call)
 
         def observed_step(self: Any, gradients: Any, args: Any, kwargs: Any) -> Any:
-            call = follow(ops.stop_gradient(gradients[0]), slot(number, TURN_BEGINS, "", 0, 1), none)
+            call = follow(ops.stop_gradient(start(gradients)), slot(number, TURN_BEGINS, "", 0, 1), none)
             result = self._unobserved(before(gradients, call), *args, **kwargs)
             after(call)
             return result

@@ -113,6 +113,7 @@ class MindSporeOptimizerSteps:
         self._guarded("reading before the step", self._listener.before_step)(optimizer)
         self._guarded("reading gradients", self._listener.gradients_ready)(optimizer)
         given.measured = after
+        given.call_ended()
         try:
             with _postponed(self._listener):
                 self._listener.after_step(optimizer)
