@@ -30,7 +30,7 @@ from monitor.mindspore.compiled_taps import (
     uninstall,
 )
 from monitor.mindspore.hooks import on_gradient
-from monitor.mindspore.tape import Tape, wait_for_turn
+from monitor.mindspore.tape import Tape, new_tape, wait_for_turn
 from monitor.recording.backend import Removable
 from monitor.recording.recorder import Recorder
 from monitor.recording.step_clock import Clock
@@ -44,6 +44,11 @@ RECOMPUTED: Final = (
 HIDDEN: Final = (
     "A {name} takes or returns lists or dictionaries in compiled code, or very deep tuples. Tensors in these have no rows "
     "there. Pass tuples or keyword arguments."
+)
+
+NO_TAPE: Final = (
+    "Compiled code of too many models has been recorded in this process. This model has no rows of it. Delete models "
+    "that are no longer used."
 )
 
 LACKING: Final = {
@@ -143,7 +148,7 @@ class Program:
     """The compiled code that contains one model.
 
     Attributes:
-        tape: Receives the entries.
+        tape: Receives the entries; None before the compiler has seen a tap.
         taps: The taps by the id of their entries.
         observed: The observed cells, parameters and optimizers by number.
         clock: Counts the steps; None before the model has a root.
@@ -151,10 +156,11 @@ class Program:
         replay: What is known of the step in progress.
     """
 
-    def __init__(self, tape: Tape, replay: Callable[[Program], object]) -> None:
+    def __init__(self, replay: Callable[[Program], object]) -> None:
         self._replay = replay
         self._follower: threading.Thread | None = None
-        self.tape = tape
+        self.tape: Tape | None = None
+        self._on = False
         self.taps: list[Tap] = []
         self.failures: Failures | None = None
         self.clock: Clock | None = None
@@ -183,8 +189,8 @@ class Program:
     def set_up(self, eps: float, *, higher: bool, check_sums: bool) -> None:
         """Set what is measured from now on."""
         if self.settings != (settings := (eps, higher, check_sums)):
-            self.tape.set_up(eps, higher=higher, check_sums=check_sums)
             self.settings = settings
+            self._set_up_tape()
 
     def check(self) -> None:
         """Measure check sums of gradients, weights and moments in code that is compiled from now on."""
@@ -192,7 +198,7 @@ class Program:
 
     def follow(self) -> None:
         """Replay each step that compiled code ends, on a thread: MindSpore's thread must not wait for Python."""
-        if self.is_compiled and (self._follower is None or not self._follower.is_alive()):
+        if self.tape is not None and (self._follower is None or not self._follower.is_alive()):
             arguments = weakref.ref(self), self.tape.number, self._replay
             self._follower = threading.Thread(target=_follow, args=arguments, name="monitor-compiled-steps", daemon=True)
             self._follower.start()
@@ -200,7 +206,7 @@ class Program:
     def unfollow(self) -> None:
         """End the thread."""
         follower, self._follower = self._follower, None
-        if follower is not None and follower is not threading.current_thread():
+        if self.tape is not None and follower is not None and follower is not threading.current_thread():
             self.tape.stop_waiting()
             follower.join()
 
@@ -210,10 +216,26 @@ class Program:
 
     # What the compiler calls.
 
+    def has_tape(self) -> bool:
+        """Whether compiled code can make entries. A process has a limited number of tapes, so the first tap opens one."""
+        if self.tape is None:
+            self.tape = new_tape()
+            self._set_up_tape()
+        if self.tape is None:
+            self.warn("no tape", NO_TAPE)
+        return self.tape is not None
+
+    def _set_up_tape(self) -> None:
+        if self.tape is not None and self.settings is not None:
+            eps, higher, check_sums = self.settings
+            self.tape.set_up(eps, higher=higher, check_sums=check_sums)
+            self.tape.turn(self._on)
+
     def slot(self, number: int, role: str, suffix: str, position: int, found: int) -> Tensor:
         """The slot of a tap."""
         key = number, role, suffix, position, found
         if key not in self._slots:
+            assert self.tape is not None
             owner = self.observed[number]
             mark = role in MARKS or (isinstance(owner, ObservedCell) and role not in owner.roles)
             checked = self._checked and not isinstance(owner, ObservedCell) and not mark
@@ -234,7 +256,7 @@ class Program:
         """Whether a cell has taps."""
         owner = self.observed.get(number)
         cell = None if owner is None else owner.cell()
-        if cell is None:
+        if cell is None or not self.has_tape():
             return False
         if getattr(cell, "_has_config_recompute", False):
             self.warn("recomputed in compiled code", RECOMPUTED)
@@ -335,14 +357,18 @@ class Program:
     def begin(self) -> None:
         """Measure from now on. The model may have been trained without a monitor before."""
         _pynative_executor.sync()
-        self.tape.drain()
         self.replay = None
-        self.tape.turn(True)
+        self._on = True
+        if self.tape is not None:
+            self.tape.drain()
+            self.tape.turn(True)
         self.follow()
 
     def release(self) -> None:
         """Leave the cells as they were. Code that was compiled with taps keeps them, and makes no entries."""
-        self.tape.turn(False)
+        self._on = False
+        if self.tape is not None:
+            self.tape.turn(False)
         while self._prepared:
             self._prepared.pop().remove()
         for owner in self.observed.values():

@@ -21,7 +21,7 @@ from monitor.mindspore import compiled_taps as roles
 from monitor.mindspore.compiled import ObservedCell, ObservedOptimizer, ObservedParameter, Program, Tap
 from monitor.mindspore.compiled_taps import ORDERED
 from monitor.mindspore.compiled_tensor import TapedTensor
-from monitor.mindspore.tape import MARK, Measurements, follow_operator, new_tape
+from monitor.mindspore.tape import MARK, Measurements, follow_operator
 from monitor.recording.module_calls import CallIndex
 from monitor.recording.recorder import Recorder
 
@@ -49,8 +49,8 @@ def program_of(root: nn.Cell) -> Program | None:
         return None
     attributes = vars(root)
     found: Program | None = attributes.get(_ATTRIBUTE)
-    if found is None and (tape := new_tape()) is not None:
-        found = attributes[_ATTRIBUTE] = Program(tape, replay)
+    if found is None:
+        found = attributes[_ATTRIBUTE] = Program(replay)
     return found
 
 
@@ -84,7 +84,8 @@ def replay(program: Program, *, whole: bool = False, island: bool = False) -> No
     with _LOCK:
         token = REPLAYING.set(True)
         try:
-            Replay.of(program).run(program.tape.drain(), whole=whole, island=island)
+            if program.tape is not None:
+                Replay.of(program).run(program.tape.drain(), whole=whole, island=island)
         except Exception as error:
             if program.failures is not None:
                 program.failures.report("recording compiled code", error, "Rows of this step are missing.")

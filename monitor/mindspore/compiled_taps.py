@@ -200,6 +200,12 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         return program is not None and program.observes(number)
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def measures() -> bool:
+        """Whether compiled code can make entries."""
+        program = known()
+        return program is not None and program.has_tape()
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
     def evaluates(number: int, training: bool) -> bool:
         return known().evaluates(number, training)  # type: ignore[union-attr]
 
@@ -359,6 +365,8 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
 
     def of_parameter(number: int) -> Callable[[Any], Any]:
         def measure(gradient: Any) -> Any:
+            if not measures():
+                return gradient
             if not isinstance(gradient, Tensor):
                 lacks("sparse")
                 return gradient
@@ -414,7 +422,9 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
 
         def construct(self: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
             if _COMPILED:  # @jit.cond: True
-                return observed_step(self, gradients, args, kwargs)
+                if measures():
+                    return observed_step(self, gradients, args, kwargs)
+                return self._unobserved(gradients, *args, **kwargs)
             return _call_from_python(self, (gradients, *args), kwargs)
 
         return lambda _by_itself: construct
