@@ -497,6 +497,11 @@ RULES: Final = (
 
 # --- The gradients, weights and moments of parameters, and their placements.
 
+UNMEASURED: Final = (
+    "Parameters that no optimizer steps, such as running means, have no rows of param_origin and param_updated from compiled "
+    "steps: later steps may have changed them when the monitor takes a step."
+)
+
 SCALED: Final = "the optimizer divides by its loss_scale: grad_unreduced, grad_reduced and actv_grad are multiplied by it"
 
 
@@ -586,6 +591,7 @@ class MindSporeFramework:
         self.chunks = chunks
         self.optimizers = optimizers_in(optimizer)
         self.unusable_state: Sequence[str] = ()
+        self._failures: Failures | None = None
         self.stepped = {id(one): SteppedOptimizer(one) for one in self.optimizers}
 
     def groups(self) -> Mapping[str, Sequence[int]]:
@@ -629,9 +635,18 @@ class MindSporeFramework:
         return None if found is None else found.gradient(parameter.tensor)
 
     def weight(self, parameter: ParameterHolder) -> Tensor | None:
-        """The weight that the optimizer steps."""
+        """The weight that the optimizer steps; None if compiled code has stepped, and changes it outside of the optimizer."""
         found = self._of(parameter)
-        return parameter.tensor if found is None else found.seen(parameter.tensor)
+        if found is not None:
+            return found.seen(parameter.tensor)
+        if any(one.measured is not None for one in self.stepped.values()):
+            self._warn_unmeasured()
+            return None
+        return parameter.tensor
+
+    def _warn_unmeasured(self) -> None:
+        if self._failures is not None:
+            self._failures.warn("parameters outside of optimizers", UNMEASURED)
 
     def moment(self, kind: str, parameter: ParameterHolder, optimizer: Any = None) -> Tensor | None:
         """This rank's part of a moment; None before a fresh optimizer's first step: its zeros are no moment."""
@@ -677,6 +692,7 @@ class MindSporeFramework:
 
     def steps(self, listener: StepListener, failures: Failures) -> MindSporeOptimizerSteps:
         """Report every step to ``listener`` from now on."""
+        self._failures = failures
         program = program_of(self.chunks[0])
         return MindSporeOptimizerSteps([(one.optimizer, one) for one in self.stepped.values()], listener, failures, program)
 
