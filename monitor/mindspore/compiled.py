@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from mindspore import Parameter, Tensor, nn
 from mindspore.nn.cell import _pynative_executor
+from mindspore.train import serialization
 
 from monitor.failures import Failures
 from monitor.mindspore.compiled_taps import (
@@ -218,6 +220,8 @@ class Program:
 
     def has_tape(self) -> bool:
         """Whether compiled code can make entries. A process has a limited number of tapes, so the first tap opens one."""
+        if _is_exporting():
+            return False
         if self.tape is None:
             self.tape = new_tape()
             self._set_up_tape()
@@ -306,8 +310,7 @@ class Program:
             number = self._new_number(cell)
             self.observed[number] = ObservedCell(weakref.ref(cell), number)
         found: ObservedCell = self.observed[number]
-        if "_monitored_as" not in vars(cell):
-            install(cell, number, self._functions.cell)
+        install(cell, number, self._functions.cell, self._functions)
         return found
 
     def parameter(self, parameter: Parameter, read: Callable[[Any], object]) -> tuple[Callable[[Any], Any], Removable]:
@@ -337,8 +340,7 @@ class Program:
             number = self._new_number(optimizer)
         found = self.observed[number] = ObservedOptimizer(number, state, kinds, stepped)
         self._retarget(number, found)
-        if "_monitored_as" not in vars(optimizer):
-            install(optimizer, number, self._functions.optimizer(number, tuple(state)))
+        install(optimizer, number, self._functions.optimizer(number, tuple(state)), self._functions)
 
         def remove() -> None:
             found.stepped = None
@@ -397,6 +399,16 @@ def _follow(known: weakref.ref[Program], number: int, replay: Callable[[Program]
             return
         replay(program)
         del program  # or it would live until the next step
+
+
+def _is_exporting() -> bool:
+    """Whether MindSpore compiles a file. It must not hold operators of the monitor."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == serialization.__name__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _ignore(_: Any) -> None:

@@ -60,20 +60,39 @@ Construct = Callable[..., Any]
 
 
 class _Number(int):
-    """The number of an observed cell, which copies of the cell do not have."""
+    """The number of an observed cell, which copies of the cell do not have: theirs is 0.
+
+    Attributes:
+        functions: The functions with which compiled code measures the cell.
+    """
+
+    functions: Any = None
 
     def __deepcopy__(self, memo: Any) -> int:
         del memo
         return 0
 
 
-def install(cell: nn.Cell, number: int, construct: Construct) -> None:
+def install(cell: nn.Cell, number: int, construct: Construct, functions: Any) -> None:
+    """Let compiled code observe a cell, unless another model's does. A ``construct`` that the user has put around the monitor's
+    stays there.
+    """
     attributes = vars(cell)
+    marked = _Number(number)
+    marked.functions = functions
+    if attributes.get("_monitored_as"):
+        return
+    if "_monitored_as" in attributes and not _is_ours(attributes.get("construct")):
+        if getattr(attributes["_monitored_as"], "functions", None) is functions:
+            attributes["_monitored_as"] = marked
+        return
+    uninstall(cell)  # a copy of an observed cell
     own = attributes.get("construct")
     plain = cell.construct
     function = construct(_is_compiled_by_itself(plain))
     function.__signature__ = _with_self(inspect.signature(plain))
-    attributes["_monitored_as"] = _Number(number)
+    function._of_monitor = True
+    attributes["_monitored_as"] = marked
     attributes["_unobserved"] = plain
     attributes["_had_construct"] = own is not None
     attributes["construct"] = MethodType(function, cell)
@@ -89,12 +108,21 @@ def uninstall(cell: nn.Cell) -> None:
     attributes = vars(cell)
     if "_monitored_as" not in attributes:
         return
+    if not _is_ours(attributes.get("construct")):  # the user's, which may call the monitor's
+        rested = _Number(0)
+        rested.functions = getattr(attributes["_monitored_as"], "functions", None)
+        attributes["_monitored_as"] = rested
+        return
     if attributes["_had_construct"]:
         attributes["construct"] = attributes["_unobserved"]
     else:
         attributes.pop("construct", None)
     for name in ("_monitored_as", "_unobserved", "_had_construct"):
         attributes.pop(name)
+
+
+def _is_ours(construct: Any) -> bool:
+    return getattr(getattr(construct, "__func__", None), "_of_monitor", False)
 
 
 def _is_compiled_by_itself(construct: Any) -> bool:
