@@ -7,6 +7,7 @@ call it, too. Its measurements are entries of a ``Tape``, in the order in which 
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Sequence
@@ -18,12 +19,11 @@ from typing import Any, Final
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
-from mindspore.nn.cell import _pynative_executor
 from numpy.typing import NDArray
 
-from monitor.failures import EarlierFailure
+from monitor.failures import LOGGER, EarlierFailure
 from monitor.stats.host.array_kernel import NumpyKernel, Raw, is_wanted
-from monitor.stats.mindspore.tensors import as_given, on_host
+from monitor.stats.mindspore.tensors import as_given, finish_all, on_host
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, Floats
 
@@ -91,6 +91,26 @@ class Measurements:
     flags: NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class TapedTensor:
+    """A tensor that compiled code has measured, as collectors pass it on.
+
+    Attributes:
+        row: Its partials, shape ``(len(COLUMNS),)``.
+        dtype: MindSpore's name of its dtype, such as ``float32``.
+        has_init: True, as for parameters without data: only its row can be read.
+    """
+
+    row: Floats
+    shape: tuple[int, ...]
+    dtype: str
+    has_init: bool = True
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
 @cache
 def read_operator() -> Any:
     """The operator ``read(x, slot)``, which returns an int32 tensor of one element without meaning; None if it cannot be used.
@@ -132,7 +152,8 @@ def _operator(function: str, dtype: Any = ms.int32, *others: Tensor) -> Any:
     try:
         operator = _custom(function, dtype)
         operator(Tensor(0.0, ms.float32), Tensor(np.array([NO_TAPE, 0, 0], dtype=np.int64)), *others).asnumpy()
-    except Exception:
+    except Exception as error:
+        LOGGER.info("The operator %s cannot be used, so reading tensors of MindSpore waits for them: %r", function, error)
         return None
     return operator
 
@@ -214,12 +235,12 @@ class Tape:
         self._last, self._failed = None, False
         try:
             if failed:  # MindSpore may run the call of ``read`` that raised
-                _finish_all()
+                finish_all()
             elif last is not None:
                 on_host(last)
         except EarlierFailure:
             with suppress(EarlierFailure):  # an error is raised at once, while earlier operations are still running
-                _finish_all()
+                finish_all()
             raise
 
     def drain(self) -> Measurements:
@@ -241,18 +262,6 @@ class Tape:
         """Fill in the row of a tensor whose elements were set aside."""
         kernel = self._checking_kernel if entry["flags"] & _tape.CHECKED else self._kernel
         kernel.reduce_into(_elements(entry["format"], elements), rows, place)
-
-
-def _finish_all() -> None:
-    """Wait for all operations.
-
-    Raises:
-        EarlierFailure: One of them has failed.
-    """
-    try:
-        _pynative_executor.sync()
-    except Exception as error:
-        raise EarlierFailure(error) from error
 
 
 def _layouts(entries: NDArray[Any]) -> NDArray[np.void]:

@@ -19,8 +19,7 @@ from mindspore import Parameter, Tensor, mint, nn
 from mindspore._c_expression import typing
 from mindspore.common import _no_grad
 
-from monitor.mindspore.compiled_tensor import TapedTensor
-from monitor.mindspore.tape import Tape, new_tape
+from monitor.mindspore.tape import Tape, TapedTensor, new_tape
 from monitor.recording.arguments import NOT_A_NUMBER, real_number
 from monitor.recording.recorder import Device, LiveRows, RecordedSeries
 from monitor.recording.tensor_paths import TensorPaths

@@ -7,7 +7,7 @@ and only there. So a read may receive an error of training, which it must pass o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Protocol
@@ -173,34 +173,43 @@ except ImportError:  # before 2.9
     from mindspore.common.api import _pynative_executor as executor
 
 
+def finish_all() -> None:
+    """Wait for all operations.
+
+    Raises:
+        EarlierFailure: One of them has failed.
+    """
+    try:
+        executor.sync()
+    except Exception as error:
+        raise EarlierFailure(error) from error
+
+
 @contextmanager
-def beneath() -> Iterator[None]:
+def _unrecorded(precision: MixedPrecisionType) -> Iterator[None]:
+    """Operations inside are not recorded by a graph, and are cast to a precision in place of the one of the cell."""
+    recorded = executor.enable_grad()
+    executor.set_enable_grad(False)
+    executor.set_mixed_precision_type(precision)
+    try:
+        yield
+    finally:
+        executor.set_mixed_precision_type(MixedPrecisionType.NOTSET, False)
+        executor.set_enable_grad(recorded)
+
+
+def beneath() -> AbstractContextManager[None]:
     """Operations inside are not recorded by a graph, and run in float32 whatever precision a cell casts its operations to.
 
-    ``Cell.to_float`` also affects every operation in the cell's hooks: a sum of squares would be computed in float16. Only a
-    request for float32 overrides it. The request also turns float64 into float32.
+    ``Cell.to_float`` also affects every operation in the cell's hooks: a sum of squares would be computed in float16. The
+    request for float32 also turns float64 into float32.
     """
-    recorded = executor.enable_grad()
-    executor.set_enable_grad(False)
-    executor.set_mixed_precision_type(MixedPrecisionType.FP32)
-    try:
-        yield
-    finally:
-        executor.set_mixed_precision_type(MixedPrecisionType.NOTSET, False)
-        executor.set_enable_grad(recorded)
+    return _unrecorded(MixedPrecisionType.FP32)
 
 
-@contextmanager
-def as_given() -> Iterator[None]:
-    """Operations inside are not recorded by a graph, and take tensors in their own dtype (``beneath``)."""
-    recorded = executor.enable_grad()
-    executor.set_enable_grad(False)
-    executor.set_mixed_precision_type(MixedPrecisionType.NOTSET)
-    try:
-        yield
-    finally:
-        executor.set_mixed_precision_type(MixedPrecisionType.NOTSET, False)
-        executor.set_enable_grad(recorded)
+def as_given() -> AbstractContextManager[None]:
+    """Operations inside are not recorded by a graph, and take tensors in their own dtype."""
+    return _unrecorded(MixedPrecisionType.NOTSET)
 
 
 def count_magnitudes(x: Tensor) -> NDArray[np.int64] | None:
