@@ -19,8 +19,8 @@ from mindspore import Tensor, communication, nn
 from monitor.coordinator.ownership import Ownership, reaches
 from monitor.failures import Failures
 from monitor.mindspore.collectives import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener
-from monitor.mindspore.compiled import Handles
-from monitor.mindspore.compiled_replay import program_of
+from monitor.mindspore.compiled.program import Handles
+from monitor.mindspore.compiled.replay import program_of
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.process_group import has_others, is_settled
 from monitor.recording.attached_model import NamedParameter, ParameterSubset

@@ -16,9 +16,10 @@ from mindspore.ops.composite import base
 
 from monitor.config.loading import DYNAMIC_VARIABLE
 from monitor.failures import LOGGER, Failures
-from monitor.mindspore import autograd, compiled_taps, hooks as cell_hooks
-from monitor.mindspore.compiled import Handle, Handles, ObservedCell, Program
-from monitor.mindspore.compiled_replay import REPLAYING, flush, join, program_of
+from monitor.mindspore import autograd, hooks as cell_hooks
+from monitor.mindspore.compiled import taps as compiled_taps
+from monitor.mindspore.compiled.program import Handle, Handles, ObservedCell, Program
+from monitor.mindspore.compiled.replay import REPLAYING, flush, join, program_of
 from monitor.mindspore.tape import follow_operator
 from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher

@@ -15,8 +15,8 @@ from mindspore import Parameter, Tensor, nn
 
 from monitor.config.model import HISTOGRAM_OPS
 from monitor.failures import Failures
-from monitor.mindspore.compiled import Program
-from monitor.mindspore.compiled_replay import flush
+from monitor.mindspore.compiled.program import Program
+from monitor.mindspore.compiled.replay import flush
 from monitor.mindspore.hooks import after_forward, before_forward
 from monitor.recording.backend import HookSet, StepListener
 

@@ -8,10 +8,12 @@ from typing import Any, ClassVar, Final
 
 from mindspore import nn
 
-from monitor.mindspore import autograd, features, modules, process_group, tensor_reader
+from monitor.mindspore import autograd, modules, process_group, tensor_reader
 from monitor.mindspore.collectives import communication
-from monitor.mindspore.compiled_replay import flush, program_of
-from monitor.mindspore.frameworks import EXPECTED, framework_of
+from monitor.mindspore.compiled.replay import flush, program_of
+from monitor.mindspore.features import reading as features
+from monitor.mindspore.frameworks.framework import framework_of
+from monitor.mindspore.frameworks.optimizer_state import EXPECTED
 from monitor.mindspore.gradients import MindSporeGradients
 from monitor.mindspore.tensor_reader import MindSporeTensorReader
 from monitor.mindspore.updates import new_updates

@@ -9,8 +9,9 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.common import _no_grad
 
-from monitor.mindspore.features import is_floating_point
-from monitor.mindspore.frameworks import ADAM_WS, MINT, MindSporeMoments, OptimizerState, classes_of, is_a, rate_of
+from monitor.mindspore.features.reading import is_floating_point
+from monitor.mindspore.frameworks.adams import MindSporeMoments
+from monitor.mindspore.frameworks.optimizer_state import ADAM_WS, MINT, OptimizerState, classes_of, is_a, rate_of
 from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.recording.updates import HealthCollector, RatioCollector, WeightsBefore
@@ -22,7 +23,7 @@ from monitor.stats.partials import COUNT, SUM
 # --- ``ur_distribution``: Adam's updates and moment ratios, as histograms.
 #
 # The update is taken as the optimizer applies it, before the learning rate. The ratio is that of the moments, with bias
-# correction if the optimizer applies it. See ``monitor.mindspore.frameworks`` for the rules of MindSpore's Adams.
+# correction if the optimizer applies it. See ``monitor.mindspore.frameworks.adams`` for the rules of MindSpore's Adams.
 
 
 class MindSporeAdamCollector(Collector):

@@ -17,7 +17,7 @@ from mindspore.train import Callback, FixedLossScaleManager, Model, RunContext
 from ranks import Ranks, run_ranks, running
 
 from monitor.failures import LOGGER
-from monitor.mindspore.choices import chosen_in, count_on_host
+from monitor.mindspore.features.choices import chosen_in, count_on_host
 from monitor.mindspore.training import (
     MFLossMonitor,
     RunEnded,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
-from monitor.mindspore import choices, features
+from monitor.mindspore.features import choices, reading as features
 from monitor.mindspore.hooks import after_forward
 from monitor.mindspore.process_group import place
 from monitor.mindspore.trainer_mon import TrainerMon

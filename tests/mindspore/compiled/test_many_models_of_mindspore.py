@@ -7,7 +7,7 @@ from compiled_steps import RECORDED, Deep, adam, step_of, train
 from watching_cells import written
 
 from monitor.mindspore import TrainerMon
-from monitor.mindspore.compiled_replay import program_of
+from monitor.mindspore.compiled.replay import program_of
 from monitor.mindspore.tape import new_tape
 
 

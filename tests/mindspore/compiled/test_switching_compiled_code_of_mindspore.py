@@ -14,7 +14,7 @@ from training import inputs
 from watching_cells import written
 
 from monitor.mindspore import TrainerMon
-from monitor.mindspore.compiled import Program
+from monitor.mindspore.compiled.program import Program
 
 
 class Compilations:

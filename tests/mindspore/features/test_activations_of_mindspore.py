@@ -12,7 +12,7 @@ from attaching import Output, as_measured, attached, step_with, warnings_in, wit
 from mindspore import Tensor, mint, nn, ops
 from numpy_definitions import FLOATS, active_units, drawn, exact, health, number
 
-from monitor.mindspore.activations import activation_of, active_share, last_active
+from monitor.mindspore.features.activations import activation_of, active_share, last_active
 from monitor.recording.features import reading
 from monitor.stats.mindspore import tensors as ms_tensors
 

@@ -11,8 +11,8 @@ from evidence import sampled
 from mindspore import Tensor
 from numpy_definitions import drawn, number
 
-from monitor.mindspore import features
-from monitor.mindspore.features import norms_of
+from monitor.mindspore.features import matrices
+from monitor.mindspore.features.matrices import norms_of
 from monitor.recording.features import krylov
 
 pytestmark = pytest.mark.usefixtures("where")
@@ -42,8 +42,8 @@ def test_a_direction_that_was_not_there_before_is_found_at_once(sequence: list[n
 
 
 def test_a_spectral_norm_that_is_not_certain_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "MOST", 2)
-    monkeypatch.setattr(features, "UNREAD", 2)
+    monkeypatch.setattr(matrices, "MOST", 2)
+    monkeypatch.setattr(matrices, "UNREAD", 2)
     assert number(norms_of(Tensor(drawn(100, 100))).matrices) == 2
 
 

@@ -11,16 +11,9 @@ import pytest
 from mindspore import Tensor, mint, nn, value_and_grad
 from numpy_definitions import attention_weights, drawn, entropy_and_greatest, exact, number, similarity
 
-from monitor.mindspore.features import (
-    entropy_from,
-    entropy_of,
-    given_scores,
-    matrix_of,
-    norms_of,
-    similarity_of_rows,
-    spread,
-    tokens_of,
-)
+from monitor.mindspore.features.attention import spread
+from monitor.mindspore.features.matrices import entropy_from, entropy_of, norms_of, similarity_of_rows
+from monitor.mindspore.features.reading import given_scores, matrix_of, tokens_of
 from monitor.stats.mindspore.tensors import beneath, computing, executor
 from monitor.stats.mindspore.updates import adam_vectors, agreement, snapshot, squares_of_update
 

@@ -10,7 +10,7 @@ import pytest
 from mindspore import Tensor, mint
 from numpy_definitions import FLOATS, drawn, exact, number, similarity
 
-from monitor.mindspore.features import norms_of, similarity_of_rows
+from monitor.mindspore.features.matrices import norms_of, similarity_of_rows
 from monitor.stats.mindspore import tensors as mindspore_arithmetic
 
 pytestmark = pytest.mark.usefixtures("where")

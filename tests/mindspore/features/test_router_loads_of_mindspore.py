@@ -11,8 +11,9 @@ from attaching import Output, as_measured, attached, step_with, warnings_in, wit
 from mindspore import Parameter, Tensor, nn, ops
 from numpy_definitions import exact
 
-from monitor.mindspore.choices import choices_of
-from monitor.mindspore.features import call_of, logit_sums_of
+from monitor.mindspore.features.choices import choices_of
+from monitor.mindspore.features.matrices import logit_sums_of
+from monitor.mindspore.features.reading import call_of
 from monitor.recording.features.reading import PADDED, UNKNOWN_EXPERTS, NotARouterError, RouterCall
 
 KIND = "moe_router_load_hook"

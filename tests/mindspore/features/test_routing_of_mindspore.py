@@ -12,8 +12,8 @@ import pytest
 from mindspore import Tensor, nn
 from numpy_definitions import FLOATS, drawn, entropy_per_token, exact, number, softmax
 
-from monitor.mindspore.choices import choices_of, confirmed
-from monitor.mindspore.features import dtype_of_routing, entropy_from, entropy_of, logit_sums_from, logits_from
+from monitor.mindspore.features.choices import choices_of, confirmed
+from monitor.mindspore.features.matrices import dtype_of_routing, entropy_from, entropy_of, logit_sums_from, logits_from
 from monitor.recording.features.reading import ANOTHER_CHOICE, NO_CHOICE, NotARouterError, RouterCall
 from monitor.stats.mindspore import tensors as mindspore_arithmetic
 

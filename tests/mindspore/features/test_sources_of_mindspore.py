@@ -9,7 +9,7 @@ from mindspore import Tensor, mint, nn
 from mindspore.common.initializer import initializer
 from numpy_definitions import drawn
 
-from monitor.mindspore.features import bias_of, given_scores, local_matrix, matrix_of, tokens_of, whole_rows
+from monitor.mindspore.features.reading import bias_of, given_scores, local_matrix, matrix_of, tokens_of, whole_rows
 from monitor.recording.features.reading import NO_SCORES, NOT_2D, NOT_WHOLE, OTHER_LENGTHS, MisfitError
 
 SBHD = "s,b,h,d"

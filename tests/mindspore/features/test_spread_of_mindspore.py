@@ -21,8 +21,8 @@ from numpy_definitions import (
     softmax,
 )
 
-from monitor.mindspore import attention
-from monitor.mindspore.attention import Scores, heads_of, spread, summed
+from monitor.mindspore.features import attention
+from monitor.mindspore.features.attention import Scores, heads_of, spread, summed
 from monitor.stats.mindspore import tensors as mindspore_arithmetic
 
 pytestmark = pytest.mark.usefixtures("where")

@@ -11,7 +11,7 @@ import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, dtype, nn, ops
 from training import Net
 
-from monitor.mindspore.frameworks import MindSporeFramework, framework_of
+from monitor.mindspore.frameworks.framework import MindSporeFramework, framework_of
 
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 Keep = Callable[[nn.Cell], None]

@@ -10,7 +10,8 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.experimental import optim
 from training import OPTIMIZERS, Net, array, grouped, train
 
-from monitor.mindspore.frameworks import MindSporeFramework, MindSporeMoments, framework_of
+from monitor.mindspore.frameworks.adams import MindSporeMoments
+from monitor.mindspore.frameworks.framework import MindSporeFramework, framework_of
 from monitor.series import LOCAL
 
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

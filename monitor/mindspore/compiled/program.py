@@ -1,6 +1,6 @@
 """The cells, parameters and optimizers of a model that compiled code measures: GRAPH_MODE, and code inside ``@jit``.
 
-``monitor.mindspore.compiled_taps`` is what MindSpore compiles. ``monitor.mindspore.compiled_replay`` records what was measured.
+``monitor.mindspore.compiled.taps`` is what MindSpore compiles. ``monitor.mindspore.compiled.replay`` records what was measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspore.nn.cell import _pynative_executor
 from mindspore.train import serialization
 
 from monitor.failures import Failures
-from monitor.mindspore.compiled_taps import (
+from monitor.mindspore.compiled.taps import (
     AFTER,
     BEFORE,
     INPUT,

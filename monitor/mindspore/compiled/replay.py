@@ -17,9 +17,9 @@ import numpy as np
 from mindspore import nn
 from mindspore.nn.cell import _pynative_executor
 
-from monitor.mindspore import compiled_taps as roles
-from monitor.mindspore.compiled import ObservedCell, ObservedOptimizer, ObservedParameter, Program, Tap
-from monitor.mindspore.compiled_taps import ORDERED
+from monitor.mindspore.compiled import taps as roles
+from monitor.mindspore.compiled.program import ObservedCell, ObservedOptimizer, ObservedParameter, Program, Tap
+from monitor.mindspore.compiled.taps import ORDERED
 from monitor.mindspore.tape import MARK, Measurements, TapedTensor, follow_operator
 from monitor.recording.module_calls import CallIndex
 from monitor.recording.recorder import Recorder

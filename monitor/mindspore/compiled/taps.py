@@ -28,11 +28,11 @@ from mindspore.common.sparse_tensor import RowTensorInner
 from mindspore.ops import constexpr
 
 from monitor.mindspore.autograd import recording
-from monitor.mindspore.features import FLOATS
+from monitor.mindspore.features.reading import FLOATS
 from monitor.mindspore.tape import follow_operator, ordered_follow_operator
 
 if TYPE_CHECKING:
-    from monitor.mindspore.compiled import Program
+    from monitor.mindspore.compiled.program import Program
 
 _COMPILED: Final = False
 """False in Python. The compiler reads True from a comment at its use."""

@@ -1,0 +1,1 @@
+"""What MindSpore keeps of a parameter: gradients, weights and moments."""

@@ -1,0 +1,231 @@
+"""MindSpore's ``FrameworkAdapter``: the gradients, weights and moments of parameters, and their placements."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from mindspore import Parameter, Tensor, nn
+
+from monitor.failures import Failures
+from monitor.mindspore.compiled.replay import program_of
+from monitor.mindspore.frameworks.adams import Adams, MindSporeMoments
+from monitor.mindspore.frameworks.optimizer_state import OptimizerState, optimizers_in
+from monitor.mindspore.optimizer_steps import MindSporeOptimizerSteps
+from monitor.recording.backend import StepListener
+from monitor.series import LOCAL, Placement
+
+UNMEASURED: Final = (
+    "Parameters that no optimizer steps, such as running means, have no rows of param_origin and param_updated from compiled "
+    "steps: later steps may have changed them when the monitor takes a step."
+)
+
+SCALED: Final = "the optimizer divides by its loss_scale: grad_unreduced, grad_reduced and actv_grad are multiplied by it"
+
+
+class ParameterHolder(Protocol):
+    """An object with a parameter."""
+
+    @property
+    def tensor(self) -> Parameter: ...
+
+
+class SteppedOptimizer:
+    """One optimizer, and the gradients of the step in progress.
+
+    Attributes:
+        optimizer: The cell that users call.
+        state: Finds the optimizer's state of a parameter.
+        adams: Its update rule, if it is an Adam.
+        has_stepped: Whether its moments are the result of a step, which may have been made before a checkpoint.
+        gradients: The gradients that the optimizer was given, from its call to the end of its step.
+        measured: What compiled code has measured of its weights and moments, by the id of the parameter, while collectors are
+            called for a step in compiled code; None otherwise.
+    """
+
+    def __init__(self, optimizer: nn.Cell) -> None:
+        """Inspect an optimizer before training begins: this may wait."""
+        self.optimizer = optimizer
+        self.state = OptimizerState(optimizer)
+        self.adams = Adams(self.state)
+        self.has_stepped = self.state.has_stepped()
+        self.gradients: Sequence[Any] = ()
+        self.measured: Mapping[int, Any] | None = None
+
+    def seen(self, x: Parameter | None) -> Any:
+        """A weight or moment as it was at this point of the step."""
+        return x if self.measured is None or x is None else self.measured.get(id(x))
+
+    def tensors(self) -> Sequence[Parameter]:
+        """The weights that the optimizer steps, and their moments."""
+        return self.state.tensors()
+
+    def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
+        """The optimizer was called with these gradients."""
+        self.state.refresh()
+        self.gradients = gradients
+
+    def call_ended(self) -> None:
+        """The optimizer was called: from now on, its moments are those of a step."""
+        self.has_stepped = True
+
+    def end_step(self) -> None:
+        """Drop the gradients of the step."""
+        self.gradients = ()
+        self.measured = None
+
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        """The gradient that the optimizer was given in the step in progress; None if it was given none."""
+        place = self.state.place(parameter)
+        return None if place is None or place >= len(self.gradients) else self.gradients[place]
+
+
+class MindSporeFramework:
+    """MindSpore's cells and optimizers.
+
+    Every answer concerns this rank alone: it issues no collective and waits for no device.
+
+    Attributes:
+        name: The name in messages and in the manifest.
+        chunks: The model as given to ``set_monitor``.
+        optimizers: The cells that the user calls with gradients.
+        unusable_state: Sentences about optimizer state that is no moment of one parameter.
+        stepped: The optimizers and their state, by id.
+    """
+
+    name = "mindspore"
+
+    def __init__(self, chunks: Sequence[nn.Cell], optimizer: Any, *, main_grad: bool) -> None:
+        """Inspect a model and its optimizers, as the user passed them, before training begins: this may wait.
+
+        Args:
+            main_grad: Whether the user states that gradients are kept in ``main_grad``. It has no effect: optimizers of
+                MindSpore are given their gradients, wherever these are kept.
+
+        Raises:
+            TypeError: An object passed as an optimizer is none.
+        """
+        del main_grad
+        self.chunks = chunks
+        self.optimizers = optimizers_in(optimizer)
+        self.unusable_state: Sequence[str] = ()
+        self._failures: Failures | None = None
+        self.stepped = {id(one): SteppedOptimizer(one) for one in self.optimizers}
+
+    def groups(self) -> Mapping[str, Sequence[int]]:
+        """The groups of this rank that the model shows, by role: none."""
+        return {}
+
+    def notes(self) -> Mapping[str, str]:
+        """Notes for readers of the manifest; by kind if a note concerns one kind."""
+        found = [one.state for one in self.stepped.values()]
+        scales = {getattr(one.optimizer, "loss_scale", 1.0) for one in found} - {1.0}
+        notes = {kind: said for one in found for kind, said in one.notes().items()}
+        return notes | ({"loss_scale": f"{', '.join(map(str, sorted(scales)))}: {SCALED}"} if scales else {})
+
+    def placement(self, kind: str, parameter: ParameterHolder) -> Placement:
+        """The relation of this rank's record of a parameter to other ranks', apart from the user's groups."""
+        del kind, parameter
+        return LOCAL
+
+    def completed(self, kind: str, parameter: ParameterHolder, placed: Placement) -> Placement:
+        """``placed`` with the replicas that the model shows: none."""
+        del kind, parameter
+        return placed
+
+    def aggregates(self, root: nn.Cell) -> bool:
+        """Whether aggregation overwrites local gradients: no, in MindSpore it creates new tensors."""
+        del root
+        return False
+
+    def held(self, optimizer: Any) -> Collection[int]:
+        """The ids of the parameters that an optimizer steps. The object is the same until the parameters change."""
+        return self.stepped[id(optimizer)].state.places
+
+    @property
+    def handed(self) -> Sequence[Tensor | None]:
+        """The gradients that the calling optimizer was given, in the order of its parameters."""
+        return [one for stepped in self.stepped.values() for one in stepped.gradients]
+
+    def reduced(self, parameter: ParameterHolder) -> Tensor | None:
+        """The gradient that the optimizer was given in the step in progress; None if it was given none."""
+        found = self._of(parameter)
+        return None if found is None else found.gradient(parameter.tensor)
+
+    def weight(self, parameter: ParameterHolder) -> Tensor | None:
+        """The weight that the optimizer steps; None if compiled code has stepped, and changes it outside of the optimizer."""
+        found = self._of(parameter)
+        if found is not None:
+            return found.seen(parameter.tensor)
+        if any(one.measured is not None for one in self.stepped.values()):
+            self._warn_unmeasured()
+            return None
+        return parameter.tensor
+
+    def _warn_unmeasured(self) -> None:
+        if self._failures is not None:
+            self._failures.warn("parameters outside of optimizers", UNMEASURED)
+
+    def moment(self, kind: str, parameter: ParameterHolder, optimizer: Any = None) -> Tensor | None:
+        """This rank's part of a moment; None before a fresh optimizer's first step: its zeros are no moment."""
+        found = self._of(parameter) if optimizer is None else self.stepped[id(optimizer)]
+        return found.seen(found.state.moment(kind, parameter.tensor)) if found is not None and found.has_stepped else None
+
+    def state_of(self, parameter: ParameterHolder) -> tuple[OptimizerState, int] | None:
+        """The state of the optimizer that steps a parameter, and the parameter's index in it; None if none steps it, or if
+        compiled code has stepped: its hyperparameters may have changed since.
+        """
+        found = self._of(parameter)
+        place = None if found is None else found.state.place(parameter.tensor)
+        return None if found is None or place is None or found.measured is not None else (found.state, place)
+
+    def keeps(self, kind: str, parameter: ParameterHolder) -> bool:
+        """Whether the optimizer has such a moment of a parameter, even before its first step."""
+        found = self._of(parameter)
+        return found is not None and found.state.moment(kind, parameter.tensor) is not None
+
+    def maximizes(self, parameter: ParameterHolder) -> bool:
+        """Whether the optimizer steps up along the gradient."""
+        found = self._of(parameter)
+        place = None if found is None else found.state.place(parameter.tensor)
+        return found is not None and place is not None and bool(found.state.group(place).get("maximize"))
+
+    def is_adam(self, optimizer: Any) -> bool:
+        """Whether ``adam_of`` knows the optimizer's update rule."""
+        return self.stepped[id(optimizer)].adams.rule is not None
+
+    def adam_of(self, parameter: ParameterHolder) -> MindSporeMoments | None:
+        """The terms of the parameter's latest step; None if they are unknown."""
+        found = self._of(parameter)
+        return None if found is None or found.measured is not None else found.adams.of(parameter.tensor)
+
+    def learning_rates(self, optimizer: Any) -> Sequence[Any]:
+        """The learning rate of each parameter group for the step that begins, as the optimizer computes it."""
+        stepped = self.stepped[id(optimizer)]
+        return stepped.state.learning_rates() if stepped.measured is None else ()
+
+    def scales_itself(self, optimizer: Any) -> bool:
+        """Whether the optimizer divides the gradients that it is given by a loss scale."""
+        return getattr(self.stepped[id(optimizer)].state.optimizer, "loss_scale", 1.0) != 1.0
+
+    def steps(self, listener: StepListener, failures: Failures) -> MindSporeOptimizerSteps:
+        """Report every step to ``listener`` from now on."""
+        self._failures = failures
+        program = program_of(self.chunks[0])
+        return MindSporeOptimizerSteps([(one.optimizer, one) for one in self.stepped.values()], listener, failures, program)
+
+    def _of(self, parameter: ParameterHolder) -> SteppedOptimizer | None:
+        """The first optimizer that steps a parameter."""
+        return next((one for one in self.stepped.values() if one.state.place(parameter.tensor) is not None), None)
+
+
+# --- The framework of a model and its optimizer.
+
+
+def framework_of(chunks: Sequence[nn.Cell], optimizer: Any, *, main_grad: bool) -> MindSporeFramework:
+    """MindSpore's adapter of a model and its optimizers.
+
+    Raises:
+        TypeError: An object passed as an optimizer is none.
+    """
+    return MindSporeFramework(chunks, optimizer, main_grad=main_grad)
