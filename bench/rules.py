@@ -141,8 +141,8 @@ def scaled(numbers: Floats, rng: np.random.Generator) -> Floats:
     return numbers
 
 
-def scanner_of(listeners: Sequence[FindingListener]) -> Scanner:
-    return Scanner([RULES["AnomalyNan"](), RULES["AnomalyTurbulence"](threshold=THRESHOLD)], listeners)
+def scanner_of(listeners: Sequence[FindingListener], series: SeriesTable) -> Scanner:
+    return Scanner([RULES["AnomalyNan"](), RULES["AnomalyTurbulence"](threshold=THRESHOLD)], series, listeners)
 
 
 class Timed:
@@ -167,7 +167,7 @@ class Timed:
 
 def measured(name: str, series: SeriesTable, variants: Sequence[SealedTable], steps: int, progress: Progress) -> Cost:
     with TemporaryDirectory() as directory:
-        scanner = scanner_of([])
+        scanner = scanner_of([], series)
         for number in range(WARM_UP):
             scanner.look(variants[number % VARIANTS].rows())
         writers = {
@@ -208,7 +208,7 @@ def seconds(work: Callable[[], object]) -> float:
 def flooded(series: SeriesTable, step: StepRows, steps: int) -> Flood:
     LOGGER.setLevel(logging.CRITICAL)
     with TemporaryDirectory() as directory:
-        scanner = scanner_of([Alerts(0, series), EventFiles(Path(directory), "rank", FACTS, series)])
+        scanner = scanner_of([Alerts(0, series), EventFiles(Path(directory), "rank", FACTS, series)], series)
         scanner.look(step)
         spoiled = replace(step, kinds={kind: replace(rows, partials=nan(rows.partials)) for kind, rows in step.kinds.items()})
         each = [seconds(partial(scanner.look, replace(spoiled, step=n))) for n in range(1, steps + 1)]

@@ -327,7 +327,7 @@ class TestBounds:
     def test_a_field_without_a_default_may_not_be_missing(self, problems: Refused) -> None:
         assert (
             problems({"alert": {"rules": [{}]}})
-            == 'line 1: alert.rules[0].rule_name is missing: expected "AnomalyTurbulence" or "AnomalyNan"'
+            == 'line 1: alert.rules[0].rule_name is missing: expected "AnomalyTurbulence", "AnomalyNan" or "AnomalyBounds"'
         )
 
 

@@ -10,7 +10,11 @@ from typing import ClassVar, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from monitor.anomalies.bounds import GROUPS, Bound
 from monitor.anomalies.scanner import AnomalyRule, Fired, Flags, KindColumns
+from monitor.series import KINDS
+from monitor.stats.features import own_columns
+from monitor.stats.histograms import COUNTED
 from monitor.stats.ops import derive
 from monitor.stats.partials import COUNT, EXPONENT, MAX, MIN, NANS, SUM, SUMSQ, Floats, Partials
 
@@ -24,6 +28,7 @@ class AnomalyNan:
 
     name: ClassVar[str] = "AnomalyNan"
     fields: ClassVar[int] = 0
+    judges_features: ClassVar[bool] = False
     advice: ClassVar[str] = ""
 
     def __init__(self, threshold: float | None = None) -> None:
@@ -101,6 +106,7 @@ class AnomalyTurbulence:
 
     name: ClassVar[str] = "AnomalyTurbulence"
     fields: ClassVar[int] = 6
+    judges_features: ClassVar[bool] = False
     advice: ClassVar[str] = ""
 
     def __init__(self, threshold: float) -> None:
@@ -193,7 +199,47 @@ def _any(flags: Flags | None, block: slice) -> bool:
     return flags is not None and bool(flags[block].any())
 
 
+# --- ``AnomalyBounds``: numbers beyond the bounds of ``monitor.anomalies.bounds``.
+
+
+def _bounds_of(kind: str) -> tuple[Bound, ...]:
+    """The bounds of a kind's own columns; for other kinds, those of ops."""
+    columns = own_columns(kind) or COUNTED
+    return tuple(one for group in GROUPS for one in group.bounds if one.is_of(kind, one.column) and one.column in columns)
+
+
+BOUNDS: Final[Mapping[str, tuple[Bound, ...]]] = MappingProxyType({kind: _bounds_of(kind) for kind in KINDS})
+"""The bounds of each kind."""
+
+
+class AnomalyBounds:
+    """Fires on a number that crosses its bound: in the first row beyond it, or after as many in a row as the bound asks for. It
+    fires again when the number has been within the bound in between. NaN does not fire.
+    """
+
+    name: ClassVar[str] = "AnomalyBounds"
+    fields: ClassVar[int] = 2 * max(map(len, BOUNDS.values()))
+    judges_features: ClassVar[bool] = True
+    advice: ClassVar[str] = "docs/report.md has the bound of this number, what lies beyond it, and where it comes from."
+
+    def judge(self, columns: KindColumns, state: Floats, /) -> Iterator[Fired]:
+        """See ``AnomalyRule``. The state of each bound: the values so far, and those beyond it in a row."""
+        for place, bound in enumerate(BOUNDS[columns.kind]):
+            if bound.column not in COUNTED or columns.partials.histogram is not None:
+                yield Fired(bound.column, self._crossing(columns, bound, state[2 * place : 2 * place + 2]))
+
+    def _crossing(self, columns: KindColumns, bound: Bound, state: Floats) -> NDArray[np.int64]:
+        values, there = derive(bound.column, columns.partials)
+        if bound.ends:
+            there = there & np.array([name.endswith(bound.ends) for name in columns.names()], np.bool_)
+        seen, in_a_row = state
+        beyond = there & bound.is_crossed(values) & (seen >= bound.after)
+        np.copyto(in_a_row, np.where(beyond, in_a_row + 1, 0), where=there)
+        seen += there
+        return np.flatnonzero(beyond & (in_a_row == bound.in_a_row))
+
+
 RULES: Final[Mapping[str, Callable[..., AnomalyRule]]] = MappingProxyType(
-    {rule.name: rule for rule in (AnomalyTurbulence, AnomalyNan)}
+    {rule.name: rule for rule in (AnomalyTurbulence, AnomalyNan, AnomalyBounds)}
 )
 """A rule is made with the fields of ``args`` that are set, by name. ``RULE_ARGUMENTS`` says which it takes."""

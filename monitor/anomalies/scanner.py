@@ -76,9 +76,15 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class KindColumns:
-    """The rows of one kind in one step: the input of rules."""
+    """The rows of one kind in one step: the input of rules.
 
+    Attributes:
+        names: Returns the name of the series of each row.
+    """
+
+    kind: str
     partials: Partials
+    names: Callable[[], Sequence[str]]
 
     @cached_property
     def nonfinite(self) -> Flags | None:
@@ -118,12 +124,14 @@ class AnomalyRule(Protocol):
     Attributes:
         name: Its name in the configuration.
         fields: The number of state values per row.
+        judges_features: Whether it judges kinds with columns of their own, too.
         advice: What to look at next if an event of this rule is an origin. Empty: the ranking derives it from the place of the
             fault, as for a NaN or a deviation.
     """
 
     name: ClassVar[str]
     fields: ClassVar[int]
+    judges_features: ClassVar[bool]
     advice: ClassVar[str]
 
     def judge(self, columns: KindColumns, state: Floats, /) -> Iterable[Fired]:
@@ -250,22 +258,24 @@ class FindingListener(Protocol):
 
 
 class Scanner:
-    """Judges the rows of each step on the writer thread, except rows of features, which are not statistics of a tensor.
+    """Judges the rows of each step on the writer thread. Rows of features are not statistics of a tensor: few rules judge them.
 
     Args:
         rules: The most important first: only the first rule that fires on a row of a step counts.
+        series: The series of the rank.
         listeners: Called in this order. If one fails, the others are still called.
     """
 
-    def __init__(self, rules: Sequence[AnomalyRule], listeners: Sequence[FindingListener]) -> None:
+    def __init__(self, rules: Sequence[AnomalyRule], series: SeriesTable, listeners: Sequence[FindingListener]) -> None:
         self._rules = tuple(rules)
+        self._series = series
         self._listeners = tuple(listeners)
         self._known: dict[str, RowStates] = defaultdict(lambda: RowStates(sum(rule.fields for rule in self._rules)))
 
     def look(self, rows: StepRows) -> None:
         """Judge the step."""
         try:
-            judged = {kind: part for kind, part in rows.kinds.items() if len(part) and not own_columns(kind)}
+            judged = {kind: part for kind, part in rows.kinds.items() if len(part) and self._rules_of(kind)}
             groups = tuple(group for kind, part in judged.items() for group in self._groups(kind, part))
         except Exception as error:
             self.dropped(rows.step, f"the rules failed: {error!r}")
@@ -296,14 +306,23 @@ class Scanner:
         if errors:
             raise errors[0]
 
+    def _rules_of(self, kind: str) -> Sequence[AnomalyRule]:
+        """The rules that judge a kind."""
+        return [rule for rule in self._rules if rule.judges_features] if own_columns(kind) else self._rules
+
     def _groups(self, kind: str, rows: KindRows) -> Iterator[FindingGroup]:
-        columns, known = KindColumns(rows.partials), self._known[kind].with_rows(rows)
+        names = partial(_names, self._series, rows.series)
+        columns, known = KindColumns(kind, rows.partials, names), self._known[kind].with_rows(rows)
         claims, begin = _Claims(len(rows)), 0
-        for rule in self._rules:
+        for rule in self._rules_of(kind):
             state = known[begin : begin + rule.fields]
             begin += rule.fields
             for fired in claims.of(list(rule.judge(columns, state))):
                 yield FindingGroup(rule.name, kind, rows, fired)
+
+
+def _names(series: SeriesTable, numbers: NDArray[np.int64]) -> Sequence[str]:
+    return [series[number].name for number in numbers.tolist()]
 
 
 class _Claims:

@@ -320,6 +320,7 @@ class RuleArgs(_StrictModel):
 RULE_ARGUMENTS: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "AnomalyTurbulence": (("threshold",), ()),
     "AnomalyNan": ((), ("threshold",)),
+    "AnomalyBounds": ((), ()),
 }
 """The fields of ``RuleArgs`` that each rule needs, and those that it may have besides."""
 
@@ -327,8 +328,8 @@ RULE_ARGUMENTS: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
 class AlertRule(_StrictModel):
     """One alert rule."""
 
-    rule_name: Literal["AnomalyTurbulence", "AnomalyNan"]
-    """The rule."""
+    rule_name: Literal["AnomalyTurbulence", "AnomalyNan", "AnomalyBounds"]
+    """The rule. `AnomalyBounds`: numbers that cross the bounds of the report."""
     args: RuleArgs = RuleArgs()
     """Its arguments."""
 

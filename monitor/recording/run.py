@@ -217,7 +217,8 @@ class Run:
         """The alert rules, if there are any. Alerts precede files, so that a hanging disk delays no alert."""
         if not config.alert.rules:
             self._scanner = None
-            return {"the event files": Scanner((), (EndOnlyListener(self._events),))} if self._events is not None else {}
+            ended = () if self._events is None else (EndOnlyListener(self._events),)
+            return {"the event files": Scanner((), self._series, ended)} if ended else {}
         if self._scanner is None or (config.alert, config.on_alert) != (self._config.alert, self._config.on_alert):
             self._scanner = self._scanner_for(config)
         self._config = config
@@ -233,7 +234,7 @@ class Run:
         listeners: list[FindingListener] = [shown, Alarm(weakref.WeakMethod(self.manifest.alert)), self.alerts]
         if config.on_alert is not None:
             listeners.append(Alarm(weakref.WeakMethod(self._on_alert)))  # the writer thread must not keep the run
-        return Scanner(rules, [*listeners, files] if files else listeners)
+        return Scanner(rules, self._series, [*listeners, files] if files else listeners)
 
     def trained(self, first: int, last: int) -> None:
         """Set the first and last watched step, collected or not, when training has ended. Safe on any thread."""

@@ -9,12 +9,13 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from monitor.anomalies.bounds import GROUPS, Bound
 from monitor.anomalies.corruption import ADVICE
 from monitor.anomalies.ranking.origins import notes_a_change
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.coordinator.manifest_format import THINNED
-from monitor.report.bounds import GROUPS, Bound, beyond, first_beyond, within
+from monitor.report.bounds import beyond, first_beyond, within
 from monitor.report.facts import NOT_PICTURED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place, State
 from monitor.report.history import WARM_UP, Sudden

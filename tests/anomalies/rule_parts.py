@@ -44,8 +44,8 @@ class Watched:
     def __init__(self, *rules: tuple[str, float | None], listeners: Sequence[Any] = ()) -> None:
         self.rank = Rank(Path())
         self.findings: list[StepFindings] = []
-        made = [RULES[name](threshold=threshold) for name, threshold in rules]
-        self.scanner = Scanner(made, [self, *listeners])
+        made = [RULES[name]() if threshold is None else RULES[name](threshold=threshold) for name, threshold in rules]
+        self.scanner = Scanner(made, self.rank.series, [self, *listeners])
         self._step = 0
 
     def judged(self, findings: StepFindings) -> None:

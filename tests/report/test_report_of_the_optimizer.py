@@ -11,7 +11,7 @@ from recorded_job import RecordedRank
 from reported_job import modelled
 from sink_rows import Measured
 
-from monitor.report.bounds import LASTING, OF_NEW_WEIGHTS
+from monitor.anomalies.bounds import LASTING, OF_NEW_WEIGHTS
 from monitor.report.checks import CheckResult, Verdict, checks_of
 from monitor.report.facts import facts_of
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
