@@ -426,8 +426,9 @@ class LogitWatcher(FeatureWatcher):
         tokens, whole = self._reading.tokens_of(args, kwargs, weight.shape[1]), self._reading.whole_rows(weight)
         if tokens is None or whole is None or whole.shape != weight.shape or not prod(tokens.shape):
             return None
+        dtype = self._reading.dtype_of_routing(module, tokens, weight)  # ``beneath`` would hide autocast
         with self._reading.beneath():
-            bias, dtype = self._reading.bias_of(module, whole.shape[0]), self._reading.dtype_of_routing(module, tokens, weight)
+            bias = self._reading.bias_of(module, whole.shape[0])
             sums, logits = (form(tokens, whole, bias, dtype) for form in (self._sums_from, self._reading.logits_from))
             return _Formed(sums, logits, bias is not None and not reading.has_correction(module))
 

@@ -417,6 +417,22 @@ def test_routers_have_both_of_their_features(output: Output, gate: Callable[[], 
         assert row.values == {"per_token_expert_entropy": pytest.approx(entropy_per_token(logits), rel=1e-6)}
 
 
+def test_logits_that_are_computed_are_rounded_as_autocast_rounds_those_of_the_router(output: Output) -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"router": Gate(8, 6)}).float(), seeded(3, 5, 8).float()
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            result = model["router"](x)
+        result[0].square().sum().backward()
+
+    (row,) = rows(output, "moe_router_logit_hook", model, run, l2_targets={"moe_router_logit_hook": ["router"]})
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = F.linear(x, model["router"].weight, model["router"].bias)
+    assert rounded.dtype == torch.bfloat16
+    assert row.values == {"per_token_expert_entropy": pytest.approx(entropy_per_token(rounded.double()), rel=1e-6)}
+
+
 def test_what_does_not_fit_is_named_in_one_warning(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     cross = Attention(lambda q, k, v: (q @ k[:, :, :2].mT) @ v[:, :, :2])
     model = nn.ModuleDict({"cross": cross, "norm": nn.LayerNorm(8), "unused": nn.Linear(8, 8), "one": nn.Linear(8, 1)})
