@@ -44,6 +44,14 @@ def after_forward(cell: nn.Cell, call: Callable[..., Any], *, always: bool = Fal
     return handle if program is None else Handles(handle, _Added(program.cell(cell).ends, call))
 
 
+def around_forward(
+    cell: nn.Cell, before: Callable[..., Any], after: Callable[..., Any], whole: Callable[..., Any] | None
+) -> Sequence[Removable]:
+    """Register both. In compiled code neither is called."""
+    del whole
+    return before_forward(cell, before), after_forward(cell, after, always=True)
+
+
 class _Added:
     """The handle of a function that is added to a list."""
 

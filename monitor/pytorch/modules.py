@@ -50,6 +50,16 @@ def after_forward(module: nn.Module, call: Callable[..., None], *, always: bool 
     return module_hooks.after_forward(module, call, _reporting(call, module, ends=True) if compiled else None, always=always)
 
 
+def around_forward(
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None], whole: Callable[..., None] | None
+) -> Sequence[Removable]:
+    traced = None
+    if whole is not None and TRACEABLE:
+        observer = operators.WholeCallObserver(whole, module)
+        traced = operators.TracedWhole(operators.ObservedHook(observer, operators.device_of(module)))
+    return module_hooks.before_forward(module, before), module_hooks.after_forward(module, after, traced, always=True)
+
+
 def _reporting(call: Callable[..., None], module: nn.Module, *, ends: bool = False) -> operators.TracedHook | None:
     """A hook of compiled code that reports calls, if this version of torch keeps operators in order."""
     return (

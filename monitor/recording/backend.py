@@ -269,6 +269,16 @@ class Modules(Protocol):
             compiled: As for ``before_forward``, without a result.
         """
 
+    def around_forward(
+        self, module: Any, before: Callable[..., None], after: Callable[..., None], whole: Callable[..., None] | None
+    ) -> Sequence[Removable]:
+        """Register both, as ``before_forward`` and ``after_forward`` with ``always`` do.
+
+        Args:
+            whole: Called in place of both, with all that ``after`` is given, where the module is compiled with its hooks, if
+                the framework can. It is given tensors without their structure; none if they are sharded.
+        """
+
     def trains(self, module: Any) -> bool:
         """Whether a call of the module that begins now is part of training."""
 

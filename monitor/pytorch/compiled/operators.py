@@ -146,6 +146,28 @@ class CallObserver:
     def keep(self, *_: Any) -> None: ...
 
 
+class WholeCallObserver(CallObserver):
+    """An observer that calls a function with the arguments and results of a call, as far as these are tensors."""
+
+    def called(self, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+        args, kwargs, results = [], {}, []
+        for x, name in zip(tensors, names, strict=True):
+            if name.startswith(RESULT):
+                results.append((name.removeprefix(RESULT), x))
+            elif name:
+                kwargs[name] = x
+            else:
+                args.append(x)
+        self._call(self._module, tuple(args), kwargs, _result_of(results))
+
+
+def _result_of(leaves: Sequence[tuple[str, Tensor]]) -> Any:
+    """A result with these tensors, by suffix: one tensor, or a tuple. A tuple inside has a tensor of a deeper structure."""
+    if [suffix for suffix, _ in leaves] == [""]:
+        return leaves[0][1]
+    return tuple(x if suffix[1:].isdigit() else (x,) for suffix, x in leaves) or None
+
+
 class GuardedObserver:
     """Wraps an observer so that its failures do not reach compiled code."""
 
@@ -214,6 +236,9 @@ HIDDEN: Final = (
     "A module in compiled code returns tensors in an object that is no tuple, list, dict or dataclass: the gradients of its "
     "inputs are not recorded."
 )
+
+RESULT: Final = "="
+"""What the name of a result begins with, among the names of arguments."""
 
 SEE: Final = 1
 FOLLOW: Final = 2
@@ -315,7 +340,25 @@ def _sees_gradient(gradient: Tensor, handle: Tensor, tag: Tensor, slot: str, val
         observed.observer.sees_gradient(gradient, call, tag, slot, value)
 
 
-# A compiler traces these two; they emit the operators above.
+def _called(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], autocast: str) -> None:
+    observed = _OBSERVED.get(handle.data_ptr())
+    if observed is not None and isinstance(observed.observer, WholeCallObserver):
+        dtype: torch.dtype | None = getattr(torch, autocast, None) if autocast else None
+        with torch.no_grad(), torch.autocast(handle.device.type, dtype, enabled=dtype is not None):
+            observed.observer.called(tensors, names)
+
+
+# A compiler traces these three; they emit the operators above.
+
+
+def _call(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str]) -> None:
+    if _is_within(handle):
+        return
+    kind = handle.device.type
+    autocast = str(torch.get_autocast_dtype(kind)).rpartition(".")[2] if torch.is_autocast_enabled(kind) else ""
+    sharded = any(map(is_traceable_wrapper_subclass, tensors))
+    with _saved():
+        torch.ops.monitor.called.default([] if sharded else list(tensors), handle, [] if sharded else names, autocast)
 
 
 def _begin(inputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wanted: Sequence[int], found: int) -> None:
@@ -427,8 +470,10 @@ def _define() -> torch.library.Library:
     library.define("sees(Tensor x, Tensor handle, Tensor call, str slot, int found, int value) -> ()")
     library.define("sees_gradient(Tensor gradient, Tensor handle, Tensor call, str slot, int value) -> ()")
     library.define("begin(Tensor[] inputs, Tensor handle, str[] slots, int[] wanted, int found) -> ()")
+    library.define("called(Tensor[] tensors, Tensor handle, str[] names, str autocast) -> ()")
+    library.define("call(Tensor[] tensors, Tensor handle, str[] names) -> ()")
     library.define("end(Tensor[] outputs, Tensor handle, str[] slots, int[] wanted, int found, bool whole=True) -> ()")
-    for name, call in (("begins", _begins), ("sees", _sees), ("sees_gradient", _sees_gradient)):
+    for name, call in (("begins", _begins), ("sees", _sees), ("sees_gradient", _sees_gradient), ("called", _called)):
         library.impl(name, call, "CompositeExplicitAutograd")
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         if TRACEABLE:
@@ -438,7 +483,8 @@ def _define() -> torch.library.Library:
     library.impl("begins", lambda handle, *_: torch.empty((), dtype=torch.int64, device=handle.device), "Meta")
     library.impl("sees", _nothing, "Meta")
     library.impl("sees_gradient", _nothing, "Meta")
-    for name, traced in (("begin", _begin), ("end", _end)):
+    library.impl("called", _nothing, "Meta")
+    for name, traced in (("begin", _begin), ("end", _end), ("call", _call)):
         library.impl(name, traced, "CompositeImplicitAutograd")
         library.impl(name, traced, "FuncTorchBatched")  # torch.vmap does not decompose operators it does not know
         torch.fx.node.has_side_effect(getattr(torch.ops.monitor, name).default)
@@ -525,6 +571,18 @@ class TracedOutputs(TracedHook):
         slots = ["output" + leaf.suffix for leaf in leaves]
         wanted = _wanted(self._seen, self._followed, leaves, found)
         end([leaf.tensor for leaf in leaves], self._handle, slots, wanted, found, TENSOR_PATHS.finds_all(result))
+
+
+class TracedWhole(TracedHook):
+    """After a module's forward: its arguments and results together, as far as they are tensors."""
+
+    def __call__(self, _module: nn.Module, args: Any = (), kwargs: Any = None, result: Any = None) -> None:
+        given = [x for x in args if isinstance(x, Tensor)]
+        named = {name: x for name, x in (kwargs or {}).items() if isinstance(x, Tensor)}
+        leaves = TENSOR_PATHS.outputs(result)
+        names = ["" for _ in given] + list(named) + [RESULT + leaf.suffix for leaf in leaves]
+        tensors = given + list(named.values()) + [leaf.tensor for leaf in leaves]
+        torch.ops.monitor.call.default(tensors, self._handle, names)
 
 
 def _wanted(seen: TensorChoice, followed: TensorChoice, leaves: Sequence[TensorPath], found: int) -> list[int]:

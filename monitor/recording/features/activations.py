@@ -26,8 +26,7 @@ class ActivationWatcher(watchers.FeatureWatcher):
         self._units: dict[int, _Units] = {}
 
     def attach(self, hooks: HookSet) -> None:
-        self._before_forward(hooks, "looking at a call", self._before)
-        self._after_forward(hooks, "reading an activation", self._after)
+        self._around_forward(hooks, "reading an activation", self._before, self._after)
 
     def _before(self, module: Any, _args: Any, _kwargs: Any) -> None:
         place = self._open_call(module)

@@ -25,6 +25,10 @@ from monitor.stats.partials import COUNT, MAX, SMALLS, SUM, SUMSQ
 _MISSED: Final = "l2_targets that match no module of this model (in a pipeline: of this rank's stages)"
 
 
+Call = Callable[..., None]
+
+SHARDED_THERE: Final = "its tensors in compiled code are sharded, or it returns none"
+
 _HEADS: Final = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 """Attributes of attention modules, or of their configurations, that give the number of heads."""
 
@@ -171,11 +175,24 @@ class FeatureWatcher(ABC):
         if chunk == self._chunk:
             self._calls.restart(micro_step)
 
-    def _before_forward(self, hooks: HookSet, what: str, call: Callable[..., None]) -> None:
-        hooks.add(self._backend.modules.before_forward(self._module, self._hook(what, call)))
+    def _around_forward(self, hooks: HookSet, what: str, before: Call, after: Call, *, compiled: bool = True) -> None:
+        """Call ``before`` and ``after`` around each forward.
 
-    def _after_forward(self, hooks: HookSet, what: str, call: Callable[..., None]) -> None:
-        hooks.add(self._backend.modules.after_forward(self._module, self._hook(what, call), always=True))
+        Args:
+            compiled: Whether compiled code shows all that they need.
+        """
+
+        def whole(module: Any, args: Any, kwargs: Any, result: Any) -> None:
+            if result is None and self._is_watched(module):
+                self._misfit(SHARDED_THERE)
+                return
+            before(module, args, kwargs)
+            after(module, args, kwargs, result)
+
+        for handle in self._backend.modules.around_forward(
+            self._module, self._hook(what, before), self._hook(what, after), self._hook(what, whole) if compiled else None
+        ):
+            hooks.add(handle)
 
     def _hook(self, what: str, call: Callable[..., None]) -> Callable[..., None]:
         def hidden(*args: Any) -> None:
@@ -261,8 +278,7 @@ class AttentionWatcher(FeatureWatcher):
         first = next(one for one in self._asked.watchers if isinstance(one, AttentionWatcher) and one._module is self._module)
         first._sharing.append(self)
         if first is self:
-            self._before_forward(hooks, "reading Q and K", self._before)
-            self._after_forward(hooks, "leaving an attention", self._after)
+            self._around_forward(hooks, "reading Q and K", self._before, self._after, compiled=False)
 
     def forget_step(self) -> None:
         for entry in reversed(self._open):
@@ -396,8 +412,7 @@ class LogitWatcher(FeatureWatcher):
         self._returns_logits = asked.reading.is_linear(module.module)
 
     def attach(self, hooks: HookSet) -> None:
-        self._before_forward(hooks, "reading a router", self._before)
-        self._after_forward(hooks, "reading logits", self._after)
+        self._around_forward(hooks, "reading a router", self._before, self._after)
 
     @abstractmethod
     def _sums_of(self, logits: Any) -> Any:
@@ -551,7 +566,8 @@ class WeightWatcher(FeatureWatcher):
         self._of_seen: tuple[tuple[int, ...], RecordedSeries | None] | None = None
 
     def attach(self, hooks: HookSet) -> None:
-        self._before_forward(hooks, "reading a weight", self._before)
+        hook = self._hook("reading a weight", self._before)
+        hooks.add(self._backend.modules.before_forward(self._module, hook, compiled=True))
 
     def _before(self, module: Any, _args: Any, _kwargs: Any) -> None:
         if self.called or not self._is_watched(module) or self._begin(module) is None:

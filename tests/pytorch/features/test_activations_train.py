@@ -19,6 +19,7 @@ from watching import Output, attached, on_two_ranks, warnings_in
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.outputs import read_merged
 from monitor.recording.features import reading
+from monitor.recording.features.watchers import SHARDED_THERE
 
 FORMAT: dict[str, Any] = {"recording_l2_features": True, "ndigits": 17, "ops": ["norm"]}
 KIND = "activation_hook"
@@ -450,10 +451,25 @@ def test_a_module_around_compiled_code_has_its_row(output: Output) -> None:
         assert found[name, 1] == pytest.approx({**expected, WITHOUT: 1 - active_units(inner(x)).mean()}, rel=1e-6)
 
 
-def test_a_module_in_compiled_code_has_none_and_that_is_said(output: Output, caplog: pytest.LogCaptureFixture) -> None:
-    model = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), backend="eager", fullgraph=True)
-    monitor, optimizer = watched(output, model, "1")
+def test_a_module_in_compiled_code_that_returns_no_tensor_has_none_and_that_is_said(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Nothing(nn.Module):
+        def forward(self, _: Tensor) -> None: ...
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.nothing = nn.Linear(6, 6), Nothing()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.nothing(x)
+            y: Tensor = self.first(x)
+            return y
+
+    model = torch.compile(Net(), backend="eager", fullgraph=True)
+    monitor, optimizer = watched(output, model, "nothing")
     with monitor:
         stepping(model, optimizer, seeded(4, 6))
-    assert f"{reading.NOT_CALLED}: '1'" in warnings_in(caplog)[-1]
+    assert f"{SHARDED_THERE}: 'nothing'" in warnings_in(caplog)[-1]
     assert rows(output) == {}

@@ -1,0 +1,148 @@
+"""Features of weights, routers and outputs of compiled modules have the rows of eager code. Training keeps its bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compiling import MICRO_STEPS, STEPS, WAYS, Compile, Ways, trained
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from watching import Output, Row
+
+TARGETS = {
+    "linear_hook": [],
+    "moe_router_weight_hook": ["layers.0.router"],
+    "moe_router_logit_hook": ["layers.0.router", "layers.1.router"],
+    "moe_router_load_hook": ["layers.0.router", "layers.1.router"],
+    "activation_hook": ["layers.0.act", "layers.1"],
+}
+CONFIG: dict[str, Any] = {
+    "recording_l2_features": True,
+    "l2_targets": TARGETS,
+    "dead_after_steps": 1,
+    "ops": ["norm"],
+    "ndigits": 17,
+}
+
+
+class Router(nn.Module):
+    """Takes its tokens by name, and returns the chosen experts among other things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+        self.top_k = 2
+
+    def forward(self, *, hidden_states: Tensor) -> tuple[Any, ...]:
+        weights, chosen = F.linear(hidden_states, self.weight).softmax(-1).topk(self.top_k, -1)
+        return weights, chosen, None
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act, self.router = nn.Linear(4, 4), nn.ReLU(), Router()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.linear(x))
+        result: Tensor = x + y * self.router(hidden_states=x)[0].sum(-1, keepdim=True)
+        return result
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Checkpointed(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def rows(output: Output) -> dict[str, list[Row]]:
+    """The rows of each kind of the latest recording."""
+    return {kind: output.rows(kind, output.directories()[-1]) for kind in TARGETS}
+
+
+def assert_equal(found: dict[str, list[Row]], expected: dict[str, list[Row]]) -> None:
+    for kind, wanted in expected.items():
+        assert wanted, kind
+        by_place = {(row.name, row.step, row.micro_step): row for row in found[kind]}
+        assert len(by_place) == len(found[kind]) == len(wanted), kind
+        for row in wanted:
+            same = by_place[row.name, row.step, row.micro_step].values
+            assert same.keys() == row.values.keys()
+            assert [same[op] for op in same if same[op] is not None] == pytest.approx(
+                [row.values[op] for op in same if same[op] is not None], rel=1e-9
+            )
+            assert {op for op in same if same[op] is None} == {op for op in same if row.values[op] is None}
+
+
+@pytest.mark.parametrize("make", [Blocks, Checkpointed])
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_each_way_of_compiling_has_the_rows_of_eager_code(output: Output, way: str, make: type[nn.Module]) -> None:
+    trained(make, Ways.eager, output, config=CONFIG)
+    expected = rows(output)
+    before = trained(make, WAYS[way], backend="aot_eager")
+    after = trained(make, WAYS[way], output, config=CONFIG, backend="aot_eager")
+    assert_equal(rows(output), expected)
+    assert all(map(torch.equal, after.numbers, before.numbers))
+    assert (after.graphs, after.breaks) == (before.graphs, before.breaks)
+
+
+def test_what_inductor_compiles_has_them_too(output: Output) -> None:
+    trained(Blocks, Ways.eager, output, config=CONFIG)
+    expected = rows(output)
+    trained(Blocks, Ways.whole, output, config=CONFIG)
+    assert_equal(rows(output), expected)
+
+
+def test_logits_are_computed_in_the_precision_of_autocast_in_compiled_code(output: Output) -> None:
+    def under_autocast(compile_: Compile) -> Compile:
+        def way(model: nn.Module, **options: Any) -> Any:
+            called = compile_(model.float(), **options)
+
+            def call(x: Tensor) -> Tensor:
+                with torch.autocast("cpu", torch.bfloat16):
+                    result: Tensor = called(x)
+                return result
+
+            return call
+
+        return way
+
+    def single(number: int) -> Tensor:
+        return torch.sin(torch.arange(12.0) + number).view(3, 4)
+
+    trained(Blocks, under_autocast(Ways.eager), output, inputs=single, config=CONFIG)
+    expected = rows(output)
+    trained(Blocks, under_autocast(Ways.whole), output, inputs=single, config=CONFIG, backend="aot_eager")
+    assert_equal(rows(output), expected)
+
+
+def test_an_evaluation_has_no_rows_and_steps_count_as_in_eager_code(output: Output) -> None:
+    def evaluating(model: nn.Module, **options: Any) -> Any:
+        compiled = torch.compile(model, **options)
+
+        def call(x: Tensor) -> Any:
+            model.eval()
+            compiled(x)
+            model.train()
+            return compiled(x)
+
+        return call
+
+    trained(Blocks, evaluating, output, config=CONFIG, backend="aot_eager")
+    found = rows(output)["activation_hook"]
+    assert len(found) == len(TARGETS["activation_hook"]) * STEPS * MICRO_STEPS
