@@ -45,10 +45,10 @@ def after_forward(cell: nn.Cell, call: Callable[..., Any], *, always: bool = Fal
 
 
 def around_forward(
-    cell: nn.Cell, before: Callable[..., Any], after: Callable[..., Any], whole: Callable[..., Any] | None
+    cell: nn.Cell, before: Callable[..., Any], after: Callable[..., Any], whole: Callable[..., Any], *, searches: bool
 ) -> Sequence[Removable]:
-    """Register both. In compiled code neither is called."""
-    del whole
+    """Register both. In compiled code nothing is called."""
+    del whole, searches
     return before_forward(cell, before), after_forward(cell, after, always=True)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from monitor.pytorch import hooks as module_hooks
 from monitor.pytorch.autograd import CheckpointRepetitions
-from monitor.pytorch.compiled import operators
+from monitor.pytorch.compiled import calls, operators
 from monitor.pytorch.hooks import TRACEABLE
 from monitor.pytorch.silent_writes import SilentWrites
 from monitor.pytorch.tensor_reader import TorchTensorReader
@@ -51,13 +51,14 @@ def after_forward(module: nn.Module, call: Callable[..., None], *, always: bool 
 
 
 def around_forward(
-    module: nn.Module, before: Callable[..., None], after: Callable[..., None], whole: Callable[..., None] | None
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None], whole: Callable[..., None], *, searches: bool
 ) -> Sequence[Removable]:
-    traced = None
-    if whole is not None and TRACEABLE:
-        observer = operators.WholeCallObserver(whole, module)
-        traced = operators.TracedWhole(operators.ObservedHook(observer, operators.device_of(module)))
-    return module_hooks.before_forward(module, before), module_hooks.after_forward(module, after, traced, always=True)
+    begins: operators.TracedHook | None = None
+    ends: operators.TracedHook | None = None
+    if TRACEABLE:
+        observed = operators.ObservedHook(calls.WholeCallObserver(whole, module), operators.device_of(module))
+        begins, ends = calls.TracedBegin(observed) if searches else None, calls.TracedWhole(observed, searches=searches)
+    return module_hooks.before_forward(module, before, begins), module_hooks.after_forward(module, after, ends, always=True)
 
 
 def _reporting(call: Callable[..., None], module: nn.Module, *, ends: bool = False) -> operators.TracedHook | None:

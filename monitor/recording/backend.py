@@ -270,13 +270,21 @@ class Modules(Protocol):
         """
 
     def around_forward(
-        self, module: Any, before: Callable[..., None], after: Callable[..., None], whole: Callable[..., None] | None
+        self,
+        module: Any,
+        before: Callable[..., None],
+        after: Callable[..., None],
+        whole: Callable[..., None],
+        *,
+        searches: bool,
     ) -> Sequence[Removable]:
         """Register both, as ``before_forward`` and ``after_forward`` with ``always`` do.
 
         Args:
-            whole: Called in place of both, with all that ``after`` is given, where the module is compiled with its hooks, if
-                the framework can. It is given tensors without their structure; none if they are sharded.
+            whole: Called in place of both where the module is compiled with its hooks, if the framework can. It is given what
+                ``after`` is, and a function that makes a ``Search`` of the calls inside. Arguments and results are tensors
+                without their structure; there are none if they are sharded.
+            searches: Whether ``whole`` needs the calls inside.
         """
 
     def trains(self, module: Any) -> bool:

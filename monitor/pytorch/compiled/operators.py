@@ -146,28 +146,6 @@ class CallObserver:
     def keep(self, *_: Any) -> None: ...
 
 
-class WholeCallObserver(CallObserver):
-    """An observer that calls a function with the arguments and results of a call, as far as these are tensors."""
-
-    def called(self, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
-        args, kwargs, results = [], {}, []
-        for x, name in zip(tensors, names, strict=True):
-            if name.startswith(RESULT):
-                results.append((name.removeprefix(RESULT), x))
-            elif name:
-                kwargs[name] = x
-            else:
-                args.append(x)
-        self._call(self._module, tuple(args), kwargs, _result_of(results))
-
-
-def _result_of(leaves: Sequence[tuple[str, Tensor]]) -> Any:
-    """A result with these tensors, by suffix: one tensor, or a tuple. A tuple inside has a tensor of a deeper structure."""
-    if [suffix for suffix, _ in leaves] == [""]:
-        return leaves[0][1]
-    return tuple(x if suffix[1:].isdigit() else (x,) for suffix, x in leaves) or None
-
-
 class GuardedObserver:
     """Wraps an observer so that its failures do not reach compiled code."""
 
@@ -237,9 +215,6 @@ HIDDEN: Final = (
     "inputs are not recorded."
 )
 
-RESULT: Final = "="
-"""What the name of a result begins with, among the names of arguments."""
-
 SEE: Final = 1
 FOLLOW: Final = 2
 
@@ -288,7 +263,7 @@ class ObservedHook:
         self.observer = observer
         self.calls: dict[int, object] = {}
         self.earlier: dict[int, object] = {}
-        _OBSERVED[self.handle.data_ptr()] = self
+        OBSERVED[self.handle.data_ptr()] = self
 
     def note(self, tag: Tensor, call: object | None) -> None:
         """``tag`` identifies ``call`` from now on. An earlier tensor at its address was freed."""
@@ -314,14 +289,14 @@ _HIGHER_ORDER: Final = os.path.join(_TORCH, "_higher_order_ops", "")
 _CHECKPOINT: Final = _HIGHER_ORDER + "wrap.py"
 _DDP_OPTIMIZER: Final = os.path.join(_TORCH, "_dynamo", "backends", "distributed.py")
 
-_OBSERVED: Final[weakref.WeakValueDictionary[int, ObservedHook]] = weakref.WeakValueDictionary()
+OBSERVED: Final[weakref.WeakValueDictionary[int, ObservedHook]] = weakref.WeakValueDictionary()
 """Hooks by the addresses of their handles."""
 
 
 def _begins(handle: Tensor, ends: bool, recording: bool) -> Tensor:
     with beneath():
         tag = torch.empty((), dtype=torch.int64, device=handle.device)
-    observed = _OBSERVED.get(handle.data_ptr())
+    observed = OBSERVED.get(handle.data_ptr())
     if observed is not None:
         with torch.set_grad_enabled(recording):  # compiled code has recorded its graph beforehand
             observed.note(tag, observed.observer.ends(tag) if ends else observed.observer.begins(tag))
@@ -329,40 +304,22 @@ def _begins(handle: Tensor, ends: bool, recording: bool) -> Tensor:
 
 
 def _sees(x: Tensor, handle: Tensor, tag: Tensor, slot: str, found: int, value: int) -> None:
-    observed = _OBSERVED.get(handle.data_ptr())
+    observed = OBSERVED.get(handle.data_ptr())
     if observed is not None and (call := observed.call(tag)) is not None:
         observed.observer.sees(x, call, tag, slot, found, value)
 
 
 def _sees_gradient(gradient: Tensor, handle: Tensor, tag: Tensor, slot: str, value: int) -> None:
-    observed = _OBSERVED.get(handle.data_ptr())
+    observed = OBSERVED.get(handle.data_ptr())
     if observed is not None and (call := observed.call(tag)) is not None:
         observed.observer.sees_gradient(gradient, call, tag, slot, value)
 
 
-def _called(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], autocast: str) -> None:
-    observed = _OBSERVED.get(handle.data_ptr())
-    if observed is not None and isinstance(observed.observer, WholeCallObserver):
-        dtype: torch.dtype | None = getattr(torch, autocast, None) if autocast else None
-        with torch.no_grad(), torch.autocast(handle.device.type, dtype, enabled=dtype is not None):
-            observed.observer.called(tensors, names)
-
-
-# A compiler traces these three; they emit the operators above.
-
-
-def _call(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str]) -> None:
-    if _is_within(handle):
-        return
-    kind = handle.device.type
-    autocast = str(torch.get_autocast_dtype(kind)).rpartition(".")[2] if torch.is_autocast_enabled(kind) else ""
-    sharded = any(map(is_traceable_wrapper_subclass, tensors))
-    with _saved():
-        torch.ops.monitor.called.default([] if sharded else list(tensors), handle, [] if sharded else names, autocast)
+# A compiler traces these two; they emit the operators above.
 
 
 def _begin(inputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wanted: Sequence[int], found: int) -> None:
-    if _is_within(handle):
+    if is_within(handle):
         return
     call = None
     try:
@@ -376,7 +333,7 @@ def _begin(inputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wante
 def _end(
     outputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wanted: Sequence[int], found: int, whole: bool = True
 ) -> None:
-    if _is_within(handle):
+    if is_within(handle):
         return
     try:
         tag = _traced(handle, True, outputs, slots, wanted, found)
@@ -386,7 +343,7 @@ def _end(
             FAILURES.warn("hidden results", HIDDEN)
             call = replace(call, targets={})
         handles = follow(call, tag, outputs, followed, partial(_reader, handle))
-        observed = _OBSERVED.get(handle.data_ptr()) if type(handle) is Tensor else None
+        observed = OBSERVED.get(handle.data_ptr()) if type(handle) is Tensor else None
         if observed is not None:  # this was no trace: the hooks are on training's own tensors
             observed.observer.keep(handles)
     except Exception as error:
@@ -396,7 +353,7 @@ def _end(
 def _traced(
     handle: Tensor, ends: bool, tensors: Sequence[Tensor], slots: Sequence[str], wanted: Sequence[int], found: int
 ) -> Tensor:
-    with _saved():
+    with saved():
         tag: Tensor = torch.ops.monitor.begins.default(handle, ends, torch.is_grad_enabled())
         for x, slot in _named(tensors, slots, wanted, SEE):
             here = _local(x)
@@ -418,7 +375,7 @@ def _reader(handle: Tensor, tag: Tensor, slot: str) -> Callable[[Tensor], None]:
     return read
 
 
-def _is_within(handle: Tensor) -> bool:
+def is_within(handle: Tensor) -> bool:
     """Whether the code must not be observed and has no rows. This holds for shape inference, under a transform of
     ``torch.func``, and in a branch of ``cond``, a body of ``while_loop`` and the like, where side effects are forbidden. It
     also holds for pieces cut by DDP's optimizer unless the backend is inductor: the next piece would receive the tokens that
@@ -446,7 +403,7 @@ def _local(x: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def _saved() -> Iterator[None]:
+def saved() -> Iterator[None]:
     """Operators traced inside are excluded from checkpoints, so backward does not repeat them."""
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
@@ -460,8 +417,25 @@ def _saved() -> Iterator[None]:
         node.meta.pop("ac_graph_id", None)
 
 
-def _nothing(*_: Any) -> None:
+def nothing(*_: Any) -> None:
     """An operator on tensors without data."""
+
+
+def define_effect(library: torch.library.Library, name: str, call: Callable[..., Any]) -> None:
+    """Implement an operator that compiled code calls in order, because of its effects."""
+    library.impl(name, call, "CompositeExplicitAutograd")
+    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    if TRACEABLE:
+        from torch._library.effects import EffectType
+
+        torch.library._register_effectful_op(f"monitor::{name}", EffectType.ORDERED, lib=library)
+
+
+def define_traced(library: torch.library.Library, name: str, traced: Callable[..., Any]) -> None:
+    """Implement an operator that a compiler traces into others."""
+    library.impl(name, traced, "CompositeImplicitAutograd")
+    library.impl(name, traced, "FuncTorchBatched")  # torch.vmap does not decompose operators it does not know
+    torch.fx.node.has_side_effect(getattr(torch.ops.monitor, name).default)
 
 
 def _define() -> torch.library.Library:
@@ -470,24 +444,14 @@ def _define() -> torch.library.Library:
     library.define("sees(Tensor x, Tensor handle, Tensor call, str slot, int found, int value) -> ()")
     library.define("sees_gradient(Tensor gradient, Tensor handle, Tensor call, str slot, int value) -> ()")
     library.define("begin(Tensor[] inputs, Tensor handle, str[] slots, int[] wanted, int found) -> ()")
-    library.define("called(Tensor[] tensors, Tensor handle, str[] names, str autocast) -> ()")
-    library.define("call(Tensor[] tensors, Tensor handle, str[] names) -> ()")
     library.define("end(Tensor[] outputs, Tensor handle, str[] slots, int[] wanted, int found, bool whole=True) -> ()")
-    for name, call in (("begins", _begins), ("sees", _sees), ("sees_gradient", _sees_gradient), ("called", _called)):
-        library.impl(name, call, "CompositeExplicitAutograd")
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        if TRACEABLE:
-            from torch._library.effects import EffectType
-
-            torch.library._register_effectful_op(f"monitor::{name}", EffectType.ORDERED, lib=library)
+    for name, call in (("begins", _begins), ("sees", _sees), ("sees_gradient", _sees_gradient)):
+        define_effect(library, name, call)
     library.impl("begins", lambda handle, *_: torch.empty((), dtype=torch.int64, device=handle.device), "Meta")
-    library.impl("sees", _nothing, "Meta")
-    library.impl("sees_gradient", _nothing, "Meta")
-    library.impl("called", _nothing, "Meta")
-    for name, traced in (("begin", _begin), ("end", _end), ("call", _call)):
-        library.impl(name, traced, "CompositeImplicitAutograd")
-        library.impl(name, traced, "FuncTorchBatched")  # torch.vmap does not decompose operators it does not know
-        torch.fx.node.has_side_effect(getattr(torch.ops.monitor, name).default)
+    library.impl("sees", nothing, "Meta")
+    library.impl("sees_gradient", nothing, "Meta")
+    for name, traced in (("begin", _begin), ("end", _end)):
+        define_traced(library, name, traced)
     return library
 
 
@@ -571,18 +535,6 @@ class TracedOutputs(TracedHook):
         slots = ["output" + leaf.suffix for leaf in leaves]
         wanted = _wanted(self._seen, self._followed, leaves, found)
         end([leaf.tensor for leaf in leaves], self._handle, slots, wanted, found, TENSOR_PATHS.finds_all(result))
-
-
-class TracedWhole(TracedHook):
-    """After a module's forward: its arguments and results together, as far as they are tensors."""
-
-    def __call__(self, _module: nn.Module, args: Any = (), kwargs: Any = None, result: Any = None) -> None:
-        given = [x for x in args if isinstance(x, Tensor)]
-        named = {name: x for name, x in (kwargs or {}).items() if isinstance(x, Tensor)}
-        leaves = TENSOR_PATHS.outputs(result)
-        names = ["" for _ in given] + list(named) + [RESULT + leaf.suffix for leaf in leaves]
-        tensors = given + list(named.values()) + [leaf.tensor for leaf in leaves]
-        torch.ops.monitor.call.default(tensors, self._handle, names)
 
 
 def _wanted(seen: TensorChoice, followed: TensorChoice, leaves: Sequence[TensorPath], found: int) -> list[int]:

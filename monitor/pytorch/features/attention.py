@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -372,7 +372,7 @@ LAYERS: Final = frozenset({"linear", "conv1d", "conv2d", "layer_norm", "rms_norm
 FLEX: Final = "flex_attention"
 """The name of torch's operator of FlexAttention, which older versions do not have."""
 
-_SDPA_ARGUMENTS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+SDPA_ARGUMENTS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 Shapes = set[tuple[int, int, int]]
 """Matrices, queries and keys of products."""
 
@@ -403,7 +403,7 @@ def called_scores(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], p
         MisfitError: The call computes attention, but cannot be read.
     """
     if func is SDPA:
-        return _of_sdpa({**dict(zip(_SDPA_ARGUMENTS, args, strict=False)), **kwargs})
+        return _of_sdpa({**dict(zip(SDPA_ARGUMENTS, args, strict=False)), **kwargs})
     if func in SOFTMAXES:
         return _of_softmax(args, kwargs, products)
     if getattr(func, "__name__", "") == FLEX and isinstance(func, torch._ops.HigherOrderOperator):
@@ -597,3 +597,36 @@ class ClosedSearch(AttentionSearch):
 
     def leave(self) -> None:
         """Do nothing."""
+
+
+class ReplayedSearch(ClosedSearch):
+    """The search in calls that compiled code has made.
+
+    Args:
+        calls: Of each call that may compute attention, whether it is a softmax of scores, and its arguments by name.
+        named: The names of other calls that may be parts of one.
+        hidden: Why some calls were not seen; empty if all were.
+    """
+
+    def __init__(
+        self, calls: Sequence[tuple[bool, Mapping[str, Any]]], named: Iterable[str], hidden: str, *asked: Callable[..., Any]
+    ) -> None:
+        super().__init__(*asked)
+        self._calls, self._hidden = calls, hidden
+        self._called.update(named)
+
+    @property
+    def opaque(self) -> bool:
+        """As of a search in eager code."""
+        return not self._called
+
+    def enter(self) -> None:
+        """Look at all calls."""
+        for is_softmax, given in self._calls:
+            if is_softmax and not self.saw:
+                self._products.add(_shape_of(given["input"]))
+                self._look(torch.softmax, (given["input"], -1), {})
+            elif not self.saw:
+                self._look(SDPA, (), dict(given))
+        if self._hidden:
+            self._end(self._hidden)

@@ -175,23 +175,18 @@ class FeatureWatcher(ABC):
         if chunk == self._chunk:
             self._calls.restart(micro_step)
 
-    def _around_forward(self, hooks: HookSet, what: str, before: Call, after: Call, *, compiled: bool = True) -> None:
-        """Call ``before`` and ``after`` around each forward.
+    def _around_forward(self, hooks: HookSet, what: str, before: Call, after: Call, *, searches: bool = False) -> None:
+        """Call ``before`` and ``after`` around each forward."""
 
-        Args:
-            compiled: Whether compiled code shows all that they need.
-        """
-
-        def whole(module: Any, args: Any, kwargs: Any, result: Any) -> None:
+        def whole(module: Any, args: Any, kwargs: Any, result: Any, searching: Any) -> None:
             if result is None and self._is_watched(module):
                 self._misfit(SHARDED_THERE)
                 return
-            before(module, args, kwargs)
+            before(module, args, kwargs, *((searching,) if searches else ()))
             after(module, args, kwargs, result)
 
-        for handle in self._backend.modules.around_forward(
-            self._module, self._hook(what, before), self._hook(what, after), self._hook(what, whole) if compiled else None
-        ):
+        hooked = (self._hook(what, call) for call in (before, after, whole))
+        for handle in self._backend.modules.around_forward(self._module, *hooked, searches=searches):
             hooks.add(handle)
 
     def _hook(self, what: str, call: Callable[..., None]) -> Callable[..., None]:
@@ -278,7 +273,7 @@ class AttentionWatcher(FeatureWatcher):
         first = next(one for one in self._asked.watchers if isinstance(one, AttentionWatcher) and one._module is self._module)
         first._sharing.append(self)
         if first is self:
-            self._around_forward(hooks, "reading Q and K", self._before, self._after, compiled=False)
+            self._around_forward(hooks, "reading Q and K", self._before, self._after, searches=True)
 
     def forget_step(self) -> None:
         for entry in reversed(self._open):
@@ -286,19 +281,23 @@ class AttentionWatcher(FeatureWatcher):
                 entry.search.leave()
         super().forget_step()
 
-    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], searching: Any = None) -> None:
+        """Args:
+        searching: Makes the search in compiled code.
+        """
         place = self._open_call(module)
         if place is None:
             return
         for one in self._sharing:
             one.called = True
+        searching = searching or self._searching
         given, reason = self._given(args, kwargs)
-        if given is not None and (self._searching is None or given.certain):
+        if given is not None and (searching is None or given.certain):
             self._write_all(place, self._measured(given), given.measured)
-        elif self._searching is None:
+        elif searching is None:
             self._misfit(reason or NO_SCORES)
         else:
-            search = self._searching(self._failures.guarded("reading Q and K", self._measured, of=self.name), self._misfit)
+            search = searching(self._failures.guarded("reading Q and K", self._measured, of=self.name), self._misfit)
             version = None if given is None else given.version
             tokens = self._tokens(args, kwargs) if given is None else given.measured.shape
             self._open[-1] = _OpenSearch(search, place, given, version, reason, tokens)

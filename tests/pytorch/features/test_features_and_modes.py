@@ -192,7 +192,7 @@ def test_the_attention_of_a_compiled_model_has_no_rows_and_that_is_said(
     with monitor:
         model(x).sum().backward()
         optimizer.step()
-    assert "it was not called, or is compiled: '0'" in warnings_in(caplog)[-1]
+    assert "its backend does not show its calls: '0'" in warnings_in(caplog)[-1]
     assert output.rows("attention_hook") == []
     assert [row.name for row in output.rows("linear_hook")] == ["1.linear"]
 

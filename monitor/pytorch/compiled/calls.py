@@ -1,0 +1,289 @@
+"""Operators that show whole calls of modules in compiled code: arguments, results, and the attention that is computed inside.
+
+At the end of a call, one operator is given all tensors together. So an argument is still there when the result is known. While
+the call is traced, the functions that it calls are seen: the compiler interprets a graph, one function after another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from monitor.pytorch.compiled.operators import (
+    FAILURES,
+    MISSING_ROWS,
+    OBSERVED,
+    CallObserver,
+    ObservedHook,
+    TracedHook,
+    define_effect,
+    define_traced,
+    is_within,
+    nothing,
+    saved,
+)
+from monitor.pytorch.features.attention import ATTENDING, LAYERS, PRODUCTS, SDPA, SDPA_ARGUMENTS, SOFTMAXES, ReplayedSearch
+from monitor.pytorch.tensors import TENSOR_PATHS
+
+RESULT: Final = "="
+"""What the name of a result begins with, among the names of arguments."""
+
+HIGHER_ORDER: Final = "it calls {name} in compiled code, which hides its calls"
+NOT_TRACED: Final = "its backend does not show its calls"
+
+# --- When compiled code runs.
+
+
+class AttentionCall(NamedTuple):
+    """A call that may compute attention.
+
+    Attributes:
+        is_softmax: Whether it is a softmax of scores; otherwise it is ``scaled_dot_product_attention``.
+        tensors: Its tensors by argument: in a trace themselves, otherwise their index among those of the operator.
+        others: Its other arguments.
+    """
+
+    is_softmax: bool
+    tensors: Mapping[str, Any]
+    others: Mapping[str, Any]
+
+
+class WholeCallObserver(CallObserver):
+    """An observer that calls a function with the arguments and results of a call, as far as these are tensors, and with a maker
+    of searches that replay the calls inside.
+    """
+
+    def called(self, tensors: Sequence[Tensor], names: Sequence[str], mask: str, inside: str) -> None:
+        args, kwargs, results = [], {}, []
+        for x, name in zip(tensors, names, strict=False):
+            if name.startswith(RESULT):
+                results.append((name.removeprefix(RESULT), x))
+            elif name:
+                kwargs[name] = x
+            else:
+                args.append(x)
+        given = {**kwargs, "attn_mask_type": mask} if mask else kwargs
+        self._call(self._module, tuple(args), given, _result_of(results), lambda *asked: _replayed(inside, tensors, *asked))
+
+
+def _result_of(leaves: Sequence[tuple[str, Tensor]]) -> Any:
+    """A result with these tensors, by suffix: one tensor, or a tuple. A tuple inside has a tensor of a deeper structure."""
+    if [suffix for suffix, _ in leaves] == [""]:
+        return leaves[0][1]
+    return tuple(x if suffix[1:].isdigit() else (x,) for suffix, x in leaves) or None
+
+
+def _replayed(inside: str, tensors: Sequence[Tensor], *asked: Any) -> ReplayedSearch:
+    seen = json.loads(inside)
+    calls = [
+        (is_softmax, {**{name: tensors[place] for name, place in places.items()}, **others})
+        for is_softmax, places, others in seen["calls"]
+    ]
+    return ReplayedSearch(calls, seen["named"], seen["hidden"], *asked)
+
+
+def _called(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], mask: str, inside: str, autocast: str) -> None:
+    observed = OBSERVED.get(handle.data_ptr())
+    if observed is not None and isinstance(observed.observer, WholeCallObserver):
+        dtype: torch.dtype | None = getattr(torch, autocast, None) if autocast else None
+        with torch.no_grad(), torch.autocast(handle.device.type, dtype, enabled=dtype is not None):
+            observed.observer.called(tensors, names, mask, inside)
+
+
+# --- While a compiler traces.
+
+
+class TracedSearch:
+    """Sees the functions that a module calls while its call is traced.
+
+    Attributes:
+        calls: Those that may compute attention.
+        named: The names of others that may be parts of one.
+        hidden: Why some calls are not seen; empty if all are.
+    """
+
+    def __init__(self, hidden: str = "") -> None:
+        self.calls: list[AttentionCall] = []
+        self.named: set[str] = set()
+        self.hidden = hidden
+        self._products: set[tuple[str, ...]] = set()
+
+    def look(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Before a call."""
+        name = getattr(function, "__name__", "").partition(".")[0]
+        if isinstance(function, torch._ops.HigherOrderOperator):
+            self.hidden = HIGHER_ORDER.format(name=name)
+        elif name in ATTENDING or name in LAYERS:
+            self.named.add(name)
+        if function is SDPA:
+            given = {**dict(zip(SDPA_ARGUMENTS, args, strict=False)), **kwargs}
+            self._take(given, is_softmax=False)
+        elif function in SOFTMAXES:
+            scores = args[0] if args else kwargs.get("input")
+            over = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            if isinstance(scores, Tensor) and scores.dim() == 4 and over in (-1, 3) and _shape_of(scores) in self._products:
+                self._take({"input": scores}, is_softmax=True)
+
+    def _take(self, given: Mapping[str, Any], *, is_softmax: bool) -> None:
+        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        others = {name: x for name, x in given.items() if x is not None and name not in tensors}
+        if all(isinstance(x, bool | int | float) for x in others.values()):
+            self.calls.append(AttentionCall(is_softmax, tensors, others))
+        else:
+            self.hidden = "an argument of its attention is not a constant in compiled code"
+
+    def note(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """After a call."""
+        if function in PRODUCTS and isinstance(result, Tensor) and result.dim() in (3, 4):
+            given = (*args, *(value for name, value in kwargs.items() if name != "out"))
+            factors = [one for one in given if isinstance(one, Tensor)][-2:]
+            # A weight, or a part of one, lacks the batch.
+            if all(one.dim() == result.dim() and str(one.shape[0]) == str(result.shape[0]) for one in factors):
+                self._products.add(_shape_of(result))
+
+
+def _shape_of(x: Tensor) -> tuple[str, ...]:
+    """Matrices, queries and keys. As text, since a comparison of dynamic sizes would become a guard of compiled code."""
+    return str(math.prod(x.shape[:-2])), str(x.shape[-2]), str(x.shape[-1])
+
+
+_SEARCHES: Final = "_monitor_searches"
+"""The attribute of an interpreter with its searches, by the ids of handles, the innermost last."""
+
+_FUNCTIONS: Final = {operator.matmul: torch.matmul, operator.imatmul: torch.matmul}
+
+
+def _interpreter() -> torch.fx.Interpreter | None:
+    """The interpreter of the graph that is traced on this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, torch.fx.Interpreter):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _search(handle: Tensor) -> None:
+    if is_within(handle) or (interpreter := _interpreter()) is None:
+        return
+    open_searches: list[tuple[Tensor, TracedSearch]] = vars(interpreter).setdefault(_SEARCHES, [])
+    open_searches.append((handle, TracedSearch()))
+    if len(open_searches) == 1:
+        for how in ("call_function", "call_method"):
+            setattr(interpreter, how, _seeing(getattr(interpreter, how), open_searches))
+
+
+def _seeing(call: Callable[..., Any], searches: Sequence[tuple[Tensor, TracedSearch]]) -> Callable[..., Any]:
+    """A method of an interpreter, which lets searches see the call."""
+
+    def seen(target: Any, args: Any, kwargs: Any) -> Any:
+        function = getattr(Tensor, target, None) if isinstance(target, str) else _FUNCTIONS.get(target, target)
+        watching = [search for _, search in searches]
+        try:
+            for search in watching:
+                search.look(function, args, kwargs)
+        except Exception as error:  # a failure here must not reach the compiler
+            FAILURES.report("observing compiled code", error, MISSING_ROWS)
+        result = call(target, args, kwargs)
+        try:
+            for search in watching:
+                search.note(function, args, kwargs, result)
+        except Exception as error:
+            FAILURES.report("observing compiled code", error, MISSING_ROWS)
+        return result
+
+    return seen
+
+
+def _found(handle: Tensor) -> TracedSearch:
+    """Ends the search of a call."""
+    interpreter = _interpreter()
+    searches = [] if interpreter is None else vars(interpreter).get(_SEARCHES, [])
+    place = next((place for place in reversed(range(len(searches))) if searches[place][0] is handle), None)
+    if place is None:
+        return TracedSearch(NOT_TRACED)
+    found: TracedSearch = searches[place][1]
+    del searches[place:]
+    if not searches:
+        for name in ("call_function", "call_method", _SEARCHES):
+            delattr(interpreter, name)
+    return found
+
+
+def _call(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], mask: str, searches: bool) -> None:
+    if is_within(handle):
+        return
+    try:
+        search = _found(handle) if searches else TracedSearch()
+        flat = [x for one in search.calls for x in one.tensors.values()]
+        inside, count = [], len(tensors)
+        for one in search.calls:
+            inside.append((one.is_softmax, {name: count + i for i, name in enumerate(one.tensors)}, one.others))
+            count += len(one.tensors)
+        text = json.dumps({"calls": inside, "named": sorted(search.named), "hidden": search.hidden})
+        every = [*tensors, *flat]
+        if any(is_traceable_wrapper_subclass(x) and not isinstance(x, FunctionalTensor) for x in every):
+            every, names, text = [], [], json.dumps({"calls": [], "named": [], "hidden": ""})
+        kind = handle.device.type
+        autocast = str(torch.get_autocast_dtype(kind)).rpartition(".")[2] if torch.is_autocast_enabled(kind) else ""
+        with saved():
+            torch.ops.monitor.called.default(every, handle, names, mask, text, autocast)
+    except Exception as error:
+        FAILURES.report("observing compiled code", error, MISSING_ROWS)
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library("monitor", "FRAGMENT")
+    library.define("called(Tensor[] tensors, Tensor handle, str[] names, str mask, str inside, str autocast) -> ()")
+    library.define("search(Tensor handle) -> ()")
+    library.define("call(Tensor[] tensors, Tensor handle, str[] names, str mask, bool searches) -> ()")
+    define_effect(library, "called", _called)
+    library.impl("called", nothing, "Meta")
+    define_traced(library, "search", _search)
+    define_traced(library, "call", _call)
+    return library
+
+
+LIBRARY: Final = _define()
+"""Keeps the operators registered."""
+
+
+class TracedBegin(TracedHook):
+    """Before a module's forward: from now on its calls are seen."""
+
+    def __call__(self, _module: nn.Module, *_: Any) -> None:
+        torch.ops.monitor.search.default(self._handle)
+
+
+class TracedWhole(TracedHook):
+    """After a module's forward: its arguments and results together, as far as they are tensors.
+
+    Args:
+        searches: Whether there is a ``TracedBegin``.
+    """
+
+    def __init__(self, observed: ObservedHook, *, searches: bool) -> None:
+        super().__init__(observed, ends=True)
+        self._searches = searches
+
+    def __call__(self, _module: nn.Module, args: Any = (), kwargs: Any = None, result: Any = None) -> None:
+        kwargs = kwargs or {}
+        given = [x for x in args if isinstance(x, Tensor)]
+        named = {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
+        leaves = TENSOR_PATHS.outputs(result)
+        names = ["" for _ in given] + list(named) + [RESULT + leaf.suffix for leaf in leaves]
+        tensors = given + list(named.values()) + [leaf.tensor for leaf in leaves]
+        mask = kwargs.get("attn_mask_type")
+        mask = getattr(mask, "name", mask)
+        torch.ops.monitor.call.default(tensors, self._handle, names, mask if isinstance(mask, str) else "", self._searches)

@@ -1,0 +1,190 @@
+"""Attention of compiled modules has the rows of eager code, or the reason of eager code why there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compiling import WAYS, Ways, trained
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from watching import Output, Row, attached, warnings_in
+
+KINDS = ("attention_hook", "attention_head_hook")
+TARGETS = ["layers.0.attention", "layers.1.attention"]
+FIELDS: dict[str, Any] = {"recording_l2_features": True, "ops": ["norm"], "ndigits": 17}
+CONFIG = {**FIELDS, "l2_targets": dict.fromkeys(KINDS, TARGETS)}
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT * 0.5, -1) @ v
+
+
+def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return written_out(q, k, v) + written_out(k, q, v)
+
+
+def without(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q * k + v
+
+
+def checkpointed_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    result: Tensor = checkpoint(written_out, q, k, v, use_reentrant=False)
+    return result
+
+
+class Attention(nn.Module):
+    attend: Attend = staticmethod(causal)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+        return type(self).attend(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Block(nn.Module):
+    def __init__(self, attention: type[Attention], *, checkpointed: bool) -> None:
+        super().__init__()
+        self.attention, self.checkpointed = attention(), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.attention, x, use_reentrant=False) if self.checkpointed else self.attention(x)
+        return x + y
+
+
+def model(attend: Attend, *, checkpointed: bool = False) -> Callable[[], nn.Module]:
+    kind = type("Attending", (Attention,), {"attend": staticmethod(attend)})
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Block(kind, checkpointed=checkpointed) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    return Net
+
+
+def batch(number: int) -> Tensor:
+    return torch.sin(torch.arange(24, dtype=torch.float64) + number).view(2, 3, 4)
+
+
+def growing(number: int) -> Tensor:
+    return torch.sin(torch.arange(8 * (3 + number), dtype=torch.float64)).view(2, -1, 4)
+
+
+def rows(output: Output) -> list[Row]:
+    directory = output.directories()[-1]
+    return [row for kind in KINDS for row in output.rows(kind, directory)]
+
+
+def assert_equal(found: list[Row], expected: list[Row], within: float = 1e-9) -> None:
+    places, wanted = (
+        {(row.kind, row.name, row.step, row.micro_step): row.values for row in some} for some in (found, expected)
+    )
+    assert places.keys() == wanted.keys()
+    assert len(wanted) == len(expected) > 0
+    for place, values in wanted.items():
+        assert places[place] == pytest.approx(values, rel=within), place
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("attend", [causal, masked, written_out])
+@pytest.mark.parametrize("way", ["whole", "layer_by_layer"])
+def test_attention_has_the_rows_of_eager_code_and_training_keeps_its_bits(
+    output: Output, attend: Attend, way: str, checkpointed: bool
+) -> None:
+    make = model(attend, checkpointed=checkpointed)
+    trained(make, Ways.eager, output, batch, config=CONFIG)
+    expected = rows(output)
+    before = trained(make, WAYS[way], None, batch, backend="aot_eager")
+    after = trained(make, WAYS[way], output, batch, config=CONFIG, backend="aot_eager")
+    assert_equal(rows(output), expected)
+    assert all(map(torch.equal, after.numbers, before.numbers))
+    assert (after.graphs, after.breaks) == (before.graphs, before.breaks)
+
+
+@pytest.mark.parametrize("attend", [causal, written_out])
+def test_what_inductor_compiles_has_them_too_for_any_length(output: Output, attend: Attend) -> None:
+    trained(model(attend), Ways.eager, output, growing, config=CONFIG)
+    expected = rows(output)
+    before = trained(model(attend), Ways.whole, None, growing, dynamic=True)
+    after = trained(model(attend), Ways.whole, output, growing, config=CONFIG, dynamic=True)
+    assert_equal(rows(output), expected, within=1e-6)  # training with inductor rounds in another way
+    assert after.graphs == before.graphs
+
+
+@pytest.mark.parametrize("attend", [twice, without])
+def test_what_has_no_rows_in_eager_code_has_none_for_the_same_reason(
+    output: Output, caplog: pytest.LogCaptureFixture, attend: Attend
+) -> None:
+    said = []
+    for way in (Ways.eager, Ways.whole):
+        caplog.clear()
+        trained(model(attend), way, output, batch, config=CONFIG, **({} if way is Ways.eager else {"backend": "aot_eager"}))
+        said.append([one for one in warnings_in(caplog) if "have no row" in one])
+        assert rows(output) == []
+    assert said[0] == said[1] != []
+
+
+def test_calls_within_an_operator_of_higher_order_are_not_guessed(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    trained(model(checkpointed_inside), Ways.whole, output, batch, config=CONFIG, backend="aot_eager")
+    assert rows(output) == []
+    assert "it calls tag_activation_checkpoint in compiled code, which hides its calls" in str(warnings_in(caplog))
+
+
+@pytest.mark.parametrize("how", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_compiled_transformer_has_the_rows_of_eager_code(output: Output, name: str, how: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if name == "llama":
+        sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, attn_implementation=how, **sizes)
+        targets = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    else:
+        config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, attn_implementation=how)
+        targets = ["transformer.h.0.attn", "transformer.h.1.attn"]
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = transformers.AutoModelForCausalLM.from_config(config).train()
+        net.eval()
+        net.training = True  # so that it counts as training, and dropout stays off
+        for one in net.modules():
+            one.training = not isinstance(one, nn.Dropout)
+            one.attention_dropout = 0.0
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        call = torch.compile(net, backend="aot_eager") if compiled else net
+        with attached(output, net, optimizer, **FIELDS, l2_targets=dict.fromkeys(KINDS, targets)):
+            for step in range(2):
+                x = (torch.arange(24).view(2, 12) + step) % 64
+                call(input_ids=x, labels=x).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(rows(output))
+    places, wanted = ({(row.kind, row.name, row.step): row.values for row in some} for some in reversed(found))
+    assert places.keys() == wanted.keys()
+    assert {name.partition(".heads")[0].removesuffix(".attention") for _, name, _ in wanted} == {*targets}
+    for place, values in wanted.items():
+        assert places[place] == pytest.approx(values, rel=1e-4), place
