@@ -19,7 +19,6 @@ from mindspore import Tensor, communication, nn
 from monitor.coordinator.ownership import Ownership, reaches
 from monitor.failures import Failures
 from monitor.mindspore.collectives import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener
-from monitor.mindspore.compiled.program import Handles
 from monitor.mindspore.compiled.replay import program_of
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.process_group import has_others, is_settled
@@ -293,8 +292,7 @@ class MindSporeGradients:
     def register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
         if self._program is None:
             return on_gradient(parameter.tensor, read)
-        measure, handle = self._program.parameter(parameter.tensor, read)
-        return Handles(on_gradient(parameter.tensor, read, measure), handle)
+        return self._program.parameter(parameter.tensor, read)
 
     def found(self, parameter: NamedParameter, argument: Any) -> None:
         """Record a gradient that a backward returns."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from mindspore import Parameter, Tensor, nn
@@ -17,6 +18,7 @@ from mindspore.nn.cell import _pynative_executor
 from mindspore.train import serialization
 
 from monitor.failures import Failures
+from monitor.mindspore.compiled.fallback import Fallback
 from monitor.mindspore.compiled.taps import (
     AFTER,
     BEFORE,
@@ -29,9 +31,9 @@ from monitor.mindspore.compiled.taps import (
     TURN_ENDS,
     functions_of,
     install,
+    is_installed,
     uninstall,
 )
-from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.tape import Tape, new_tape, wait_for_turn
 from monitor.recording.backend import Removable
 from monitor.recording.recorder import Recorder
@@ -176,6 +178,7 @@ class Program:
         self._has_dynamic_shapes = False
         self.settings: tuple[float, bool, bool] | None = None
         self._functions = functions_of(self)
+        self.fallback = Fallback(self)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a model has no monitor."""
@@ -220,6 +223,7 @@ class Program:
 
     def has_tape(self) -> bool:
         """Whether compiled code can make entries. A process has a limited number of tapes, so the first tap opens one."""
+        self.fallback.takes_part = True
         if _is_exporting():
             return False
         if self.tape is None:
@@ -310,11 +314,27 @@ class Program:
             number = self._new_number(cell)
             self.observed[number] = ObservedCell(weakref.ref(cell), number)
         found: ObservedCell = self.observed[number]
-        install(cell, number, self._functions.cell, self._functions)
+        self._install(cell, number)
         return found
 
-    def parameter(self, parameter: Parameter, read: Callable[[Any], object]) -> tuple[Callable[[Any], Any], Removable]:
-        """The function with which compiled code measures the gradient of a parameter, and the handle of ``read``."""
+    def _install(self, cell: nn.Cell, number: int) -> None:
+        if not self.fallback.has_taps:
+            return
+        owner, functions = self.observed[number], self._functions
+        of_optimizer = isinstance(owner, ObservedOptimizer)
+        made_by = functions.optimizer(number, tuple(owner.state)) if of_optimizer else functions.cell
+        install(cell, number, made_by, functions)
+
+    def take_out(self) -> Iterator[Callable[[], None]]:
+        """Uninstall all taps of cells, and return functions that install them again."""
+        for known, number in tuple(self._numbers.values()):
+            cell = known()
+            if isinstance(cell, nn.Cell) and is_installed(cell, self._functions):
+                uninstall(cell)
+                yield partial(self._install, cell, number)
+
+    def parameter(self, parameter: Parameter, read: Callable[[Any], object]) -> Removable:
+        """Observe the gradient of a parameter, in compiled code and in the dynamic graph."""
         number = self._number_of(parameter)
         if number is None:
             number = self._new_number(parameter)
@@ -325,7 +345,7 @@ class Program:
         def remove() -> None:
             found.read = None
 
-        return self._functions.gradient(number), Handle(remove)
+        return Handles(self.fallback.hook(parameter, read, self._functions.gradient(number)), Handle(remove))
 
     def optimizer(
         self,
@@ -340,7 +360,7 @@ class Program:
             number = self._new_number(optimizer)
         found = self.observed[number] = ObservedOptimizer(number, state, kinds, stepped)
         self._retarget(number, found)
-        install(optimizer, number, self._functions.optimizer(number, tuple(state)), self._functions)
+        self._install(optimizer, number)
 
         def remove() -> None:
             found.stepped = None
@@ -353,24 +373,28 @@ class Program:
         for cell in cells:
             self.cell(cell).roles |= {INPUT, OUTPUT, INPUT_GRAD, OUTPUT_GRAD}
         for parameter in parameters if not self._prepared else ():
-            measure, _ = self.parameter(parameter, _ignore)
-            self._prepared.append(on_gradient(parameter, _ignore, measure))
+            self._prepared.append(self.parameter(parameter, _ignore))
 
     def begin(self) -> None:
         """Measure from now on. The model may have been trained without a monitor before."""
         _pynative_executor.sync()
         self.replay = None
-        self._on = True
         if self.tape is not None:
             self.tape.drain()
-            self.tape.turn(True)
+        self.turn(on=True)
+        self.fallback.begin()
         self.follow()
+
+    def turn(self, *, on: bool) -> None:
+        """Whether code with taps makes entries."""
+        self._on = on
+        if self.tape is not None:
+            self.tape.turn(on)
 
     def release(self) -> None:
         """Leave the cells as they were. Code that was compiled with taps keeps them, and makes no entries."""
-        self._on = False
-        if self.tape is not None:
-            self.tape.turn(False)
+        self.turn(on=False)
+        self.fallback.end()
         while self._prepared:
             self._prepared.pop().remove()
         for owner in self.observed.values():

@@ -121,6 +121,12 @@ def uninstall(cell: nn.Cell) -> None:
         attributes.pop(name)
 
 
+def is_installed(cell: nn.Cell, functions: Any) -> bool:
+    """Whether compiled code observes a cell with these functions."""
+    marked = vars(cell).get("_monitored_as")
+    return bool(marked) and getattr(marked, "functions", None) is functions
+
+
 def _is_ours(construct: Any) -> bool:
     return getattr(getattr(construct, "__func__", None), "_of_monitor", False)
 

@@ -1,0 +1,209 @@
+"""Compiles without the monitor what MindSpore does not compile with it.
+
+The two functions of Python through which MindSpore compiles are patched while a model is observed. If a compilation raises, it
+is tried again without the hooks of parameters, and then also without the taps of cells and optimizers. If one of these
+succeeds, the compiled code of the model has fewer rows from there on, and one warning says so. Otherwise the program receives
+the error that it has without a monitor.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Final
+
+from mindspore import Parameter
+from mindspore.nn.cell import _cell_graph_executor
+
+from monitor.mindspore.hooks import on_gradient
+from monitor.recording.backend import Removable
+from monitor.recording.patches import CallListener, CallPatch
+
+if TYPE_CHECKING:
+    from monitor.mindspore.compiled.program import Program
+
+EVERYTHING: Final = 0
+WITHOUT_HOOKS: Final = 1
+WITHOUT_TAPS: Final = 2
+LEVELS: Final = (EVERYTHING, WITHOUT_HOOKS, WITHOUT_TAPS)
+"""What is compiled: all, no hooks of parameters, or the program as without a monitor."""
+
+LOST: Final = {
+    WITHOUT_HOOKS: "MindSpore cannot compile this model with hooks of its parameters ({error}). It was compiled without them, "
+    "and grad_unreduced has no rows in compiled code. Parameters below stop_gradient are a known cause: set requires_grad to "
+    "False for them before set_monitor to record the others.",
+    WITHOUT_TAPS: "MindSpore cannot compile this model with the monitor's operators ({error}). It was compiled without them, "
+    "and compiled code of the model has no rows from now on. Watch fewer cells with targets, or train without @jit in "
+    "PYNATIVE_MODE, to record it.",
+}
+"""What the monitor says when it compiles less."""
+
+OVERTAKEN: Final = (
+    "A hook was registered after the monitor's for a parameter of compiled code. The monitor's cannot be put back before it, "
+    "so grad_unreduced has no rows of such parameters. Register hooks before set_monitor."
+)
+MOST_CHARACTERS: Final = 200
+
+
+class Fallback(CallListener):
+    """Takes hooks and taps of one program out, and puts them back.
+
+    Attributes:
+        has_taps: False from when the program was compiled without taps until it is observed anew.
+        takes_part: Whether the compiler has called a function of the program since the compilation began.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._known = weakref.ref(program)
+        self._hooks: list[_Hook] = []
+        self.has_taps = True
+        self.takes_part = False
+
+    def begin(self) -> None:
+        """Follow compilations from now on."""
+        self.end()
+        for patch in COMPILERS:
+            patch.add(self)
+
+    def end(self) -> None:
+        self.has_taps = True
+        for patch in COMPILERS:
+            patch.remove(self)
+
+    def hook(self, parameter: Parameter, read: Callable[[Any], object], measure: Callable[[Any], Any]) -> Removable:
+        """Hook a parameter (``on_gradient``), except while something is compiled without hooks."""
+        return _Hook(parameter, partial(on_gradient, parameter, read, measure), self._hooks)
+
+    def loses(self, level: int) -> bool:
+        """Whether less is compiled at a level."""
+        return bool(self._hooks if level == WITHOUT_HOOKS else level and self.has_taps)
+
+    def fall_back(self, level: int, error: str) -> None:
+        """The program was compiled at a level. Hooks remain, since Python calls them too. Taps have no use any more."""
+        program = self._known()
+        if program is None:
+            return
+        program.warn(f"compiling {level}", LOST[level].format(error=error))
+        if level == WITHOUT_TAPS:
+            self.has_taps = False
+            program.turn(on=False)  # steps without taps are not counted, so the others would have wrong numbers
+            deque(program.take_out(), maxlen=0)
+
+    @contextmanager
+    def at(self, level: int) -> Iterator[None]:
+        """Let MindSpore see what is compiled at a level."""
+        program = self._known()
+        if level == EVERYTHING or program is None or program.failures is None:
+            yield
+            return
+        guarded, put_back = program.failures.guarded, list[Callable[[], object]]()
+        guarded("taking hooks out", partial(self._take_out, program, level, put_back))()
+        try:
+            yield
+        finally:
+            for one in put_back:
+                guarded("putting hooks back", one)()
+
+    def _take_out(self, program: Program, level: int, put_back: list[Callable[[], object]]) -> None:
+        for hook in tuple(self._hooks):
+            if hook.take_out():
+                put_back.append(hook.put_back)
+            else:
+                program.warn("hooks after the monitor's", OVERTAKEN)
+        if level == WITHOUT_TAPS:
+            put_back.extend(program.take_out())
+
+
+class _Hook:
+    """The hook of a parameter, which can be taken out for a while."""
+
+    def __init__(self, parameter: Parameter, register: Callable[[], Removable], among: list[_Hook]) -> None:
+        self._parameter, self._register, self._among = parameter, register, among
+        self._function: Any = None
+        among.append(self)
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Register it, unless it is registered: MindSpore removes no hooks from before a call that raised."""
+        if self._function not in self._parameter.hooks():
+            self._handle = self._register()
+            self._function = self._parameter.hooks()[-1]
+
+    def take_out(self) -> bool:
+        """Take it out. False if it must not be put back: hooks run in the order of registration, and another one follows."""
+        is_last = self._parameter.hooks()[-1:] == [self._function]
+        self._handle.remove()
+        if not is_last and self._function not in self._parameter.hooks():
+            self._among.remove(self)
+            return False
+        return True
+
+    def remove(self) -> None:
+        self._handle.remove()
+        if self in self._among:
+            self._among.remove(self)
+
+
+# --- The patches.
+
+
+class _CompilerPatch(CallPatch):
+    """Patches a function that compiles. Its listeners are the models that are observed."""
+
+    def _patched(self, original: Any) -> Any:
+        @wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            listeners: Any = self._listeners if self._ours is patched else ()
+            living = [fallback for known in listeners if (fallback := known()) is not None]
+            return _compiled(living, partial(original, *args, **kwargs))
+
+        return patched
+
+
+def _compilers() -> Iterator[_CompilerPatch]:
+    """MindSpore's compilers of cells and of functions. They have moved between versions."""
+    of_cells = type(_cell_graph_executor)
+    for owner in (of_cells, getattr(sys.modules[of_cells.__module__], "_JitExecutor", None)):
+        if owner is not None:
+            yield _CompilerPatch(owner, "compile")
+
+
+COMPILERS: Final = tuple(_compilers())
+
+
+def _compiled(programs: Sequence[Fallback], compile_: Callable[[], Any]) -> Any:
+    said, failed = "", Exception()
+    for one in programs:
+        one.takes_part = False
+    for level in LEVELS:
+        losing = [one for one in programs if one.loses(level)]
+        if said and not losing:
+            continue
+        try:
+            with _at(level, programs):
+                result = compile_()
+        except Exception as error:
+            said, failed = said or _first_line(error), error
+            continue
+        # A hook may fail before the compiler has called a function of its program.
+        for one in [one for one in losing if one.takes_part] or losing:
+            one.fall_back(level, said)
+        return result
+    raise failed
+
+
+@contextmanager
+def _at(level: int, programs: Sequence[Fallback]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for program in programs:
+            stack.enter_context(program.at(level))
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    said = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return said if len(said) <= MOST_CHARACTERS else said[:MOST_CHARACTERS] + "…"
