@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from mindspore import Tensor, nn
 from mindspore.train import Callback, RunContext
@@ -16,6 +16,10 @@ from monitor.mindspore.hooks import after_forward, takes_hooks
 from monitor.mindspore.modules import trains
 from monitor.mindspore.trainer_mon import TrainerMon
 from monitor.recording.backend import HookSet
+
+NO_LOSS: Final = (
+    "The loss of Model.train is compiled, and has no rows. Train in PYNATIVE_MODE without data sinking to record it."
+)
 
 
 class MonitorCallback(Callback):  # type: ignore[misc]
@@ -55,7 +59,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         self._new_monitor = partial(TrainerMon, named(config_file_path), process_group)
         self.monitor = self._new_monitor()
         self._hooks, self._failures = HookSet(), Failures()
-        self._has_ended = False
+        self._has_ended, self._misses_loss = False, False
         self._grad_acc_steps = grad_acc_steps
         self._groups = dp_group, tp_group
         self._start_iteration = start_iteration
@@ -70,15 +74,20 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         computes_loss = getattr(getattr(training, "train_network", None), "network", None)
         if isinstance(computes_loss, nn.Cell) and takes_hooks(computes_loss):
             self._hooks.add(after_forward(computes_loss, self._failures.guarded("logging the loss", self._log_loss)))
+            self._misses_loss = self.monitor._config.run_numbers is not False
 
     def _log_loss(self, cell: nn.Cell, _args: Any, _kwargs: Any, result: Any) -> None:
         """Log the loss that training differentiates: a training cell also calls its network once without."""
+        self._misses_loss = False
         if isinstance(result, Tensor) and result.size == 1 and trains(cell):
             self.monitor.log(loss=result)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """End the step. Its call of the optimizer, if any, is over."""
         del run_context
+        if self._misses_loss:
+            self._misses_loss = False
+            self._failures.warn("compiled loss", NO_LOSS)
         self.monitor.batch_ended()
 
     def on_train_end(self, run_context: RunContext) -> None:

@@ -19,6 +19,7 @@ from monitor.mindspore.compiled.program import Program
 from monitor.mindspore.compiled.replay import flush
 from monitor.mindspore.hooks import after_forward, before_forward
 from monitor.recording.backend import HookSet, StepListener
+from monitor.recording.startup_estimate import records_measurements
 
 NOT_IN_COMPILED_CODE: Final = (
     "update_ratio", "optimizer_health", "ur_distribution", "mg_direction", "recording_l2_features", "stack_info"
@@ -107,7 +108,7 @@ class MindSporeOptimizerSteps:
         after: Mapping[int, Any],
     ) -> None:
         """An optimizer has stepped in compiled code, which has measured its gradients, weights and moments."""
-        self._warn_of_missing(NOT_IN_COMPILED_CODE)
+        self._warn_of_missing(NOT_IN_COMPILED_CODE, of_steps=True)
         given.begin_step(gradients)
         given.measured = before
         self._guarded("reading before the step", self._listener.before_step)(optimizer)
@@ -120,23 +121,37 @@ class MindSporeOptimizerSteps:
         finally:
             given.end_step()
 
-    def _warn_of_missing(self, fields: Sequence[str]) -> None:
-        """Warn once of what is configured and cannot be recorded in compiled code."""
+    def _warn_of_missing(self, fields: Sequence[str], *, of_steps: bool = False) -> None:
+        """Warn once of what is configured and cannot be recorded in compiled code.
+
+        Args:
+            of_steps: Whether steps of optimizers are compiled, with their learning rates.
+        """
         listener: Any = self._listener
         config = listener.watch.config
         missing = [field for field in fields if getattr(config, field)]
+        if of_steps and (config.run_numbers or (config.run_numbers is None and records_measurements(config))):
+            missing.append("learning_rate")
         missing += [op for op in config.ops if op in HISTOGRAM_OPS]
         if missing:
             self._failures.warn("compiled code", MISSING.format(fields=", ".join(missing)))
 
     def _before(self, given: GradientReceiver, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         flush(self._program)
-        if self._program is not None and self._program.is_compiled:
-            self._warn_of_missing(NOT_OF_COMPILED_CELLS)
+        if self._program is not None:
+            self._look_at(self._program, given)
         passed = (*args, *kwargs.values())
         given.begin_step(_tensors(passed[0] if passed else ()))
         self._guarded("reading before the step", self._listener.before_step)(optimizer)
         self._guarded("reading gradients", self._listener.gradients_ready)(optimizer)
+
+    def _look_at(self, program: Program, given: GradientReceiver) -> None:
+        """Python has called an optimizer: warn of what compiled code does not show of the step."""
+        if program.is_compiled:
+            self._warn_of_missing(NOT_OF_COMPILED_CELLS)
+            program.warn_of_unreached(given.tensors())
+        if program.clock is not None:
+            program.absences.stepped_in_python(max(program.clock.forward) + 1)
 
     def _after(self, given: GradientReceiver, optimizer: nn.Cell, _args: Any, _kwargs: Any, _result: Any) -> None:
         given.call_ended()

@@ -53,14 +53,14 @@ class Fallback(CallListener):
     """Takes hooks and taps of one program out, and puts them back.
 
     Attributes:
-        has_taps: False from when the program was compiled without taps until it is observed anew.
+        has_hooks, has_taps: False from when the program was compiled without them until it is observed anew.
         takes_part: Whether the compiler has called a function of the program since the compilation began.
     """
 
     def __init__(self, program: Program) -> None:
         self._known = weakref.ref(program)
         self._hooks: list[_Hook] = []
-        self.has_taps = True
+        self.has_hooks = self.has_taps = True
         self.takes_part = False
 
     def begin(self) -> None:
@@ -70,7 +70,7 @@ class Fallback(CallListener):
             patch.add(self)
 
     def end(self) -> None:
-        self.has_taps = True
+        self.has_hooks = self.has_taps = True
         for patch in COMPILERS:
             patch.remove(self)
 
@@ -87,11 +87,21 @@ class Fallback(CallListener):
         program = self._known()
         if program is None:
             return
+        self.has_hooks = False
         program.warn(f"compiling {level}", LOST[level].format(error=error))
         if level == WITHOUT_TAPS:
             self.has_taps = False
             program.turn(on=False)  # steps without taps are not counted, so the others would have wrong numbers
             deque(program.take_out(), maxlen=0)
+
+    def succeeded(self, others: Sequence[Fallback], executor: Any, result: Any) -> None:
+        """Code was compiled, now or earlier, and is about to be executed."""
+        program = self._known()
+        if program is not None and program.failures is not None:
+            guarded, absences = program.failures.guarded, program.absences
+            guarded("looking at compiled code", absences.compiled)(executor, result)
+            there = [found for one in others if one.takes_part and (found := one._known()) is not None]
+            guarded("looking at compiled code", absences.compared)(there)
 
     @contextmanager
     def at(self, level: int) -> Iterator[None]:
@@ -159,7 +169,10 @@ class _CompilerPatch(CallPatch):
         def patched(*args: Any, **kwargs: Any) -> Any:
             listeners: Any = self._listeners if self._ours is patched else ()
             living = [fallback for known in listeners if (fallback := known()) is not None]
-            return _compiled(living, partial(original, *args, **kwargs))
+            result = _compiled(living, partial(original, *args, **kwargs))
+            for one in living:
+                one.succeeded(living, args[0], result)
+            return result
 
         return patched
 

@@ -18,6 +18,7 @@ from mindspore.nn.cell import _pynative_executor
 from mindspore.train import serialization
 
 from monitor.failures import Failures
+from monitor.mindspore.compiled.absences import UNREACHED, Absences
 from monitor.mindspore.compiled.fallback import Fallback
 from monitor.mindspore.compiled.taps import (
     AFTER,
@@ -108,10 +109,12 @@ class ObservedParameter:
 
     Attributes:
         read: Receives its gradient; None while it is not recorded.
+        is_computed: Whether a backward computes it, compiled or not.
     """
 
     number: int
     read: Callable[[Any], object] | None = None
+    is_computed: bool = False
 
 
 @dataclass(eq=False)
@@ -164,7 +167,7 @@ class Program:
         self._replay = replay
         self._follower: threading.Thread | None = None
         self.tape: Tape | None = None
-        self._on = False
+        self.is_on = False
         self.taps: list[Tap] = []
         self.failures: Failures | None = None
         self.clock: Clock | None = None
@@ -174,11 +177,11 @@ class Program:
         self.observed: dict[int, Any] = {}
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._slots: dict[tuple[Any, ...], Tensor] = {}
-        self._checked = False
+        self._checked = self._is_taken = False
         self._has_dynamic_shapes = False
         self.settings: tuple[float, bool, bool] | None = None
-        self._functions = functions_of(self)
-        self.fallback = Fallback(self)
+        self.functions = functions_of(self)
+        self.fallback, self.absences = Fallback(self), Absences(self)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a model has no monitor."""
@@ -224,7 +227,7 @@ class Program:
     def has_tape(self) -> bool:
         """Whether compiled code can make entries. A process has a limited number of tapes, so the first tap opens one."""
         self.fallback.takes_part = True
-        if _is_exporting():
+        if _is_exporting() or self._is_taken:
             return False
         if self.tape is None:
             self.tape = new_tape()
@@ -237,7 +240,7 @@ class Program:
         if self.tape is not None and self.settings is not None:
             eps, higher, check_sums = self.settings
             self.tape.set_up(eps, higher=higher, check_sums=check_sums)
-            self.tape.turn(self._on)
+            self.tape.turn(self.is_on)
 
     def slot(self, number: int, role: str, suffix: str, position: int, found: int) -> Tensor:
         """The slot of a tap."""
@@ -305,7 +308,34 @@ class Program:
         }
         return not kinds.isdisjoint(wanted[kind])
 
+    def arrives(self, number: int) -> bool:
+        """A gradient of a parameter is computed in compiled code. Whether it is measured."""
+        owner = self.observed.get(number)
+        if owner is not None:
+            owner.is_computed = True
+        return self.has_tape()
+
     # What hooks call.
+
+    def roots(self) -> list[nn.Cell]:
+        return [
+            root
+            for one in self.observed.values()
+            if isinstance(one, ObservedCell) and one.chunk is not None and (root := one.cell()) is not None
+        ]
+
+    def cells_of_optimizers(self) -> list[nn.Cell]:
+        found = [(known(), self.observed[number]) for known, number in self._numbers.values()]
+        return [cell for cell, owner in found if cell is not None and isinstance(owner, ObservedOptimizer)]
+
+    def warn_of_unreached(self, parameters: Iterable[Parameter]) -> None:
+        """Warn of parameters whose gradients are recorded and not computed, unless those of no parameter are."""
+        if not self.fallback.has_hooks:
+            return
+        known = [(one.name, self.observed[number]) for one in parameters if (number := self._number_of(one)) is not None]
+        missing = [name for name, owner in known if owner.read not in (None, _ignore) and not owner.is_computed]
+        if missing and len(missing) < len(known):
+            self.warn("unreached", UNREACHED.format(count=len(missing), name=missing[0]))
 
     def cell(self, cell: nn.Cell) -> ObservedCell:
         """The cell as an observed one. From now on its compiled code has taps."""
@@ -320,16 +350,19 @@ class Program:
     def _install(self, cell: nn.Cell, number: int) -> None:
         if not self.fallback.has_taps:
             return
-        owner, functions = self.observed[number], self._functions
+        owner, functions = self.observed[number], self.functions
         of_optimizer = isinstance(owner, ObservedOptimizer)
         made_by = functions.optimizer(number, tuple(owner.state)) if of_optimizer else functions.cell
         install(cell, number, made_by, functions)
+        if not is_installed(cell, functions):
+            self.absences.taken.append(weakref.ref(cell))
+            self._is_taken |= of_optimizer  # no step would end, and entries would wait for ever
 
     def take_out(self) -> Iterator[Callable[[], None]]:
         """Uninstall all taps of cells, and return functions that install them again."""
         for known, number in tuple(self._numbers.values()):
             cell = known()
-            if isinstance(cell, nn.Cell) and is_installed(cell, self._functions):
+            if isinstance(cell, nn.Cell) and is_installed(cell, self.functions):
                 uninstall(cell)
                 yield partial(self._install, cell, number)
 
@@ -342,10 +375,14 @@ class Program:
         found: ObservedParameter = self.observed[number]
         found.read = read
 
+        def read_and_note(gradient: Any) -> None:
+            found.is_computed = True
+            read(gradient)
+
         def remove() -> None:
             found.read = None
 
-        return Handles(self.fallback.hook(parameter, read, self._functions.gradient(number)), Handle(remove))
+        return Handles(self.fallback.hook(parameter, read_and_note, self.functions.gradient(number)), Handle(remove))
 
     def optimizer(
         self,
@@ -383,11 +420,12 @@ class Program:
             self.tape.drain()
         self.turn(on=True)
         self.fallback.begin()
+        self.absences.begin()
         self.follow()
 
     def turn(self, *, on: bool) -> None:
         """Whether code with taps makes entries."""
-        self._on = on
+        self.is_on = on
         if self.tape is not None:
             self.tape.turn(on)
 

@@ -133,6 +133,9 @@ class Replay:
         self._replay(entries, island=island)
 
     def _replay(self, entries: Sequence[Entry], *, island: bool) -> None:
+        program = self._known()
+        if entries and program is not None:
+            program.absences.replayed()
         self._island, self._open, self._mixed = island, None, False
         self._forget_ended_step()
         self._training = {call for tap, call, *_ in entries if _is_gradient_of_root(tap)}
@@ -253,6 +256,9 @@ class Replay:
         by_role = {role: {one.position: x for one, x in entries if one.role == role} for role in _OF_TURNS}
         reduced, before, after = (by_role[role] for role in _OF_TURNS)
         gradients = [reduced.get(place) for place in range(max(reduced, default=-1) + 1)]
+        program = self._known()
+        if program is not None:
+            program.warn_of_unreached(optimizer.state)
         if optimizer.stepped is not None:
             optimizer.stepped(gradients, _by_id(optimizer, before), _by_id(optimizer, after))
         self._forget_ended_step()

@@ -234,6 +234,11 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         return program is not None and program.observes(number)
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def arrives(number: int) -> bool:
+        program = known()
+        return program is not None and program.arrives(number)
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
     def measures() -> bool:
         """Whether compiled code can make entries."""
         program = known()
@@ -399,7 +404,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
 
     def of_parameter(number: int) -> Callable[[Any], Any]:
         def measure(gradient: Any) -> Any:
-            if not measures():
+            if not arrives(number):
                 return gradient
             if not isinstance(gradient, Tensor):
                 lacks("sparse")

@@ -43,7 +43,7 @@ def test_kinds_that_need_more_than_single_tensors_are_missing_and_the_norm_of_gr
     assert np.isclose(found["grad_norm", 1], np.sqrt(np.square(gradients).sum()))
     assert not any(name.startswith("lr") for name, _ in found)
     (said,) = (one for one in warnings_in(caplog) if "Cells or steps are compiled" in one)
-    for name in ("update_ratio", "optimizer_health", "mg_direction", "stack_info", "abs_p50"):
+    for name in ("update_ratio", "optimizer_health", "mg_direction", "stack_info", "learning_rate", "abs_p50"):
         assert name in said
 
 
