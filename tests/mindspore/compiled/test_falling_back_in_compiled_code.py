@@ -7,7 +7,7 @@ from typing import Any
 
 import mindspore as ms
 import pytest
-from attaching import Output, attached, warnings_in, with_fixed_weights
+from attaching import Output, attached, footprint, warnings_in, with_fixed_weights
 from compiled_steps import (
     RECORDED,
     WHOLE,
@@ -256,3 +256,18 @@ def test_hooks_of_the_program_that_follow_the_monitors_keep_their_order(
 
 def called_for_gradients(gradient: Any) -> Any:
     return gradient
+
+
+@pytest.mark.parametrize("model", [Stopped, OfDynamicLength])
+def test_a_closed_monitor_leaves_nothing_behind_and_another_one_tries_again(
+    model: type[nn.Cell], output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = with_fixed_weights(model())
+    optimizer = adam(net.trainable_params())
+    before = footprint(net, optimizer)
+    for _ in range(2):
+        with attached(output, net, optimizer, **RECORDED):
+            train(step_of("jit", net, optimizer), 1)
+        assert footprint(net, optimizer) == before
+        assert not any("_monitored_as" in vars(cell) for _, cell in net.cells_and_names())
+    assert len(said_of("MindSpore cannot compile", caplog)) == 2
