@@ -8,7 +8,9 @@ parameters, and of arguments of a compiled cell) are called alike in both cases.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -22,6 +24,9 @@ from monitor.recording.backend import Removable
 _COMPILED: Final = False
 """False in Python. The compiler reads True from a comment at its use."""
 
+_PRE_HOOKS: Final = "_lazy_forward_pre_hook"
+"""The attribute in which MindSpore 2.10 keeps a cell's hooks before its forward. Other versions have no such hidden hooks."""
+
 
 def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object], *, compiled: bool = False) -> Removable:
     """Call ``work(cell, args, kwargs)`` before each call from Python. It must not raise.
@@ -33,11 +38,12 @@ def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object], *
 
     def hook(cell: nn.Cell, args: Any, kwargs: Any = None) -> Any:
         if kwargs is None:
-            return _warn_of_compiling()
+            return None
         return _discard(work(cell, args, kwargs))
 
+    hidden = _HiddenHooks.of(cell)
     handle: Removable = cell.register_forward_pre_hook(hook, with_kwargs=True)
-    return handle
+    return handle if hidden is None else hidden.hide(handle)
 
 
 def after_forward(
@@ -53,11 +59,67 @@ def after_forward(
 
     def hook(cell: nn.Cell, args: Any, *rest: Any) -> Any:
         if len(rest) == 1:
-            return None
+            return _warn_of_compiling()
         return _discard(work(cell, args, *rest))
 
     handle: Removable = cell.register_forward_hook(hook, with_kwargs=True)
     return handle
+
+
+class _HiddenHooks(OrderedDict[int, Any]):
+    """The dictionary of a cell's hooks before its forward. Python calls the monitor's hooks in it, and the compiler sees none.
+
+    If the compiler sees one, it passes the cell's arguments through a tuple. If calls of the cell share weights, as in an RNN,
+    it then adds up their gradients in another order, and training has other bits. Hooks after the forward change nothing.
+
+    Attributes:
+        hidden: The monitor's hooks by their ids. They run after the user's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: OrderedDict[int, Any] = OrderedDict()
+
+    @classmethod
+    def of(cls, cell: nn.Cell) -> _HiddenHooks | None:
+        """A cell's hooks; None if it has hooks of the user, whose handles know another dictionary."""
+        attributes = vars(cell)
+        if not cell._forward_pre_hook:  # which makes the attribute
+            attributes[_PRE_HOOKS] = cls()
+        found = attributes.get(_PRE_HOOKS)
+        return found if isinstance(found, cls) else None
+
+    def hide(self, handle: Removable) -> Removable:
+        """Hide the hook that was registered last.
+
+        Args:
+            handle: Its handle.
+        """
+        key, hook = self.popitem()
+        self.hidden[key] = hook
+        return _HiddenHandle(self.hidden, key, handle)
+
+    def items(self) -> Any:
+        return (*super().items(), *self.hidden.items())
+
+    def __bool__(self) -> bool:
+        return len(self) > 0 or len(self.hidden) > 0
+
+    def __reduce__(self) -> Any:
+        return type(self), (), {"hidden": self.hidden}, None, iter(tuple(super().items()))
+
+
+@dataclass(frozen=True)
+class _HiddenHandle:
+    """The handle of a hidden hook."""
+
+    hidden: OrderedDict[int, Any]
+    key: int
+    handle: Removable
+
+    def remove(self) -> None:
+        self.hidden.pop(self.key, None)
+        self.handle.remove()
 
 
 def on_gradient(x: Tensor, read: Callable[[Any], object], measure: Callable[[Any], Any] | None = None) -> Removable:

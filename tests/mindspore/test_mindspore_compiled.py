@@ -85,6 +85,56 @@ def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_without_rows
     assert said.startswith("Code that calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there")
 
 
+class Recurrent(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_input, self.of_state = nn.Dense(4, 4), nn.Dense(4, 4)
+
+    def construct(self, x: Tensor, state: Tensor) -> Tensor:
+        return ops.tanh(self.of_input(x) + self.of_state(state))
+
+
+class Rnn(nn.Cell):
+    """Calls one cell with two arguments in a loop: the order of adding up its gradients shows in the bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Recurrent()
+
+    def construct(self, x: Tensor) -> Tensor:
+        state = ops.zeros_like(x)
+        for i in range(5):
+            state = self.cell(x * (i + 1.0), state)
+        return state.mean()
+
+
+def test_a_compiled_loop_over_one_cell_trains_to_the_same_bits(output: Output) -> None:
+    plain = with_fixed_weights(Rnn())
+    expected = compiled_losses(plain, nn.Adam(plain.trainable_params(), 0.01))
+    net = with_fixed_weights(Rnn())
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    with attached(output, net, optimizer, **EVERYTHING):
+        assert compiled_losses(net, optimizer) == expected
+    assert [array(one).tobytes() for one in net.get_parameters()] == [array(one).tobytes() for one in plain.get_parameters()]
+
+
+def test_hooks_of_the_user_are_called_and_removed_beside_those_of_the_monitor(output: Output) -> None:
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    called: list[str] = []
+    first = net.a.register_forward_pre_hook(lambda _cell, _args: called.append("first"))
+    with attached(output, net, optimizer, **EVERYTHING):
+        second = net.b.register_forward_pre_hook(lambda _cell, _args: called.append("second"))
+        step_with(net, optimizer)
+        first.remove()
+        step_with(net, optimizer)
+        second.remove()
+        step_with(net, optimizer)
+    assert called == ["first", "second", "second"]
+    assert steps_of(output, "actv") == [0, 1, 2]
+    assert footprint(net, optimizer) == {}
+
+
 def test_after_a_compiled_step_one_that_is_not_is_recorded(output: Output) -> None:
     net = Net()
     optimizer = nn.Adam(net.trainable_params(), 0.01)
