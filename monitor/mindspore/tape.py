@@ -146,6 +146,15 @@ def ordered_follow_operator() -> Any:
     return found
 
 
+@cache
+def numbering_operator() -> Any:
+    """``follow`` for calls that begin. A compiler does not join two of them, though they have the same arguments."""
+    found = None if _follow() is None else _custom("follow_tensor", ms.int64)
+    if found is not None:
+        found.add_prim_attr("side_effect_hidden", True)
+    return found
+
+
 def _operator(function: str, dtype: Any = ms.int32, *others: Tensor) -> Any:
     if _tape is None or not is_wanted() or ms.get_context("device_target") != "CPU":
         return None

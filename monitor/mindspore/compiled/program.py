@@ -257,11 +257,15 @@ class Program:
         return self._slots[key]
 
     def takes(self, number: int, role: str) -> bool:
-        """Whether a tap is needed: a root has marks in place of taps that are not recorded."""
+        """Whether a tap is needed: outputs have marks if they are not recorded, and so has the gradient of a root's."""
         owner = self.observed.get(number)
         if owner is None:  # the compiler did not know the number
             return False
-        return role in owner.roles or (owner.chunk is not None and role in (OUTPUT, OUTPUT_GRAD))
+        return role in owner.roles or role == OUTPUT or (owner.chunk is not None and role == OUTPUT_GRAD)
+
+    def is_root(self, number: int) -> bool:
+        """Whether calls of a cell are forwards of the model."""
+        return self.observed[number].chunk is not None
 
     def observes(self, number: int) -> bool:
         """Whether a cell has taps."""

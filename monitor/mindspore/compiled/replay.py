@@ -112,6 +112,7 @@ class Replay:
         self._island = self._mixed = False
         self._step = -1
         self._training: set[int] = set()
+        self._parts: set[ObservedParameter] = set()
 
     @classmethod
     def of(cls, program: Program) -> Replay:
@@ -149,17 +150,31 @@ class Replay:
             roles.PARAMETER: self._of_parameter,
             roles.TURN_ENDS: self._turn_ends,
         }
-        for tap, call, number, x in entries:
-            steps.get(tap.role, self._of_optimizer)(tap, call, number, x)
+        entries = _with_only_forward_first(entries)
+        ends = _ends(entries)
+        self._parts = _in_parts(entries, self._training)
+        early: dict[int, list[Entry]] = {}
+        for place, entry in enumerate(entries):
+            tap, call, *_ = entry
+            if place < ends.get(call, 0):
+                early.setdefault(call, []).append(entry)
+                continue
+            if ends.get(call) == place:
+                self._cell_begins(tap.owner, call)
+            for one, _, its_number, its_x in (*early.pop(call, ()), entry):
+                steps.get(one.role, self._of_optimizer)(one, call, its_number, its_x)
         self._take_gradients()
 
     def _begins(self, tap: Tap, _call: int, number: int, _x: TapedTensor) -> None:
-        cell: ObservedCell = tap.owner
-        if cell.chunk is not None:
-            if not self._root_begins(cell, number, ordered=tap.position == ORDERED):
-                return
-        elif self._mixed or (self._open is None and not self._island):
-            return
+        if self._root_begins(tap.owner, number, ordered=tap.position == ORDERED):
+            self._begin(tap.owner, number)
+
+    def _cell_begins(self, cell: ObservedCell, call: int) -> None:
+        """Begin a call of a cell inside the model, where it ends: only then is the order of dependent calls known."""
+        if not self._mixed and (self._open is not None or self._island):
+            self._begin(cell, call)
+
+    def _begin(self, cell: ObservedCell, number: int) -> None:
         if cell.watcher is not None and cell.watcher.collector.due.now:
             call = cell.watcher.begin(repeating=False)
             self._calls[number] = None if call is None else (cell.watcher, call.place)
@@ -178,6 +193,7 @@ class Replay:
         self._open = None
         if number not in self._training or not cell.begins:
             return False
+        self._take_gradients()
         root = cell.cell()
         count, *others = cell.begins
         count(root, (), {})
@@ -227,7 +243,6 @@ class Replay:
     def _gradient_of_result(self, tap: Tap, call: int, number: int, x: TapedTensor) -> None:
         if call in self._roots and call not in self._in_backward:
             self._in_backward.add(call)
-            self._take_gradients()
             cell, micro_step = self._roots[call]
             cell.collector.backward_begins(cell.chunk, micro_step, None)
         if x.dtype:
@@ -237,10 +252,10 @@ class Replay:
         self._gradients.setdefault(tap.owner, []).append(x)
 
     def _take_gradients(self) -> None:
-        """Record the gradients of parameters of one backward: one entry each, or equal ones."""
+        """Record the gradients of parameters of one backward."""
         gradients, self._gradients = self._gradients, {}
         for parameter, every in gradients.items():
-            if any(not np.array_equal(one.row, every[0].row, equal_nan=True) for one in every):
+            if parameter in self._parts:
                 self._warn("parts of gradients", UNEQUAL)
             elif parameter.read is not None:
                 parameter.read(every[0])
@@ -279,6 +294,46 @@ class Replay:
         program = self._known()
         if program is not None:
             program.warn(key, said)
+
+
+def _ends(entries: Sequence[Entry]) -> dict[int, int]:
+    """Where each call of a cell inside the model ends: the place of its first result, or of its last argument."""
+    ends: dict[int, int] = {}
+    ended: set[int] = set()
+    for place, (tap, call, *_) in enumerate(entries):
+        if tap.role in (roles.INPUT, roles.OUTPUT) and tap.owner.chunk is None and call not in ended:
+            ends[call] = place
+            if tap.role == roles.OUTPUT:
+                ended.add(call)
+    return ends
+
+
+def _in_parts(entries: Sequence[Entry], training: set[int]) -> set[ObservedParameter]:
+    """The parameters with gradients of which it is not known which backward has computed them.
+
+    It is known if there is one entry, or equal ones, after the beginning of each forward and before that of the next one.
+    """
+    found: dict[ObservedParameter, dict[int, list[TapedTensor]]] = {}
+    forwards = 0
+    for tap, _, number, x in entries:
+        if tap.role == roles.PARAMETER:
+            found.setdefault(tap.owner, {}).setdefault(forwards, []).append(x)
+        elif tap.role == roles.BEGIN and number in training:
+            forwards += 1
+    return {
+        parameter
+        for parameter, parts in found.items()
+        if (forwards > 1 and set(parts) != set(range(1, forwards + 1)))
+        or any(not np.array_equal(x.row, every[0].row, equal_nan=True) for every in parts.values() for x in every)
+    }
+
+
+def _with_only_forward_first(entries: Sequence[Entry]) -> Sequence[Entry]:
+    """The entries; if they belong to one forward, its beginning is first. Cells that take constants may be earlier."""
+    begins = [entry for entry in entries if entry[0].role in (roles.BEGIN, roles.EVALUATION)]
+    if len(begins) != 1:
+        return entries
+    return [*begins, *(entry for entry in entries if entry is not begins[0])]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ calls of one cell can be distinguished whatever the order of execution is.
 The compiler runs functions that are marked ``constexpr`` in Python, while it compiles. Of Python it knows a part only: no
 ``del``, no starred items in tuples.
 """
-# ruff: noqa: ARG002, RUF005, SIM102, SIM108, SIM114, SIM118
+# ruff: noqa: ARG002, RUF005, SIM102, SIM108, SIM118
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mindspore.ops import constexpr
 
 from monitor.mindspore.autograd import recording
 from monitor.mindspore.features.reading import FLOATS
-from monitor.mindspore.tape import follow_operator, ordered_follow_operator
+from monitor.mindspore.tape import NO_TAPE, follow_operator, numbering_operator, ordered_follow_operator
 
 if TYPE_CHECKING:
     from monitor.mindspore.compiled.program import Program
@@ -217,6 +217,8 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
     known = weakref.ref(program)
     follow, ordered, depend = follow_operator(), ordered_follow_operator(), ops.Depend()
     back = _Back(follow)
+    numbered = numbering_operator()
+    nowhere = Tensor(np.array([NO_TAPE, 0, 0], dtype=np.int64))
     none = Tensor(np.array([0], dtype=np.int64))
     shape_of = ops.Shape()
 
@@ -265,9 +267,15 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         return dtype in FLOATS
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def is_differentiated_by_python() -> bool:
-        """Whether the code is compiled for a call in the dynamic graph. Its gradients would be wrong with ordered operators."""
-        return recording()
+    def is_root(number: int) -> bool:
+        return known().is_root(number)  # type: ignore[union-attr]
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def is_ordered(number: int) -> bool:
+        """Whether forwards of the model begin and end in the order of the program. Not in code that is compiled for a call in
+        the dynamic graph: its gradients would be wrong with ordered operators.
+        """
+        return known().is_root(number) and not recording()  # type: ignore[union-attr]
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def is_known(shape: Any) -> bool:
@@ -278,26 +286,13 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
     def is_known_gradient(shape: Any) -> bool:
         return known().has_fixed(shape, gradient=True)  # type: ignore[union-attr]
 
-    def first_tensor(parts: Any) -> Any:
-        for i in range(len(parts)):
-            if isinstance(parts[i], Tensor):
-                return parts[i]
-        return None
-
-    def begin(args: Any, kwargs: Any, number: int, role: str) -> Any:
-        x = first_tensor(args)
-        if x is None:
-            x = first_tensor(tuple(kwargs.values()))
-        for i in range(len(args)):
-            if x is None and isinstance(args[i], (tuple, list)):
-                x = first_tensor(args[i])
-        if x is None:
-            x = none
-        elif not is_known(shape_of(x)):
-            x = none
-        if is_differentiated_by_python():
-            return follow(ops.stop_gradient(x), slot(number, role, "", UNORDERED, 1), none)
-        return ordered(ops.stop_gradient(x), slot(number, role, "", ORDERED, 1), none)
+    def begin(number: int, role: str) -> Any:
+        """The number of a call. It depends on no tensor: that would change the order in which the compiler differentiates."""
+        if is_ordered(number):
+            return ordered(none, slot(number, role, "", ORDERED, 1), none)
+        if is_root(number):
+            return numbered(none, slot(number, role, "", UNORDERED, 1), none)
+        return numbered(none, nowhere, none)
 
     def tap_tensor(x: Any, number: int, role: str, suffix: str, position: int, found: int, call: Any) -> Any:
         y = depend(x, call)
@@ -306,7 +301,8 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         if takes(number, role + "_grad") and is_float(x.dtype):
             y = back(y, slot(number, role + "_grad", suffix, position, found), call)
         if takes(number, role):
-            y = depend(y, follow(ops.stop_gradient(y), slot(number, role, suffix, position, found), call))
+            measure = ordered if role == OUTPUT and is_ordered(number) else follow
+            y = depend(y, measure(ops.stop_gradient(y), slot(number, role, suffix, position, found), call))
         return y
 
     def tap_of(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -384,8 +380,8 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         if not observes(number):
             return self._unobserved(*args, **kwargs)
         if evaluates(number, self.training):
-            return self._unobserved(*tied(args, begin(args, kwargs, number, EVALUATION)), **kwargs)
-        call = begin(args, kwargs, number, BEGIN)
+            return self._unobserved(*tied(args, begin(number, EVALUATION)), **kwargs)
+        call = begin(number, BEGIN)
         given = tap_arguments(args, len(args) + len(kwargs), number, call)
         return tap_result(self._unobserved(*given, **tap_named(kwargs, len(args), number, call)), number, call)
 

@@ -22,8 +22,9 @@ class Repeated(nn.Cell):
         self.b = nn.Dense(4, 1)
 
     def construct(self, x: Tensor) -> Tensor:
-        once = self.a(x)
-        return (self.b(ops.tanh(self.a(ops.tanh(once)))) * self.b(self.a(x * 2.0))).sum()
+        twice = self.a(ops.tanh(self.a(x)))
+        y = self.b(ops.tanh(twice))
+        return (y * self.b(self.a(twice * y))).sum()
 
 
 class Mixing(nn.Cell):
