@@ -144,6 +144,7 @@ class CellHooks:
         program.set_up(reader.eps, higher=reader.higher, check_sums=reader.check_sums)
         if program.failures not in (None, self._failures) and program.is_on:
             program.absences.replaced(program.failures)
+        program.bound(self._collector.clock.micro_steps * len(self._collector.roots))
         program.failures, program.clock = self._failures, self._collector.clock
         program.recorder = self._collector.recorder
         if not REPLAYING.get():

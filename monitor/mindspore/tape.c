@@ -16,7 +16,7 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 enum { MOST_TAPES = 256, MOST_DIMENSIONS = 32 /* as in numpy 1 */, ROW = 20 };
-enum { GATED = 1, CHECKED = 2, MARK = 4, TURN = 8 };
+enum { GATED = 1, CHECKED = 2, MARK = 4, TURN = 8, FORWARD = 16, BACKWARD = 32 };
 
 /* What an entry has: all numbers; only elements, a copy that Python has to reduce; or neither. */
 enum { MEASURED, SET_ASIDE, UNREADABLE };
@@ -34,6 +34,9 @@ struct aside {
 struct tape {
     int64_t number; /* its place in TAPES + a multiple of MOST_TAPES, never twice: compiled graphs may know closed tapes */
     int open, on, wanted, turns, stopped;
+    int64_t most_forwards, forwards; /* forwards without a backward: the most, and how many are there */
+    int64_t dropped;                 /* the number of the last entry that was dropped since there were too many */
+    size_t kept;                     /* entries before this place belong to a backward, or to the end of a step */
     double bounds[FORMATS];
     struct entry *entries;
     size_t used, room;
@@ -94,6 +97,45 @@ static struct tape *open_with(int64_t number) {
     return tape != NULL && tape->open && tape->number == number ? tape : NULL;
 }
 
+/* Drops the older half of the forwards that no backward has followed: of an evaluation that the compiler could not know as one.
+ * The caller holds the lock. */
+static void drop_oldest(struct tape *tape) {
+    size_t end = tape->kept, asides = 0, kept_asides = 0;
+    int64_t left = tape->most_forwards;
+    for (size_t i = 0; i < tape->kept; i++) {
+        kept_asides += tape->entries[i].state == SET_ASIDE;
+    }
+    for (int64_t begun = 0; end < tape->used; end++) {
+        begun += (tape->entries[end].flags & FORWARD) != 0;
+        if (begun > tape->forwards - left) {
+            break;
+        }
+        asides += tape->entries[end].state == SET_ASIDE;
+        tape->dropped = tape->entries[end].number > tape->dropped ? tape->entries[end].number : tape->dropped;
+    }
+    for (size_t i = kept_asides; i < kept_asides + asides; i++) {
+        free(tape->asides[i].elements);
+    }
+    size_t more = tape->asides_used - kept_asides - asides;
+    if (asides) {
+        memmove(tape->asides + kept_asides, tape->asides + kept_asides + asides, more * sizeof *tape->asides);
+    }
+    memmove(tape->entries + tape->kept, tape->entries + end, (tape->used - end) * sizeof *tape->entries);
+    tape->asides_used -= asides;
+    tape->used -= end - tape->kept;
+    tape->forwards = left;
+}
+
+/* Counts the forwards that no backward has followed, after an entry was appended. The caller holds the lock. */
+static void count_forwards(struct tape *tape, int64_t flags) {
+    if (flags & (BACKWARD | TURN)) {
+        tape->kept = tape->used;
+        tape->forwards = 0;
+    } else if (flags & FORWARD && tape->most_forwards && ++tape->forwards >= 2 * tape->most_forwards) {
+        drop_oldest(tape);
+    }
+}
+
 /* Appends an entry; drops it, and its elements, if the tape was closed or there is no memory. */
 static void append(int64_t number, const struct entry *entry, struct aside aside) {
     pthread_mutex_lock(&LOCK);
@@ -112,6 +154,7 @@ static void append(int64_t number, const struct entry *entry, struct aside aside
                 tape->asides[tape->asides_used++] = aside;
                 aside.elements = NULL;
             }
+            count_forwards(tape, entry->flags);
         }
     }
     pthread_mutex_unlock(&LOCK);
@@ -199,7 +242,8 @@ static void end_turn(const int64_t *slot) {
 
 /* The operator `follow(x, slot, call)`: as `read`. Its entry holds `call` and a number, which the operator returns: the `call` of
  * all that belongs to what this entry begins. A slot may have the flag MARK, for an entry without measurements, and the flag TURN,
- * which ends `wait_for_turn`. */
+ * which ends `wait_for_turn`. FORWARD is of slots whose entries begin a forward of the model, BACKWARD of those whose entries show
+ * that one has a backward. */
 EXPORTED int follow_tensor(int count, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra) {
     (void)stream;
     (void)extra;
@@ -268,6 +312,22 @@ static PyObject *set_up(PyObject *module, PyObject *const *args, Py_ssize_t coun
     Py_RETURN_NONE;
 }
 
+static PyObject *bound(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    struct tape *tape = count == 2 ? tape_of(args[0]) : NULL;
+    if (tape == NULL) {
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "bound takes 2 arguments, not %zd", count);
+    }
+    long long most = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    pthread_mutex_lock(&LOCK);
+    tape->most_forwards = most;
+    pthread_mutex_unlock(&LOCK);
+    Py_RETURN_NONE;
+}
+
 static PyObject *turn(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     struct tape *tape = count == 2 ? tape_of(args[0]) : NULL;
@@ -290,7 +350,9 @@ static struct tape taken(struct tape *tape) {
     struct tape all = *tape;
     tape->entries = NULL;
     tape->asides = NULL;
-    tape->used = tape->room = tape->asides_used = tape->asides_room = 0;
+    tape->used = tape->room = tape->asides_used = tape->asides_room = tape->kept = 0;
+    tape->dropped = 0;
+    tape->forwards = 0;
     pthread_mutex_unlock(&LOCK);
     return all;
 }
@@ -320,7 +382,7 @@ static PyObject *drain(PyObject *module, PyObject *number) {
         Py_XDECREF(one);
     }
     free_all(&all);
-    PyObject *found = entries != NULL && asides != NULL ? PyTuple_Pack(2, entries, asides) : NULL;
+    PyObject *found = entries != NULL && asides != NULL ? Py_BuildValue("OOL", entries, asides, (long long)all.dropped) : NULL;
     Py_XDECREF(entries);
     Py_XDECREF(asides);
     return found;
@@ -384,7 +446,10 @@ static PyMethodDef METHODS[] = {
     {"set_up", (PyCFunction)(void (*)(void))set_up, METH_FASTCALL,
      "set_up(tape, narrow, wide, wanted): the bounds of small elements, of float64 and of others, and what the kernel measures."},
     {"turn", (PyCFunction)(void (*)(void))turn, METH_FASTCALL, "turn(tape, on): whether gated slots make entries."},
-    {"drain", drain, METH_O, "drain(tape) -> (entries, elements of those set aside), as bytes. The tape is empty then."},
+    {"bound", (PyCFunction)(void (*)(void))bound, METH_FASTCALL,
+     "bound(tape, most): of forwards that no backward follows, fewer than twice as many are kept; 0 for no bound."},
+    {"drain", drain, METH_O,
+     "drain(tape) -> (entries, elements of those set aside, the last number of dropped entries or 0). The tape is empty then."},
     {"close_tape", close_tape, METH_O, "close_tape(tape): no entries from now on, not even from operators that were called before."},
     {NULL, NULL, 0, NULL},
 };
@@ -417,7 +482,8 @@ static int prepare(PyObject *module) {
     return added || PyModule_AddIntConstant(module, "MEASURED", MEASURED) ||
            PyModule_AddIntConstant(module, "SET_ASIDE", SET_ASIDE) || PyModule_AddIntConstant(module, "GATED", GATED) ||
            PyModule_AddIntConstant(module, "CHECKED", CHECKED) || PyModule_AddIntConstant(module, "MARK", MARK) ||
-           PyModule_AddIntConstant(module, "TURN", TURN) ||
+           PyModule_AddIntConstant(module, "TURN", TURN) || PyModule_AddIntConstant(module, "FORWARD", FORWARD) ||
+           PyModule_AddIntConstant(module, "BACKWARD", BACKWARD) ||
            PyModule_AddIntConstant(module, "MOST_DIMENSIONS", MOST_DIMENSIONS) || PyModule_AddIntConstant(module, "ROW", ROW);
 }
 

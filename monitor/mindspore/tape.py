@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntFlag
 from functools import cache
 from typing import Any, Final
 
@@ -35,6 +36,19 @@ except ImportError:
 
 MARK: Final[int] = 0 if _tape is None else _tape.MARK
 """The flag of entries without measurements."""
+
+
+class Flag(IntFlag):
+    """What the entries of a slot for ``follow`` are.
+
+    Attributes:
+        FORWARD: They begin a forward of the model, or its evaluation.
+        BACKWARD: They show that a forward has a backward.
+    """
+
+    FORWARD = 0 if _tape is None else _tape.FORWARD
+    BACKWARD = 0 if _tape is None else _tape.BACKWARD
+
 
 _MOST_DIMENSIONS: Final = 32
 """The most that numpy 1 has, and so MindSpore's ``asnumpy``."""
@@ -59,6 +73,7 @@ _NAMES: Final = {"bool": "bool_"}
 """The dtypes that ``mindspore`` has under another name."""
 
 
+_NO_FLAG: Final = Flag(0)
 NO_TAPE: Final = -1
 MOST_COPIED: Final = 1 << 20
 
@@ -79,6 +94,7 @@ class Measurements:
         numbers: What ``follow`` has returned for each entry, shape ``(entries,)``; 0 for ``read``.
         calls: The argument ``call`` of ``follow``, likewise.
         flags: The flags of their slots, shape ``(entries,)``.
+        dropped: The number of the last entry that was dropped because too many forwards had no backward; 0 if none was.
     """
 
     ids: NDArray[np.int64]
@@ -89,6 +105,7 @@ class Measurements:
     numbers: NDArray[np.int64]
     calls: NDArray[np.int64]
     flags: NDArray[np.int64]
+    dropped: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +215,23 @@ class Tape:
         self._kernel = NumpyKernel(eps, higher=higher, check_sums=check_sums)
         self._checking_kernel = NumpyKernel(eps, higher=higher, check_sums=True)
 
+    def bound(self, most: int) -> None:
+        """Keep fewer than twice as many forwards that have no backward. The oldest are dropped."""
+        _tape.bound(self.number, most)
+
     def turn(self, on: bool) -> None:
         """Set whether gated slots make entries."""
         _tape.turn(self.number, on)
 
     def slot(
-        self, number: int, *, gated: bool = False, checked: bool = False, mark: bool = False, turn: bool = False
+        self,
+        number: int,
+        *,
+        gated: bool = False,
+        checked: bool = False,
+        mark: bool = False,
+        turn: bool = False,
+        flags: Flag = _NO_FLAG,
     ) -> Tensor:
         """A slot for the operators: int64, shape ``(3,)``.
 
@@ -213,9 +241,10 @@ class Tape:
             checked: Whether its tensors get check sums in any case.
             mark: Whether its entries hold no measurements. For ``follow`` only.
             turn: Whether each of its entries ends ``wait_for_turn``. For ``follow`` only.
+            flags: What its entries are. For ``follow`` only.
         """
-        flags = gated * _tape.GATED | checked * _tape.CHECKED | mark * _tape.MARK | turn * _tape.TURN
-        return Tensor(np.array([self.number, number, flags], dtype=np.int64))
+        every = flags | gated * _tape.GATED | checked * _tape.CHECKED | mark * _tape.MARK | turn * _tape.TURN
+        return Tensor(np.array([self.number, number, every], dtype=np.int64))
 
     def stop_waiting(self) -> None:
         """End ``wait_for_turn``."""
@@ -254,7 +283,7 @@ class Tape:
 
     def drain(self) -> Measurements:
         """Take all entries. Tensors that cannot be read have none."""
-        taken, asides = _tape.drain(self.number)
+        taken, asides, dropped = _tape.drain(self.number)
         entries = np.frombuffer(taken, dtype=_ENTRY)
         set_aside = np.flatnonzero(entries["state"] == _tape.SET_ASIDE).tolist()
         copied = {int(entries["id"][place]) for place, one in zip(set_aside, asides, strict=True) if len(one) > MOST_COPIED}
@@ -264,8 +293,8 @@ class Tape:
         known = entries["state"] <= _tape.SET_ASIDE
         layouts, layout = np.unique(_layouts(entries[known]), return_inverse=True)
         names = [_layout(one) for one in layouts]
-        others = (entries[name][known] for name in ("number", "call", "flags"))
-        return Measurements(entries["id"][known], rows[known], names, layout, frozenset(copied), *others)
+        number, call, flags = (entries[name][known] for name in ("number", "call", "flags"))
+        return Measurements(entries["id"][known], rows[known], names, layout, frozenset(copied), number, call, flags, dropped)
 
     def _reduce(self, entry: Any, rows: Floats, place: int, elements: bytes) -> None:
         """Fill in the row of a tensor whose elements were set aside."""

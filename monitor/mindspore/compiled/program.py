@@ -23,6 +23,8 @@ from monitor.mindspore.compiled.fallback import Fallback
 from monitor.mindspore.compiled.taps import (
     AFTER,
     BEFORE,
+    BEGIN,
+    EVALUATION,
     INPUT,
     INPUT_GRAD,
     MARKS,
@@ -35,7 +37,7 @@ from monitor.mindspore.compiled.taps import (
     is_installed,
     uninstall,
 )
-from monitor.mindspore.tape import Tape, new_tape, wait_for_turn
+from monitor.mindspore.tape import Flag, Tape, new_tape, wait_for_turn
 from monitor.recording.backend import Removable
 from monitor.recording.recorder import Recorder
 from monitor.recording.step_clock import Clock
@@ -55,6 +57,9 @@ NO_TAPE: Final = (
     "Compiled code of too many models has been recorded in this process. This model has no rows of it. Delete models "
     "that are no longer used."
 )
+
+MOST_FORWARDS: Final = 64
+"""How many forwards without a backward are kept at least."""
 
 LACKING: Final = {
     "shape": "Compiled code has tensors of dynamic shape. MindSpore cannot measure these, and they have no rows. Compile with "
@@ -158,6 +163,7 @@ class Program:
         tape: Receives the entries; None before the compiler has seen a tap.
         taps: The taps by the id of their entries.
         observed: The observed cells, parameters and optimizers by number.
+        most_forwards: How many forwards without a backward are kept.
         clock: Counts the steps; None before the model has a root.
         recorder: Records them; None likewise.
         replay: What is known of the step in progress.
@@ -179,6 +185,7 @@ class Program:
         self._slots: dict[tuple[Any, ...], Tensor] = {}
         self._checked = self._is_taken = False
         self._has_dynamic_shapes = False
+        self.most_forwards = MOST_FORWARDS
         self.settings: tuple[float, bool, bool] | None = None
         self.functions = functions_of(self)
         self.fallback, self.absences = Fallback(self), Absences(self)
@@ -199,6 +206,11 @@ class Program:
         if self.settings != (settings := (eps, higher, check_sums)):
             self.settings = settings
             self._set_up_tape()
+
+    def bound(self, forwards: int) -> None:
+        """Let a step of training have so many forwards."""
+        self.most_forwards = max(MOST_FORWARDS, 2 * forwards)
+        self._set_up_tape()
 
     def check(self) -> None:
         """Measure check sums of gradients, weights and moments in code that is compiled from now on."""
@@ -240,6 +252,7 @@ class Program:
         if self.tape is not None and self.settings is not None:
             eps, higher, check_sums = self.settings
             self.tape.set_up(eps, higher=higher, check_sums=check_sums)
+            self.tape.bound(self.most_forwards)
             self.tape.turn(self.is_on)
 
     def slot(self, number: int, role: str, suffix: str, position: int, found: int) -> Tensor:
@@ -251,7 +264,9 @@ class Program:
             mark = role in MARKS or (isinstance(owner, ObservedCell) and role not in owner.roles)
             checked = self._checked and not isinstance(owner, ObservedCell) and not mark
             turn = role == TURN_ENDS
-            self._slots[key] = self.tape.slot(len(self.taps), gated=True, checked=checked, mark=mark, turn=turn)
+            self._slots[key] = self.tape.slot(
+                len(self.taps), gated=True, checked=checked, mark=mark, turn=turn, flags=_flags(owner, role)
+            )
             self.taps.append(Tap(owner, role, suffix, position, found))
             self.follow()
         return self._slots[key]
@@ -456,6 +471,14 @@ class Program:
     def _retarget(self, number: int, owner: Any) -> None:
         """Let entries of code that was compiled earlier belong to ``owner``."""
         self.taps = [tap._replace(owner=owner) if tap.owner.number == number else tap for tap in self.taps]
+
+
+def _flags(owner: Any, role: str) -> Flag:
+    """What the entries of a tap are."""
+    of_model = isinstance(owner, ObservedCell) and owner.chunk is not None
+    if not of_model:
+        return Flag(0)
+    return {BEGIN: Flag.FORWARD, EVALUATION: Flag.FORWARD, OUTPUT_GRAD: Flag.BACKWARD}.get(role, Flag(0))
 
 
 def _follow(known: weakref.ref[Program], number: int, replay: Callable[[Program], object]) -> None:

@@ -35,6 +35,10 @@ MIXED: Final = (
     "Two forwards of the model run at the same time in compiled code. It is not known which of them its cells belong to, and "
     "they have no rows there. Compile a step for each micro-batch."
 )
+DROPPED: Final = (
+    "Compiled code ran more forwards before their backwards than the monitor keeps. The activations "
+    "and parameters' gradients of such steps have no rows. Pass the number of micro-batches as grad_acc_steps."
+)
 UNEQUAL: Final = (
     "Compiled code has computed several gradients of one parameter in a step: of several micro-batches, or several parts of "
     "one gradient. It does not show which is which, so such parameters have no rows of grad_unreduced. grad_reduced has the "
@@ -111,6 +115,7 @@ class Replay:
         self._ended: set[int] = set()
         self._island = self._mixed = False
         self._step = -1
+        self._dropped = 0
         self._training: set[int] = set()
         self._parts: set[ObservedParameter] = set()
 
@@ -126,6 +131,7 @@ class Replay:
         program = self._known()
         assert program is not None
         calls, numbers = measured.calls.tolist(), measured.numbers.tolist()
+        self._dropped = max(self._dropped, measured.dropped)
         for place, tap in enumerate(measured.ids.tolist()):
             self._waiting.append((program.taps[tap], calls[place], numbers[place], _tensor(measured, place)))
         ends = [place for place, (tap, *_) in enumerate(self._waiting, 1) if tap.role == roles.TURN_ENDS]
@@ -139,7 +145,7 @@ class Replay:
             program.absences.replayed()
         self._island, self._open, self._mixed = island, None, False
         self._forget_ended_step()
-        self._training = {call for tap, call, *_ in entries if _is_gradient_of_root(tap)}
+        self._training = self._trained(entries)
         steps: dict[str, Callable[[Tap, int, int, TapedTensor], None]] = {
             roles.BEGIN: self._begins,
             roles.EVALUATION: self._evaluates,
@@ -164,6 +170,15 @@ class Replay:
             for one, _, its_number, its_x in (*early.pop(call, ()), entry):
                 steps.get(one.role, self._of_optimizer)(one, call, its_number, its_x)
         self._take_gradients()
+
+    def _trained(self, entries: Sequence[Entry]) -> set[int]:
+        """The forwards of the model that have a backward; none if one of them was dropped: its micro-step is not known."""
+        training = {call for tap, call, *_ in entries if _is_gradient_of_root(tap)}
+        begun = {number for tap, _, number, _ in entries if tap.role == roles.BEGIN} | self._roots.keys()
+        if any(call <= self._dropped for call in training - begun):
+            self._warn("dropped forwards", DROPPED)
+            return set()
+        return training
 
     def _begins(self, tap: Tap, _call: int, number: int, _x: TapedTensor) -> None:
         if self._root_begins(tap.owner, number, ordered=tap.position == ORDERED):

@@ -26,6 +26,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.sparse_tensor import RowTensorInner
 from mindspore.ops import constexpr
+from mindspore.ops.functional import is_sequence_shape_unknown
 
 from monitor.mindspore.autograd import recording
 from monitor.mindspore.features.reading import FLOATS
@@ -255,6 +256,11 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         known().hides(number)  # type: ignore[union-attr]
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def refuses() -> None:
+        """Have code compiled without the monitor (``Fallback``): MindSpore compiles such operators, but fails to run them."""
+        raise RuntimeError("a tuple of tensors has a dynamic length")
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
     def lacks(what: str) -> None:
         known().lacks(what)  # type: ignore[union-attr]
 
@@ -310,6 +316,8 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
             if isinstance(x, Tensor):
                 return tap_tensor(x, number, role, suffix, position, found, call)
             if isinstance(x, tuple):
+                if is_sequence_shape_unknown(x):
+                    refuses()
                 every = NOTHING
                 for i in range(len(x)):
                     every = every + (inner(x[i], number, role, suffix + "_" + str(i), position, found, call),)
@@ -347,6 +355,8 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
     def tap_arguments(args: Any, count: int, number: int, call: Any) -> Any:
         if count == 1 and len(args) == 1:
             x = args[0]
+            if isinstance(x, tuple) and is_sequence_shape_unknown(x):
+                refuses()
             if isinstance(x, tuple) and (len(x) != 1 or not isinstance(x[0], Tensor)):
                 every = NOTHING
                 for i in range(len(x)):

@@ -1,0 +1,113 @@
+"""Evaluations, and forwards without a backward, neither fill memory nor change the rows of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from attaching import Output, warnings_in, with_fixed_weights
+from compiled_steps import RECORDED, STEPS, WHOLE, Deep, adam, mode_of, plain, recorded, rows_in, state_of, step_of
+from mindspore import Tensor, nn
+from training import inputs
+from watching_cells import written
+
+from monitor.mindspore import TrainerMon
+from monitor.mindspore.compiled.program import MOST_FORWARDS
+from monitor.mindspore.compiled.replay import program_of
+from monitor.mindspore.tape import Flag, Tape, follow_operator
+from monitor.stats.partials import COLUMNS
+
+MANY = 300
+PER_FORWARD = 20
+"""More than the entries of one forward of ``Deep``."""
+
+
+def called(net: nn.Cell) -> Any:
+    def evaluate(x: Tensor) -> Tensor:
+        return net(x)
+
+    return evaluate
+
+
+@pytest.mark.parametrize("how", WHOLE)
+@pytest.mark.parametrize("training", [False, True], ids=["evaluations", "forwards in training mode"])
+def test_forwards_without_a_backward_leave_few_entries_and_the_rows_of_training(
+    how: str, training: bool, output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, expected = recorded(how, Deep, output)
+    before = output.directories()
+    left = []
+    with mode_of(how):
+        net = with_fixed_weights(Deep())
+        optimizer = adam(net.trainable_params())
+        monitor = TrainerMon(written(output, **RECORDED))
+        monitor.set_monitor(net, 1, optimizer)
+        step = step_of(how, net, optimizer)
+        evaluate = net if how == "graph" else ms.jit(called(net))
+        losses = []
+        for number in range(STEPS):
+            losses.append(step(inputs(number)).asnumpy().tobytes())
+            net.set_train(training)
+            for _ in range(MANY):
+                evaluated = evaluate(inputs(number))
+            evaluated.asnumpy()
+            net.set_train(True)
+            if number == STEPS - 1:
+                program = program_of(net)
+                assert program is not None
+                assert program.tape is not None
+                left = program.tape.drain().ids.tolist()
+        monitor.close()
+    assert len(left) <= 2 * MOST_FORWARDS * PER_FORWARD
+    assert losses + state_of(net, optimizer) == plain(how, Deep)
+    (directory,) = set(output.directories()) - set(before)
+    rows = rows_in(output, directory)
+    last = {key: values for key, values in expected.items() if key[2] < STEPS - 1}
+    assert {key: values for key, values in rows.items() if key[2] < STEPS - 1} == last
+    assert warnings_in(caplog) == []
+
+
+# --- Orders of execution, entry by entry.
+
+NONE = Flag(0)
+ROOT = Flag.FORWARD
+
+
+class Entries:
+    """Makes entries as compiled code does, by operators of the dynamic graph."""
+
+    def __init__(self, most: int = 0) -> None:
+        self.tape = Tape()
+        self.tape.set_up(0.0, higher=False, check_sums=False)
+        self.tape.bound(most)
+        self._follow = follow_operator()
+        self._x = Tensor(np.ones(3, np.float32))
+
+    def make(self, number: int, flags: Flag = NONE, call: int = 0, *, turn: bool = False) -> int:
+        """The number of an entry: of a call, if ``flags`` says so."""
+        slot = self.tape.slot(number, flags=flags, turn=turn)
+        return int(self._follow(self._x, slot, Tensor(np.array([call], np.int64))).asnumpy()[0])
+
+
+def test_the_oldest_forwards_without_a_backward_are_dropped_and_no_others() -> None:
+    entries = Entries(most=2)
+    first = entries.make(0, ROOT)
+    entries.make(1, Flag.BACKWARD, call=first)
+    numbers = [entries.make(number, ROOT) for number in range(10, 14)]
+    found = entries.tape.drain()
+    assert found.ids.tolist() == [0, 1, 12, 13]
+    assert found.dropped == numbers[1]
+
+
+def test_copied_elements_are_dropped_with_their_forward() -> None:
+    entries = Entries(most=1)
+    for number in (0, 10):
+        entries.make(number, ROOT)
+        for place in (1, 2):
+            entries._x = Tensor(np.full(3, number + place, np.int32))
+            entries.make(number + place)
+    found = entries.tape.drain()
+    assert found.ids.tolist() == [10, 11, 12]
+    assert found.rows[1:, COLUMNS.index("max")].tolist() == [11.0, 12.0]
