@@ -10,6 +10,7 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import Final
 
+from monitor.anomalies.rules import BOUNDS, AnomalyBounds
 from monitor.config import MonitorConfig
 from monitor.coordinator.estimate import Bounds, KindLoad, estimate
 from monitor.failures import LOGGER, Failures
@@ -130,7 +131,7 @@ def gaps_of(config: MonitorConfig, series: SeriesTable, monitored: Collection[in
     """
     if (nothing := records_nothing(config)) is not None:
         yield f"This configuration records nothing: {nothing}{_rules_in_vain(config)}"
-    elif config.alert.rules and not _records_tensors(config) and not _ends_after_first_step(config):
+    elif config.alert.rules and not _judges(config) and not _ends_after_first_step(config):
         yield f"The alert rules have nothing to judge: this configuration records no tensors. {SWITCHES}"
     left = _left_to_others(series, monitored) if config.alert.rules and not config.checks_replicas else 0
     if left:
@@ -197,8 +198,15 @@ def records_measurements(config: MonitorConfig) -> bool:
     return not _ends_after_first_step(config) and (features or _records_tensors(config))
 
 
+def _judges(config: MonitorConfig) -> bool:
+    """Whether there may be rows that an alert rule judges. Only ``AnomalyBounds`` judges features."""
+    bounded = {kind.field for kind in KIND_TABLE if kind.field and kind.columns and BOUNDS[kind.name]}
+    by_bounds = any(rule.rule_name == AnomalyBounds.name for rule in config.alert.rules)
+    return _records_tensors(config) or (by_bounds and any(getattr(config, field) for field in bounded))
+
+
 def _records_tensors(config: MonitorConfig) -> bool:
-    """Whether there are rows that alert rules check. Features are not: they are no statistics of a tensor."""
+    """Whether there are rows of tensors. Features are not: they are no statistics of a tensor."""
     activations = config.xy_distribution and not (config.forward_only and config.backward_only)
     statistics = {kind.field for kind in KIND_TABLE if kind.field and not kind.columns} - {"xy_distribution"}
     return activations or any(getattr(config, field) for field in statistics) or config.cc_distribution.enable

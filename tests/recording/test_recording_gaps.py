@@ -49,6 +49,16 @@ def test_rules_beside_what_they_do_not_judge_are_said_to_have_nothing_to_judge(f
     assert '"wg_distribution": true' in said
 
 
+@pytest.mark.parametrize("feature", ["update_ratio", "optimizer_health", "recording_l2_features"])
+def test_features_are_something_to_judge_for_the_rule_that_has_bounds_of_them(feature: str) -> None:
+    assert gaps(**{feature: True}, alert={"rules": [{"rule_name": "AnomalyNan"}, {"rule_name": "AnomalyBounds"}]}) == []
+
+
+def test_a_feature_without_a_bound_is_nothing_to_judge() -> None:
+    (said,) = gaps(mg_direction=True, alert={"rules": [{"rule_name": "AnomalyBounds"}]})
+    assert said.startswith("The alert rules have nothing to judge")
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "ur_distribution"])
 @pytest.mark.parametrize("rules", [{}, RULES])
 def test_of_a_configuration_that_records_tensors_nothing_is_said(kind: str, rules: Any) -> None:
