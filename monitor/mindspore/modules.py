@@ -45,10 +45,10 @@ def after_forward(cell: nn.Cell, call: Callable[..., Any], *, always: bool = Fal
 
 
 def around_forward(
-    cell: nn.Cell, before: Callable[..., Any], after: Callable[..., Any], whole: Callable[..., Any], *, searches: bool
+    cell: nn.Cell, before: Callable[..., Any], after: Callable[..., Any], whole: Callable[..., Any]
 ) -> Sequence[Removable]:
     """Register both. In compiled code nothing is called."""
-    del whole, searches
+    del whole
     return before_forward(cell, before), after_forward(cell, after, always=True)
 
 

@@ -5,13 +5,14 @@ holds a no-op of the standard library in place of a hook, so a checkpoint loads 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -58,6 +59,22 @@ def _skip_strategy() -> Any:
         return frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     except AttributeError:
         return None
+
+
+def between_graphs() -> bool:
+    """Whether a compiler runs the caller between two graphs, and compiles what is called next. Under a function mode it would
+    compile that once more, and break graphs.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None or getattr(getattr(dynamo, "_stance", None), "stance", "") == "force_eager":
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == dynamo.__file__ and code.co_name in ("compile_wrapper", "_fn"):
+            return code.co_name == "compile_wrapper"  # the other one is that of `torch.compiler.disable`
+        frame = frame.f_back
+    return False
 
 
 TRACEABLE: Final = hasattr(torch.library, "_register_effectful_op")

@@ -51,13 +51,13 @@ def after_forward(module: nn.Module, call: Callable[..., None], *, always: bool 
 
 
 def around_forward(
-    module: nn.Module, before: Callable[..., None], after: Callable[..., None], whole: Callable[..., None], *, searches: bool
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None], whole: Callable[..., None]
 ) -> Sequence[Removable]:
     begins: operators.TracedHook | None = None
     ends: operators.TracedHook | None = None
     if TRACEABLE:
         observed = operators.ObservedHook(calls.WholeCallObserver(whole, module), operators.device_of(module))
-        begins, ends = calls.TracedBegin(observed) if searches else None, calls.TracedWhole(observed, searches=searches)
+        begins, ends = calls.TracedBegin(observed), calls.TracedWhole(observed)
     return module_hooks.before_forward(module, before, begins), module_hooks.after_forward(module, after, ends, always=True)
 
 

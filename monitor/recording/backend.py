@@ -275,16 +275,13 @@ class Modules(Protocol):
         before: Callable[..., None],
         after: Callable[..., None],
         whole: Callable[..., None],
-        *,
-        searches: bool,
     ) -> Sequence[Removable]:
         """Register both, as ``before_forward`` and ``after_forward`` with ``always`` do.
 
         Args:
             whole: Called in place of both where the module is compiled with its hooks, if the framework can. It is given what
-                ``after`` is, and a function that makes a ``Search`` of the calls inside. Arguments and results are tensors
-                without their structure; there are none if they are sharded.
-            searches: Whether ``whole`` needs the calls inside.
+                ``after`` is, a function that makes a ``Search`` of the calls inside, and whether an argument was changed in
+                place. Arguments and results are tensors without their structure; there are none if they are sharded.
         """
 
     def trains(self, module: Any) -> bool:

@@ -10,7 +10,8 @@ import json
 import math
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
@@ -39,6 +40,7 @@ RESULT: Final = "="
 """What the name of a result begins with, among the names of arguments."""
 
 HIGHER_ORDER: Final = "it calls {name} in compiled code, which hides its calls"
+CHANGED: Final = "a tensor of its attention is changed in place in compiled code"
 NOT_TRACED: Final = "its backend does not show its calls"
 
 # --- When compiled code runs.
@@ -51,11 +53,13 @@ class AttentionCall(NamedTuple):
         is_softmax: Whether it is a softmax of scores; otherwise it is ``scaled_dot_product_attention``.
         tensors: Its tensors by argument: in a trace themselves, otherwise their index among those of the operator.
         others: Its other arguments.
+        autocast: The dtype of autocast during the call; empty without it.
     """
 
     is_softmax: bool
     tensors: Mapping[str, Any]
     others: Mapping[str, Any]
+    autocast: str
 
 
 class WholeCallObserver(CallObserver):
@@ -64,6 +68,7 @@ class WholeCallObserver(CallObserver):
     """
 
     def called(self, tensors: Sequence[Tensor], names: Sequence[str], mask: str, inside: str) -> None:
+        seen = json.loads(inside)
         args, kwargs, results = [], {}, []
         for x, name in zip(tensors, names, strict=False):
             if name.startswith(RESULT):
@@ -73,7 +78,8 @@ class WholeCallObserver(CallObserver):
             else:
                 args.append(x)
         given = {**kwargs, "attn_mask_type": mask} if mask else kwargs
-        self._call(self._module, tuple(args), given, _result_of(results), lambda *asked: _replayed(inside, tensors, *asked))
+        searching = partial(_replayed, seen, tensors)
+        self._call(self._module, tuple(args), given, _result_of(results), searching, seen["changed"])
 
 
 def _result_of(leaves: Sequence[tuple[str, Tensor]]) -> Any:
@@ -83,19 +89,22 @@ def _result_of(leaves: Sequence[tuple[str, Tensor]]) -> Any:
     return tuple(x if suffix[1:].isdigit() else (x,) for suffix, x in leaves) or None
 
 
-def _replayed(inside: str, tensors: Sequence[Tensor], *asked: Any) -> ReplayedSearch:
-    seen = json.loads(inside)
+def _replayed(seen: Mapping[str, Any], tensors: Sequence[Tensor], *asked: Any) -> ReplayedSearch:
     calls = [
-        (is_softmax, {**{name: tensors[place] for name, place in places.items()}, **others})
-        for is_softmax, places, others in seen["calls"]
+        (is_softmax, {**{name: tensors[place] for name, place in places.items()}, **others}, _dtype_of(autocast))
+        for is_softmax, places, others, autocast in seen["calls"]
     ]
     return ReplayedSearch(calls, seen["named"], seen["hidden"], *asked)
+
+
+def _dtype_of(autocast: str) -> torch.dtype | None:
+    return getattr(torch, autocast) if autocast else None
 
 
 def _called(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], mask: str, inside: str, autocast: str) -> None:
     observed = OBSERVED.get(handle.data_ptr())
     if observed is not None and isinstance(observed.observer, WholeCallObserver):
-        dtype: torch.dtype | None = getattr(torch, autocast, None) if autocast else None
+        dtype = _dtype_of(autocast)
         with torch.no_grad(), torch.autocast(handle.device.type, dtype, enabled=dtype is not None):
             observed.observer.called(tensors, names, mask, inside)
 
@@ -106,17 +115,29 @@ def _called(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], mas
 class TracedSearch:
     """Sees the functions that a module calls while its call is traced.
 
+    Args:
+        arguments: The tensors that the module is given.
+
     Attributes:
         calls: Those that may compute attention.
         named: The names of others that may be parts of one.
         hidden: Why some calls are not seen; empty if all are.
     """
 
-    def __init__(self, hidden: str = "") -> None:
+    def __init__(self, arguments: Sequence[Tensor] = (), hidden: str = "") -> None:
         self.calls: list[AttentionCall] = []
         self.named: set[str] = set()
         self.hidden = hidden
         self._products: set[tuple[str, ...]] = set()
+        self._arguments, self._taken = _versions_of(arguments), _versions_of(())
+
+    def changed(self) -> bool:
+        """Whether an argument of the module has changed in place since its call began."""
+        return _have_changed(self._arguments)
+
+    def reason(self) -> str:
+        """``hidden``, or that a tensor of an attention call has changed in place since then."""
+        return self.hidden or (CHANGED if _have_changed(self._taken) else "")
 
     def look(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Before a call."""
@@ -138,7 +159,8 @@ class TracedSearch:
         tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         others = {name: x for name, x in given.items() if x is not None and name not in tensors}
         if all(isinstance(x, bool | int | float) for x in others.values()):
-            self.calls.append(AttentionCall(is_softmax, tensors, others))
+            self.calls.append(AttentionCall(is_softmax, tensors, others, _autocast_on(next(iter(tensors.values())).device)))
+            self._taken += _versions_of(tensors.values())
         else:
             self.hidden = "an argument of its attention is not a constant in compiled code"
 
@@ -150,6 +172,20 @@ class TracedSearch:
             # A weight, or a part of one, lacks the batch.
             if all(one.dim() == result.dim() and str(one.shape[0]) == str(result.shape[0]) for one in factors):
                 self._products.add(_shape_of(result))
+
+
+def _versions_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    return [(x, x._version) for x in tensors if not x.is_inference()]
+
+
+def _have_changed(tensors: Iterable[tuple[Tensor, int]]) -> bool:
+    return any(x._version != version for x, version in tensors)
+
+
+def _autocast_on(device: torch.device) -> str:
+    """The name of autocast's dtype on a device; empty without autocast."""
+    kind = device.type
+    return str(torch.get_autocast_dtype(kind)).rpartition(".")[2] if torch.is_autocast_enabled(kind) else ""
 
 
 def _shape_of(x: Tensor) -> tuple[str, ...]:
@@ -174,11 +210,11 @@ def _interpreter() -> torch.fx.Interpreter | None:
     return None
 
 
-def _search(handle: Tensor) -> None:
+def _search(arguments: Sequence[Tensor], handle: Tensor) -> None:
     if is_within(handle) or (interpreter := _interpreter()) is None:
         return
     open_searches: list[tuple[Tensor, TracedSearch]] = vars(interpreter).setdefault(_SEARCHES, [])
-    open_searches.append((handle, TracedSearch()))
+    open_searches.append((handle, TracedSearch(arguments)))
     if len(open_searches) == 1:
         for how in ("call_function", "call_method"):
             setattr(interpreter, how, _seeing(getattr(interpreter, how), open_searches))
@@ -212,33 +248,30 @@ def _found(handle: Tensor) -> TracedSearch:
     searches = [] if interpreter is None else vars(interpreter).get(_SEARCHES, [])
     place = next((place for place in reversed(range(len(searches))) if searches[place][0] is handle), None)
     if place is None:
-        return TracedSearch(NOT_TRACED)
-    found: TracedSearch = searches[place][1]
-    del searches[place:]
+        return TracedSearch(hidden=NOT_TRACED)
+    found: TracedSearch = searches.pop(place)[1]  # those behind it may be of another monitor
     if not searches:
         for name in ("call_function", "call_method", _SEARCHES):
             delattr(interpreter, name)
     return found
 
 
-def _call(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], mask: str, searches: bool) -> None:
+def _call(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], mask: str) -> None:
     if is_within(handle):
         return
     try:
-        search = _found(handle) if searches else TracedSearch()
+        search = _found(handle)
         flat = [x for one in search.calls for x in one.tensors.values()]
         inside, count = [], len(tensors)
         for one in search.calls:
-            inside.append((one.is_softmax, {name: count + i for i, name in enumerate(one.tensors)}, one.others))
+            inside.append((one.is_softmax, {name: count + i for i, name in enumerate(one.tensors)}, one.others, one.autocast))
             count += len(one.tensors)
-        text = json.dumps({"calls": inside, "named": sorted(search.named), "hidden": search.hidden})
+        seen = {"calls": inside, "named": sorted(search.named), "hidden": search.reason(), "changed": search.changed()}
         every = [*tensors, *flat]
         if any(is_traceable_wrapper_subclass(x) and not isinstance(x, FunctionalTensor) for x in every):
-            every, names, text = [], [], json.dumps({"calls": [], "named": [], "hidden": ""})
-        kind = handle.device.type
-        autocast = str(torch.get_autocast_dtype(kind)).rpartition(".")[2] if torch.is_autocast_enabled(kind) else ""
+            every, names, seen["calls"] = [], [], []
         with saved():
-            torch.ops.monitor.called.default(every, handle, names, mask, text, autocast)
+            torch.ops.monitor.called.default(every, handle, names, mask, json.dumps(seen), _autocast_on(handle.device))
     except Exception as error:
         FAILURES.report("observing compiled code", error, MISSING_ROWS)
 
@@ -246,8 +279,8 @@ def _call(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], mask:
 def _define() -> torch.library.Library:
     library = torch.library.Library("monitor", "FRAGMENT")
     library.define("called(Tensor[] tensors, Tensor handle, str[] names, str mask, str inside, str autocast) -> ()")
-    library.define("search(Tensor handle) -> ()")
-    library.define("call(Tensor[] tensors, Tensor handle, str[] names, str mask, bool searches) -> ()")
+    library.define("search(Tensor[] arguments, Tensor handle) -> ()")
+    library.define("call(Tensor[] tensors, Tensor handle, str[] names, str mask) -> ()")
     define_effect(library, "called", _called)
     library.impl("called", nothing, "Meta")
     define_traced(library, "search", _search)
@@ -262,20 +295,16 @@ LIBRARY: Final = _define()
 class TracedBegin(TracedHook):
     """Before a module's forward: from now on its calls are seen."""
 
-    def __call__(self, _module: nn.Module, *_: Any) -> None:
-        torch.ops.monitor.search.default(self._handle)
+    def __call__(self, _module: nn.Module, args: Any = (), kwargs: Any = None) -> None:
+        given = (*args, *(kwargs or {}).values())
+        torch.ops.monitor.search.default([x for x in given if isinstance(x, Tensor)], self._handle)
 
 
 class TracedWhole(TracedHook):
-    """After a module's forward: its arguments and results together, as far as they are tensors.
+    """After a module's forward: its arguments and results together, as far as they are tensors."""
 
-    Args:
-        searches: Whether there is a ``TracedBegin``.
-    """
-
-    def __init__(self, observed: ObservedHook, *, searches: bool) -> None:
+    def __init__(self, observed: ObservedHook) -> None:
         super().__init__(observed, ends=True)
-        self._searches = searches
 
     def __call__(self, _module: nn.Module, args: Any = (), kwargs: Any = None, result: Any = None) -> None:
         kwargs = kwargs or {}
@@ -286,4 +315,4 @@ class TracedWhole(TracedHook):
         tensors = given + list(named.values()) + [leaf.tensor for leaf in leaves]
         mask = kwargs.get("attn_mask_type")
         mask = getattr(mask, "name", mask)
-        torch.ops.monitor.call.default(tensors, self._handle, names, mask if isinstance(mask, str) else "", self._searches)
+        torch.ops.monitor.call.default(tensors, self._handle, names, mask if isinstance(mask, str) else "")

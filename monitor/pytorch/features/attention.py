@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from monitor.pytorch.frameworks import dtensor
+from monitor.pytorch.hooks import between_graphs
 from monitor.recording.features import reading
 from monitor.stats.torch.tensors import local_shard, unseen, working_precision
 
@@ -490,6 +491,11 @@ def is_partial(x: Tensor) -> bool:
 # --- The search for attention calls while a module's forward runs.
 
 
+BETWEEN_GRAPHS: Final = (
+    "it is called between graphs of torch.compile: it is the compiled module itself, or a graph breaks in it"
+)
+
+
 class AttentionSearch(TorchFunctionMode):
     """Finds the first torch call that computes attention. Forwards every call unchanged.
 
@@ -565,7 +571,10 @@ class AttentionSearch(TorchFunctionMode):
 
     def enter(self) -> None:
         """Search from now on, until ``leave``."""
-        _push_mode(self)
+        if between_graphs():
+            self._end(BETWEEN_GRAPHS)
+        else:
+            _push_mode(self)
 
     def leave(self) -> None:
         """End the search and remove this mode, wherever it is on this thread's stack.
@@ -603,13 +612,18 @@ class ReplayedSearch(ClosedSearch):
     """The search in calls that compiled code has made.
 
     Args:
-        calls: Of each call that may compute attention, whether it is a softmax of scores, and its arguments by name.
+        calls: Of each call that may compute attention, whether it is a softmax of scores, its arguments by name, and the dtype
+            of autocast, None without it.
         named: The names of other calls that may be parts of one.
         hidden: Why some calls were not seen; empty if all were.
     """
 
     def __init__(
-        self, calls: Sequence[tuple[bool, Mapping[str, Any]]], named: Iterable[str], hidden: str, *asked: Callable[..., Any]
+        self,
+        calls: Sequence[tuple[bool, Mapping[str, Any], torch.dtype | None]],
+        named: Iterable[str],
+        hidden: str,
+        *asked: Callable[..., Any],
     ) -> None:
         super().__init__(*asked)
         self._calls, self._hidden = calls, hidden
@@ -622,11 +636,12 @@ class ReplayedSearch(ClosedSearch):
 
     def enter(self) -> None:
         """Look at all calls."""
-        for is_softmax, given in self._calls:
+        if self._hidden:
+            self._end(self._hidden)
+        for is_softmax, given, rounded in self._calls:
             if is_softmax and not self.saw:
                 self._products.add(_shape_of(given["input"]))
                 self._look(torch.softmax, (given["input"], -1), {})
             elif not self.saw:
-                self._look(SDPA, (), dict(given))
-        if self._hidden:
-            self._end(self._hidden)
+                with torch.autocast(given["query"].device.type, rounded, enabled=rounded is not None):
+                    self._look(SDPA, (), dict(given))

@@ -18,6 +18,7 @@ class ActivationWatcher(watchers.FeatureWatcher):
     """``activation_hook``: reads the first floating-point tensor of the module's output."""
 
     kind = "activation_hook"
+    reads_arguments = False
 
     def __init__(
         self, module: NamedModule, asked: watchers.FeatureContext, found: watchers.HookModules, config: MonitorConfig

@@ -19,6 +19,8 @@ K_NAMES: Final = ("key", "key_layer", "k")
 TOKENS: Final = ("input", "hidden_states", "x")
 MATRIX_NAMES: Final = ("weight", "wg")
 
+CHANGED_THERE: Final = "it changes its arguments in place in compiled code"
+SHARDED_THERE: Final = "its tensors in compiled code are sharded, or it returns none"
 NO_SCORES: Final = "no Q and K were found"
 NO_SOFTMAX: Final = "no softmax over the product of its Q and K was found"
 NOT_CAUSAL: Final = "its Q and K are arguments, and its mask is not causal"

@@ -27,8 +27,6 @@ _MISSED: Final = "l2_targets that match no module of this model (in a pipeline: 
 
 Call = Callable[..., None]
 
-SHARDED_THERE: Final = "its tensors in compiled code are sharded, or it returns none"
-
 _HEADS: Final = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 """Attributes of attention modules, or of their configurations, that give the number of heads."""
 
@@ -144,10 +142,12 @@ class FeatureWatcher(ABC):
 
     Attributes:
         kind: The name of its kind.
+        reads_arguments: Whether it reads the module's arguments.
         called: Whether the step in progress had a training call.
     """
 
     kind: str
+    reads_arguments = True
 
     def __init__(self, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> None:
         self.name = module.name
@@ -178,15 +178,16 @@ class FeatureWatcher(ABC):
     def _around_forward(self, hooks: HookSet, what: str, before: Call, after: Call, *, searches: bool = False) -> None:
         """Call ``before`` and ``after`` around each forward."""
 
-        def whole(module: Any, args: Any, kwargs: Any, result: Any, searching: Any) -> None:
-            if result is None and self._is_watched(module):
-                self._misfit(SHARDED_THERE)
+        def whole(module: Any, args: Any, kwargs: Any, result: Any, searching: Any, changed: bool) -> None:
+            changed = changed and self.reads_arguments
+            if (result is None or changed) and self._is_watched(module):
+                self._misfit(reading.CHANGED_THERE if changed else reading.SHARDED_THERE)
                 return
             before(module, args, kwargs, *((searching,) if searches else ()))
             after(module, args, kwargs, result)
 
         hooked = (self._hook(what, call) for call in (before, after, whole))
-        for handle in self._backend.modules.around_forward(self._module, *hooked, searches=searches):
+        for handle in self._backend.modules.around_forward(self._module, *hooked):
             hooks.add(handle)
 
     def _hook(self, what: str, call: Callable[..., None]) -> Callable[..., None]:

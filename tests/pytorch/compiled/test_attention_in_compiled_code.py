@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +42,23 @@ def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def without(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q * k + v
+
+
+def overwritten(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT).detach()
+    attended = torch.softmax(scores, -1) @ v
+    scores.mul_(100)
+    return attended + q
+
+
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.scaled_dot_product_attention(3 * q.float(), k.float(), v.float()).double()
+
+
+def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return written_out(q, k, v)
 
 
 def checkpointed_inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -109,7 +128,7 @@ def assert_equal(found: list[Row], expected: list[Row], within: float = 1e-9) ->
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("attend", [causal, masked, written_out])
+@pytest.mark.parametrize("attend", [causal, masked, written_out, under_autocast])
 @pytest.mark.parametrize("way", ["whole", "layer_by_layer"])
 def test_attention_has_the_rows_of_eager_code_and_training_keeps_its_bits(
     output: Output, attend: Attend, way: str, checkpointed: bool
@@ -151,6 +170,40 @@ def test_calls_within_an_operator_of_higher_order_are_not_guessed(output: Output
     trained(model(checkpointed_inside), Ways.whole, output, batch, config=CONFIG, backend="aot_eager")
     assert rows(output) == []
     assert "it calls tag_activation_checkpoint in compiled code, which hides its calls" in str(warnings_in(caplog))
+
+
+def test_scores_that_are_overwritten_later_have_no_row(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    trained(model(overwritten), Ways.whole, output, batch, config=CONFIG, backend="aot_eager")
+    assert rows(output) == []
+    assert "a tensor of its attention is changed in place in compiled code" in str(warnings_in(caplog))
+
+
+@pytest.mark.parametrize("way", ["whole", "layer_by_layer"])
+def test_a_graph_that_breaks_inside_is_compiled_as_without_the_monitor(
+    output: Output, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    before = trained(model(broken), WAYS[way], None, batch, backend="aot_eager")
+    after = trained(model(broken), WAYS[way], output, batch, config=CONFIG, backend="aot_eager")
+    assert all(map(torch.equal, after.numbers, before.numbers))
+    assert (after.graphs, after.breaks) == (before.graphs, before.breaks)
+    assert rows(output) == []
+    assert "it is called between graphs of torch.compile" in str(warnings_in(caplog))
+
+
+def test_two_monitors_of_one_model_both_have_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    net = model(written_out)().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    outputs = [Output(tmp_path / name) for name in ("first", "second")]
+    with ExitStack() as stack:
+        for one in outputs:
+            one.base.mkdir()
+            monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(one.base))
+            stack.enter_context(attached(one, net, optimizer, **CONFIG))
+        torch.compile(net, backend="aot_eager")(batch(0)).sum().backward()
+        optimizer.step()
+    first, second = map(rows, outputs)
+    assert_equal(first, second)
 
 
 @pytest.mark.parametrize("how", ["sdpa", "eager"])

@@ -10,7 +10,7 @@ from compiling import MICRO_STEPS, STEPS, WAYS, Compile, Ways, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from watching import Output, Row
+from watching import Output, Row, warnings_in
 
 TARGETS = {
     "linear_hook": [],
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.act(self.linear(x))
-        result: Tensor = x + y * self.router(hidden_states=x)[0].sum(-1, keepdim=True)
+        result: Tensor = x + y * self.router(hidden_states=x * 1.0)[0].sum(-1, keepdim=True)
         return result
 
 
@@ -61,6 +61,23 @@ class Blocks(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Overwriting(Router):
+    """Changes its tokens when it has chosen."""
+
+    def forward(self, *, hidden_states: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            result: tuple[Any, ...] = super().forward(hidden_states=hidden_states)
+            hidden_states.zero_()
+        return result
+
+
+class Overwritten(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.router, layer.act = Overwriting(), nn.ReLU(inplace=True)
 
 
 class Checkpointed(Blocks):
@@ -99,6 +116,14 @@ def test_each_way_of_compiling_has_the_rows_of_eager_code(output: Output, way: s
     assert_equal(rows(output), expected)
     assert all(map(torch.equal, after.numbers, before.numbers))
     assert (after.graphs, after.breaks) == (before.graphs, before.breaks)
+
+
+def test_a_router_that_overwrites_its_tokens_has_no_row(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    trained(Overwritten, Ways.whole, output, config=CONFIG, backend="aot_eager")
+    found = rows(output)
+    assert found["moe_router_logit_hook"] == found["moe_router_load_hook"] == []
+    assert len(found["activation_hook"]) == len(TARGETS["activation_hook"]) * STEPS * MICRO_STEPS
+    assert "it changes its arguments in place in compiled code" in str(warnings_in(caplog))
 
 
 def test_what_inductor_compiles_has_them_too(output: Output) -> None:

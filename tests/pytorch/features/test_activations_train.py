@@ -19,7 +19,7 @@ from watching import Output, attached, on_two_ranks, warnings_in
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.outputs import read_merged
 from monitor.recording.features import reading
-from monitor.recording.features.watchers import SHARDED_THERE
+from monitor.recording.features.reading import SHARDED_THERE
 
 FORMAT: dict[str, Any] = {"recording_l2_features": True, "ndigits": 17, "ops": ["norm"]}
 KIND = "activation_hook"
