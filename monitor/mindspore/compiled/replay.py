@@ -156,7 +156,7 @@ class Replay:
             roles.PARAMETER: self._of_parameter,
             roles.TURN_ENDS: self._turn_ends,
         }
-        entries = _with_only_forward_first(entries)
+        entries = in_order(entries)
         ends = _ends(entries)
         self._parts = _in_parts(entries, self._training)
         early: dict[int, list[Entry]] = {}
@@ -343,8 +343,19 @@ def _in_parts(entries: Sequence[Entry], training: set[int]) -> set[ObservedParam
     }
 
 
-def _with_only_forward_first(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """The entries; if they belong to one forward, its beginning is first. Cells that take constants may be earlier."""
+def in_order(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries. Between two steps of optimizers the only forward begins first: cells of constants may be earlier."""
+    ordered: list[Entry] = []
+    between: list[Entry] = []
+    for entry in entries:
+        between.append(entry)
+        if entry[0].role == roles.TURN_ENDS:
+            ordered += _with_only_forward_first(between)
+            between = []
+    return ordered + _with_only_forward_first(between)
+
+
+def _with_only_forward_first(entries: list[Entry]) -> list[Entry]:
     begins = [entry for entry in entries if entry[0].role in (roles.BEGIN, roles.EVALUATION)]
     if len(begins) != 1:
         return entries

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 import pytest
 from attaching import Output, warnings_in, with_fixed_weights
 from compiled_steps import RECORDED, STEPS, WHOLE, Deep, Rows, adam, assert_same, mode_of, plain, recorded, rows_in, state_of
@@ -13,6 +14,11 @@ from training import inputs
 from watching_cells import written
 
 from monitor.mindspore import TrainerMon
+from monitor.mindspore.compiled import taps as roles
+from monitor.mindspore.compiled.program import Tap
+from monitor.mindspore.compiled.replay import in_order
+from monitor.mindspore.tape import TapedTensor
+from monitor.stats.partials import COLUMNS
 
 
 def run(
@@ -154,3 +160,11 @@ def test_bytecode_has_rows_of_the_model_and_its_parameters(output: Output) -> No
     inside = {key for key in expected if key[0].startswith("actv") and not key[1].startswith(".")}
     rows = {key: values for key, values in rows.items() if key[:2] != ("actv_grad", ".input")}
     assert_same(rows, {key: values for key, values in expected.items() if key not in inside})
+
+
+def test_a_forward_stays_after_the_step_of_an_optimizer_that_is_replayed_with_it() -> None:
+    """The thread that replays may come late: to the end of one step and the whole of the next."""
+    x = TapedTensor(np.zeros(len(COLUMNS)), (), "")
+    made = [roles.AFTER, roles.TURN_ENDS, roles.OUTPUT, roles.BEGIN, roles.OUTPUT_GRAD, roles.TURN_ENDS]
+    entries = [(Tap(None, role), 0, number, x) for number, role in enumerate(made)]
+    assert [number for _, _, number, _ in in_order(entries)] == [0, 1, 3, 2, 4, 5]
