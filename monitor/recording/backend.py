@@ -231,24 +231,8 @@ class Tensors(Protocol):
         """The placement of an activation or its gradient."""
 
 
-class Modules(Protocol):
-    """Access to modules and their calls.
-
-    Attributes:
-        never_called: Classes of modules that only contain others.
-    """
-
-    never_called: tuple[type, ...]
-
-    def chunks_of(self, model: Any) -> Sequence[Any]:
-        """The chunks of a virtual pipeline, or the one module as a list of itself.
-
-        Raises:
-            TypeError: The model, or an item of the list, is not a module.
-            ValueError: The model cannot be observed. The message gives the reason and what to do.
-        """
-
-    def parts(self, chunk: Any) -> NamedParts: ...
+class ForwardHooks(Protocol):
+    """Hooks around the forwards of modules."""
 
     def takes_hooks(self, module: Any) -> bool: ...
 
@@ -283,6 +267,26 @@ class Modules(Protocol):
                 ``after`` is, a function that makes a ``Search`` of the calls inside, and whether an argument was changed in
                 place. Arguments and results are tensors without their structure; there are none if they are sharded.
         """
+
+
+class Modules(ForwardHooks, Protocol):
+    """Access to modules and their calls.
+
+    Attributes:
+        never_called: Classes of modules that only contain others.
+    """
+
+    never_called: tuple[type, ...]
+
+    def chunks_of(self, model: Any) -> Sequence[Any]:
+        """The chunks of a virtual pipeline, or the one module as a list of itself.
+
+        Raises:
+            TypeError: The model, or an item of the list, is not a module.
+            ValueError: The model cannot be observed. The message gives the reason and what to do.
+        """
+
+    def parts(self, chunk: Any) -> NamedParts: ...
 
     def trains(self, module: Any) -> bool:
         """Whether a call of the module that begins now is part of training."""

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from compiling import MICRO_STEPS, STEPS, WAYS, Compile, Ways, trained
+from small_transformers import MODELS, inputs_of, made
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from watching import Output, Row, warnings_in
+from watching import Output, Row, attached, warnings_in
 
 TARGETS = {
     "linear_hook": [],
@@ -171,3 +172,45 @@ def test_an_evaluation_has_no_rows_and_steps_count_as_in_eager_code(output: Outp
     trained(Blocks, evaluating, output, config=CONFIG, backend="aot_eager")
     found = rows(output)["activation_hook"]
     assert len(found) == len(TARGETS["activation_hook"]) * STEPS * MICRO_STEPS
+
+
+ATTENTIONS = {
+    *("LlamaAttention", "MixtralAttention", "GPT2Attention", "BertSelfAttention", "ViTAttention", "ViTSelfAttention"),
+    *("T5Attention",),
+}
+"""Classes of the library that compute attention."""
+
+
+def targets_of(model: nn.Module) -> dict[str, list[str]]:
+    """All attentions, routers, weights, and the outputs of all blocks."""
+    kinds = {name: type(one).__name__ for name, one in model.named_modules()}
+    attentions = [name for name, kind in kinds.items() if kind in ATTENTIONS]
+    routers = [name for name, kind in kinds.items() if kind == "MixtralTopKRouter"]
+    blocks = [name for name, kind in kinds.items() if kind.endswith(("Layer", "Block")) and name[-1:].isdigit()]
+    found = {"attention_hook": attentions, "attention_head_hook": attentions, "activation_hook": blocks, "linear_hook": []}
+    return {**found, **dict.fromkeys(("moe_router_weight_hook", "moe_router_logit_hook", "moe_router_load_hook"), routers)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_have_the_features_of_eager_code(output: Output, name: str) -> None:
+    found: list[dict[tuple[str, str, int], dict[str, Any]]] = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = made(name).train()
+        call = torch.compile(model, backend="aot_eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        targets = targets_of(model)
+        with attached(output, model, optimizer, **{**CONFIG, "l2_targets": targets}):
+            for _ in range(2):
+                result = call(**inputs_of(name))
+                result.logits.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        rows = [row for kind in targets for row in output.rows(kind, output.directories()[-1])]
+        found.append({(row.kind, row.name, row.step): row.values for row in rows})
+    eager, there = found
+    assert there.keys() == eager.keys()
+    assert {kind for kind, *_ in eager} == {kind for kind, names in targets.items() if names or kind == "linear_hook"}
+    for place, values in eager.items():
+        known = {op: value for op, value in values.items() if value is not None}
+        assert {op: value for op, value in there[place].items() if value is not None} == pytest.approx(known, rel=1e-5), place
