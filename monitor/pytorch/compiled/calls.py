@@ -194,7 +194,7 @@ def _shape_of(x: Tensor) -> tuple[str, ...]:
 
 
 _SEARCHES: Final = "_monitor_searches"
-"""The attribute of an interpreter with its searches, by the ids of handles, the innermost last."""
+"""The attribute of an interpreter with its open searches, each with the handle of its hook."""
 
 _FUNCTIONS: Final = {operator.matmul: torch.matmul, operator.imatmul: torch.matmul}
 
@@ -243,7 +243,7 @@ def _seeing(call: Callable[..., Any], searches: Sequence[tuple[Tensor, TracedSea
 
 
 def _found(handle: Tensor) -> TracedSearch:
-    """Ends the search of a call."""
+    """End the search of a call, and return it."""
     interpreter = _interpreter()
     searches = [] if interpreter is None else vars(interpreter).get(_SEARCHES, [])
     place = next((place for place in reversed(range(len(searches))) if searches[place][0] is handle), None)
