@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import WAYS, Ways, trained
+from compiling import WAYS, Ways, needs_a_compiler, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -143,6 +143,8 @@ def test_attention_has_the_rows_of_eager_code_and_training_keeps_its_bits(
     assert (after.graphs, after.breaks) == (before.graphs, before.breaks)
 
 
+@needs_a_compiler
+@pytest.mark.usefixtures("one_compiler")
 @pytest.mark.parametrize("attend", [causal, written_out])
 def test_what_inductor_compiles_has_them_too_for_any_length(output: Output, attend: Attend) -> None:
     trained(model(attend), Ways.eager, output, growing, config=CONFIG)

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
-from compiling import WAYS, Compile, Make, Place, Trained, Ways, batch, recorded, trained
+from compiling import WAYS, Compile, Make, Place, Trained, Ways, batch, needs_a_compiler, recorded, trained
 from evidence import sampled
 from networks import AroundTorchsOwn, Attention, Checkpointed, Forked, InPlace, Interrupted, NoLayer, OneLayer, Shared
 from observing import seeded
 from watching import EVERYTHING, Output, attached, train
-
-QUICK = {
-    "compile_threads": 1,
-    "cpp.vec_isa_ok": False,
-    "cpp_cache_precompile_headers": False,
-    "aot_inductor.debug_compile": True,
-}
-needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +20,6 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def one_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inductor without a pool of processes that would outlive the test, and without optimization, for speed."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    with torch._inductor.config.patch(QUICK):
-        yield
 
 
 def assert_rows_are_those_of_eager_code(make: Make, way: Compile, output: Output, **options: Any) -> Trained:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import MICRO_STEPS, STEPS, WAYS, Compile, Ways, trained
+from compiling import MICRO_STEPS, STEPS, WAYS, Compile, Ways, needs_a_compiler, trained
 from small_transformers import MODELS, inputs_of, made
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -127,6 +127,8 @@ def test_a_router_that_overwrites_its_tokens_has_no_row(output: Output, caplog: 
     assert "it changes its arguments in place in compiled code" in str(warnings_in(caplog))
 
 
+@needs_a_compiler
+@pytest.mark.usefixtures("one_compiler")
 def test_what_inductor_compiles_has_them_too(output: Output) -> None:
     trained(Blocks, Ways.eager, output, config=CONFIG)
     expected = rows(output)
