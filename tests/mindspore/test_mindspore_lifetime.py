@@ -39,7 +39,6 @@ def test_a_closed_monitor_leaves_no_hook_anywhere(output: Output, steps: int) ->
         "hooks",
         "_lazy_forward_hook",
         "_lazy_forward_hook_with_kwargs",
-        "_lazy_forward_pre_hook",
         "_lazy_forward_pre_hook_with_kwargs",
     }
     monitor.close()
