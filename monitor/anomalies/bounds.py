@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,15 @@ class Bound(NamedTuple):
         """Which values are a fault. NaN is none."""
         crossed: Flags = values >= self.limit if self.high else values <= self.limit
         return crossed
+
+    def rows_in_a_row(self, values: Floats, seen: NDArray[Any], in_a_row: NDArray[Any]) -> NDArray[Any]:
+        """How many rows in a row are beyond the bound, with these values.
+
+        Args:
+            seen: The number of earlier values of each tensor.
+            in_a_row: How many of these were beyond the bound, in a row.
+        """
+        return np.where(self.is_crossed(values) & (seen >= self.after), in_a_row + 1, 0)
 
 
 class BoundGroup(NamedTuple):

@@ -233,10 +233,9 @@ class AnomalyBounds:
         if bound.ends:
             there = there & np.array([name.endswith(bound.ends) for name in columns.names()], np.bool_)
         seen, in_a_row = state
-        beyond = there & bound.is_crossed(values) & (seen >= bound.after)
-        np.copyto(in_a_row, np.where(beyond, in_a_row + 1, 0), where=there)
+        np.copyto(in_a_row, bound.rows_in_a_row(values, seen, in_a_row), where=there)
         seen += there
-        return np.flatnonzero(beyond & (in_a_row == bound.in_a_row))
+        return np.flatnonzero(there & (in_a_row == bound.in_a_row))
 
 
 RULES: Final[Mapping[str, Callable[..., AnomalyRule]]] = MappingProxyType(

@@ -268,6 +268,7 @@ class Scanner:
 
     def __init__(self, rules: Sequence[AnomalyRule], series: SeriesTable, listeners: Sequence[FindingListener]) -> None:
         self._rules = tuple(rules)
+        self._rules_of_features = [rule for rule in rules if rule.judges_features]
         self._series = series
         self._listeners = tuple(listeners)
         self._known: dict[str, RowStates] = defaultdict(lambda: RowStates(sum(rule.fields for rule in self._rules)))
@@ -308,7 +309,7 @@ class Scanner:
 
     def _rules_of(self, kind: str) -> Sequence[AnomalyRule]:
         """The rules that judge a kind."""
-        return [rule for rule in self._rules if rule.judges_features] if own_columns(kind) else self._rules
+        return self._rules_of_features if own_columns(kind) else self._rules
 
     def _groups(self, kind: str, rows: KindRows) -> Iterator[FindingGroup]:
         names = partial(_names, self._series, rows.series)

@@ -90,12 +90,10 @@ class _RowsInARow:
             self._take(int(step[first]), pairs[first:end], values[first:end])
 
     def _take(self, step: int, pairs: Ints, values: NDArray[np.float64]) -> None:
-        bound = self._bound
-        outside = bound.is_crossed(values)
         seen, in_a_row = self._counts[:, pairs]
-        in_a_row = np.where(outside & (seen >= bound.after), in_a_row + 1, 0)
+        in_a_row = self._bound.rows_in_a_row(values, seen, in_a_row)
         self._counts[:, pairs] = seen + 1, in_a_row
-        there = np.flatnonzero(in_a_row >= bound.in_a_row)
+        there = np.flatnonzero(in_a_row >= self._bound.in_a_row)
         if len(there) and self.found is None:
             pair = int(pairs[there[0]])
             self.found = step, pair // self._ranks, pair % self._ranks, float(values[there[0]])
