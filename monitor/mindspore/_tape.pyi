@@ -5,9 +5,7 @@ GATED: int
 CHECKED: int
 MARK: int
 TURN: int
-CALL: int
 FORWARD: int
-EVALUATION: int
 BACKWARD: int
 MOST_DIMENSIONS: int
 ROW: int

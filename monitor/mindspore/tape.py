@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntFlag
 from functools import cache
 from typing import Any, Final
 
@@ -36,18 +35,6 @@ except ImportError:
 
 MARK: Final[int] = 0 if _tape is None else _tape.MARK
 """The flag of entries without measurements."""
-
-
-class Flag(IntFlag):
-    """What the entries of a slot for ``follow`` are.
-
-    Attributes:
-        FORWARD: They begin a forward of the model, or its evaluation.
-        BACKWARD: They show that a forward has a backward.
-    """
-
-    FORWARD = 0 if _tape is None else _tape.FORWARD
-    BACKWARD = 0 if _tape is None else _tape.BACKWARD
 
 
 _MOST_DIMENSIONS: Final = 32
@@ -73,7 +60,6 @@ _NAMES: Final = {"bool": "bool_"}
 """The dtypes that ``mindspore`` has under another name."""
 
 
-_NO_FLAG: Final = Flag(0)
 NO_TAPE: Final = -1
 MOST_COPIED: Final = 1 << 20
 
@@ -231,7 +217,8 @@ class Tape:
         checked: bool = False,
         mark: bool = False,
         turn: bool = False,
-        flags: Flag = _NO_FLAG,
+        forward: bool = False,
+        backward: bool = False,
     ) -> Tensor:
         """A slot for the operators: int64, shape ``(3,)``.
 
@@ -241,10 +228,12 @@ class Tape:
             checked: Whether its tensors get check sums in any case.
             mark: Whether its entries hold no measurements. For ``follow`` only.
             turn: Whether each of its entries ends ``wait_for_turn``. For ``follow`` only.
-            flags: What its entries are. For ``follow`` only.
+            forward: Whether its entries begin a forward of the model, or its evaluation. For ``follow`` only.
+            backward: Whether its entries show that a forward has a backward. For ``follow`` only.
         """
-        every = flags | gated * _tape.GATED | checked * _tape.CHECKED | mark * _tape.MARK | turn * _tape.TURN
-        return Tensor(np.array([self.number, number, every], dtype=np.int64))
+        flags = gated * _tape.GATED | checked * _tape.CHECKED | mark * _tape.MARK | turn * _tape.TURN
+        flags |= forward * _tape.FORWARD | backward * _tape.BACKWARD
+        return Tensor(np.array([self.number, number, flags], dtype=np.int64))
 
     def stop_waiting(self) -> None:
         """End ``wait_for_turn``."""

@@ -37,7 +37,7 @@ from monitor.mindspore.compiled.taps import (
     is_installed,
     uninstall,
 )
-from monitor.mindspore.tape import Flag, Tape, new_tape, wait_for_turn
+from monitor.mindspore.tape import Tape, new_tape, wait_for_turn
 from monitor.recording.backend import Removable
 from monitor.recording.recorder import Recorder
 from monitor.recording.step_clock import Clock
@@ -263,9 +263,15 @@ class Program:
             owner = self.observed[number]
             mark = role in MARKS or (isinstance(owner, ObservedCell) and role not in owner.roles)
             checked = self._checked and not isinstance(owner, ObservedCell) and not mark
-            turn = role == TURN_ENDS
+            of_model = isinstance(owner, ObservedCell) and owner.chunk is not None
             self._slots[key] = self.tape.slot(
-                len(self.taps), gated=True, checked=checked, mark=mark, turn=turn, flags=_flags(owner, role)
+                len(self.taps),
+                gated=True,
+                checked=checked,
+                mark=mark,
+                turn=role == TURN_ENDS,
+                forward=of_model and role in (BEGIN, EVALUATION),
+                backward=of_model and role == OUTPUT_GRAD,
             )
             self.taps.append(Tap(owner, role, suffix, position, found))
             self.follow()
@@ -471,14 +477,6 @@ class Program:
     def _retarget(self, number: int, owner: Any) -> None:
         """Let entries of code that was compiled earlier belong to ``owner``."""
         self.taps = [tap._replace(owner=owner) if tap.owner.number == number else tap for tap in self.taps]
-
-
-def _flags(owner: Any, role: str) -> Flag:
-    """What the entries of a tap are."""
-    of_model = isinstance(owner, ObservedCell) and owner.chunk is not None
-    if not of_model:
-        return Flag(0)
-    return {BEGIN: Flag.FORWARD, EVALUATION: Flag.FORWARD, OUTPUT_GRAD: Flag.BACKWARD}.get(role, Flag(0))
 
 
 def _follow(known: weakref.ref[Program], number: int, replay: Callable[[Program], object]) -> None:

@@ -177,16 +177,18 @@ def samples() -> Iterator[tuple[Any, Any]]:
         yield inputs(number).asnumpy(), np.ones(3, np.float32)
 
 
-def by_model(how: str, output: Output, *, sink: bool, monitored: bool = True, epochs: int = 1) -> tuple[list[bytes], Rows]:
+def by_model(
+    how: str, output: Output, make: Callable[[], nn.Cell] | None = None, *, sink: bool, monitored: bool = True, **config: Any
+) -> tuple[list[bytes], Rows]:
     """The bits of weights and moments after ``Model.train``, and all rows."""
     others = output.directories()
     with mode_of(how):
-        net = with_fixed_weights(Deep())
+        net = with_fixed_weights((make or Deep)())
         optimizer = adam(net.trainable_params())
         model = ms.train.Model(WithLoss(net).set_train(True), optimizer=optimizer)
-        callbacks = [MonitorCallback(written(output, **RECORDED))] if monitored else []
+        callbacks = [MonitorCallback(written(output, **{**RECORDED, **config}))] if monitored else []
         data = ds.GeneratorDataset(samples, ["x", "y"], shuffle=False)
-        model.train(epochs, data, callbacks=callbacks, dataset_sink_mode=sink)
+        model.train(1, data, callbacks=callbacks, dataset_sink_mode=sink)
     if not monitored:
         return state_of(net, optimizer), {}
     (directory,) = set(output.directories()) - set(others)

@@ -240,9 +240,6 @@ def test_learning_rates_of_compiled_steps_are_said_once(how: str, output: Output
 
 
 @pytest.mark.parametrize("how", ["graph", "dynamic"])
-def test_the_loss_of_a_compiled_model_train_is_said_once(
-    how: str, output: Output, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("compiled_steps.RECORDED", {**RECORDED, "run_numbers": True})
-    by_model(how, output, sink=False)
+def test_the_loss_of_a_compiled_model_train_is_said_once(how: str, output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    by_model(how, output, sink=False, run_numbers=True)
     assert len(said_of(NO_LOSS, caplog)) == (how == "graph")

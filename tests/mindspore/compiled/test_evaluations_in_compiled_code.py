@@ -16,7 +16,7 @@ from watching_cells import written
 from monitor.mindspore import TrainerMon
 from monitor.mindspore.compiled.program import MOST_FORWARDS
 from monitor.mindspore.compiled.replay import program_of
-from monitor.mindspore.tape import Flag, Tape, follow_operator
+from monitor.mindspore.tape import Tape, follow_operator
 from monitor.stats.partials import COLUMNS
 
 MANY = 300
@@ -71,9 +71,6 @@ def test_forwards_without_a_backward_leave_few_entries_and_the_rows_of_training(
 
 # --- Orders of execution, entry by entry.
 
-NONE = Flag(0)
-ROOT = Flag.FORWARD
-
 
 class Entries:
     """Makes entries as compiled code does, by operators of the dynamic graph."""
@@ -85,17 +82,17 @@ class Entries:
         self._follow = follow_operator()
         self._x = Tensor(np.ones(3, np.float32))
 
-    def make(self, number: int, flags: Flag = NONE, call: int = 0, *, turn: bool = False) -> int:
-        """The number of an entry: of a call, if ``flags`` says so."""
-        slot = self.tape.slot(number, flags=flags, turn=turn)
+    def make(self, number: int, call: int = 0, **flags: bool) -> int:
+        """The number of an entry: that of a call, if it begins a forward."""
+        slot = self.tape.slot(number, **flags)
         return int(self._follow(self._x, slot, Tensor(np.array([call], np.int64))).asnumpy()[0])
 
 
 def test_the_oldest_forwards_without_a_backward_are_dropped_and_no_others() -> None:
     entries = Entries(most=2)
-    first = entries.make(0, ROOT)
-    entries.make(1, Flag.BACKWARD, call=first)
-    numbers = [entries.make(number, ROOT) for number in range(10, 14)]
+    first = entries.make(0, forward=True)
+    entries.make(1, call=first, backward=True)
+    numbers = [entries.make(number, forward=True) for number in range(10, 14)]
     found = entries.tape.drain()
     assert found.ids.tolist() == [0, 1, 12, 13]
     assert found.dropped == numbers[1]
@@ -104,7 +101,7 @@ def test_the_oldest_forwards_without_a_backward_are_dropped_and_no_others() -> N
 def test_copied_elements_are_dropped_with_their_forward() -> None:
     entries = Entries(most=1)
     for number in (0, 10):
-        entries.make(number, ROOT)
+        entries.make(number, forward=True)
         for place in (1, 2):
             entries._x = Tensor(np.full(3, number + place, np.int32))
             entries.make(number + place)
