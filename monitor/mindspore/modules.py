@@ -24,7 +24,7 @@ from monitor.mindspore.tape import follow_operator
 from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher
 from monitor.recording.attached_model import NamedParts
-from monitor.recording.backend import HookSet, Removable
+from monitor.recording.backend import HookSet, Removable, Shown
 
 never_called: tuple[type, ...] = (nn.CellList, nn.CellDict)
 takes_hooks = cell_hooks.takes_hooks
@@ -45,10 +45,10 @@ def after_forward(cell: nn.Cell, call: Callable[..., Any], *, always: bool = Fal
 
 
 def around_forward(
-    cell: nn.Cell, before: Callable[..., Any], after: Callable[..., Any], whole: Callable[..., Any]
+    cell: nn.Cell, before: Callable[..., Any], after: Callable[..., Any], whole: Callable[..., Any], shows: Shown
 ) -> Sequence[Removable]:
     """Register both. In compiled code nothing is called."""
-    del whole
+    del whole, shows
     return before_forward(cell, before), after_forward(cell, after, always=True)
 
 

@@ -24,7 +24,7 @@ from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher
 from monitor.recording.attached_model import NamedParts
-from monitor.recording.backend import HookSet, Removable
+from monitor.recording.backend import HookSet, Removable, Shown
 from monitor.recording.module_calls import CallIndex, ModuleCall
 from monitor.selection import ALL_TENSORS, NO_TENSORS
 
@@ -51,13 +51,14 @@ def after_forward(module: nn.Module, call: Callable[..., None], *, always: bool 
 
 
 def around_forward(
-    module: nn.Module, before: Callable[..., None], after: Callable[..., None], whole: Callable[..., None]
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None], whole: Callable[..., None], shows: Shown
 ) -> Sequence[Removable]:
     begins: operators.TracedHook | None = None
     ends: operators.TracedHook | None = None
     if TRACEABLE:
         observed = operators.ObservedHook(calls.WholeCallObserver(whole, module), operators.device_of(module))
-        begins, ends = calls.TracedBegin(observed), calls.TracedWhole(observed)
+        begins = None if shows == "results" else calls.TracedBegin(observed, looks=shows == "calls")
+        ends = calls.TracedWhole(observed, arguments=shows != "results")
     return module_hooks.before_forward(module, before, begins), module_hooks.after_forward(module, after, ends, always=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 if TYPE_CHECKING:
     from monitor.config.model import CcDistribution
@@ -231,6 +231,10 @@ class Tensors(Protocol):
         """The placement of an activation or its gradient."""
 
 
+Shown = Literal["results", "arguments", "calls"]
+"""What compiled code shows of a call."""
+
+
 class ForwardHooks(Protocol):
     """Hooks around the forwards of modules."""
 
@@ -259,6 +263,7 @@ class ForwardHooks(Protocol):
         before: Callable[..., None],
         after: Callable[..., None],
         whole: Callable[..., None],
+        shows: Shown,
     ) -> Sequence[Removable]:
         """Register both, as ``before_forward`` and ``after_forward`` with ``always`` do.
 
@@ -266,6 +271,8 @@ class ForwardHooks(Protocol):
             whole: Called in place of both where the module is compiled with its hooks, if the framework can. It is given what
                 ``after`` is, a function that makes a ``Search`` of the calls inside, and whether an argument was changed in
                 place. Arguments and results are tensors without their structure; there are none if they are sharded.
+            shows: What ``whole`` needs: results, arguments as well, or also the calls inside. Compiled code keeps these tensors
+                until the module's call ends.
         """
 
 

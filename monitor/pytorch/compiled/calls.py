@@ -42,6 +42,7 @@ RESULT: Final = "="
 HIGHER_ORDER: Final = "it calls {name} in compiled code, which hides its calls"
 CHANGED: Final = "a tensor of its attention is changed in place in compiled code"
 NOT_TRACED: Final = "its backend does not show its calls"
+NOT_SEEN: Final = "the monitor failed to see a call in it"
 
 # --- When compiled code runs.
 
@@ -119,12 +120,14 @@ class TracedSearch:
         arguments: The tensors that the module is given.
 
     Attributes:
+        looks: Whether it sees calls; otherwise only changes of the arguments.
         calls: Those that may compute attention.
         named: The names of others that may be parts of one.
         hidden: Why some calls are not seen; empty if all are.
     """
 
-    def __init__(self, arguments: Sequence[Tensor] = (), hidden: str = "") -> None:
+    def __init__(self, arguments: Sequence[Tensor] = (), *, looks: bool = True, hidden: str = "") -> None:
+        self.looks = looks
         self.calls: list[AttentionCall] = []
         self.named: set[str] = set()
         self.hidden = hidden
@@ -210,11 +213,11 @@ def _interpreter() -> torch.fx.Interpreter | None:
     return None
 
 
-def _search(arguments: Sequence[Tensor], handle: Tensor) -> None:
+def _search(arguments: Sequence[Tensor], handle: Tensor, looks: bool) -> None:
     if is_within(handle) or (interpreter := _interpreter()) is None:
         return
     open_searches: list[tuple[Tensor, TracedSearch]] = vars(interpreter).setdefault(_SEARCHES, [])
-    open_searches.append((handle, TracedSearch(arguments)))
+    open_searches.append((handle, TracedSearch(arguments, looks=looks)))
     if len(open_searches) == 1:
         for how in ("call_function", "call_method"):
             setattr(interpreter, how, _seeing(getattr(interpreter, how), open_searches))
@@ -225,21 +228,22 @@ def _seeing(call: Callable[..., Any], searches: Sequence[tuple[Tensor, TracedSea
 
     def seen(target: Any, args: Any, kwargs: Any) -> Any:
         function = getattr(Tensor, target, None) if isinstance(target, str) else _FUNCTIONS.get(target, target)
-        watching = [search for _, search in searches]
-        try:
-            for search in watching:
-                search.look(function, args, kwargs)
-        except Exception as error:  # a failure here must not reach the compiler
-            FAILURES.report("observing compiled code", error, MISSING_ROWS)
+        looking = [search for _, search in searches if search.looks]
+        _each(looking, lambda search: search.look(function, args, kwargs))
         result = call(target, args, kwargs)
-        try:
-            for search in watching:
-                search.note(function, args, kwargs, result)
-        except Exception as error:
-            FAILURES.report("observing compiled code", error, MISSING_ROWS)
+        _each(looking, lambda search: search.note(function, args, kwargs, result))
         return result
 
     return seen
+
+
+def _each(searches: Iterable[TracedSearch], see: Callable[[TracedSearch], None]) -> None:
+    for search in searches:
+        try:
+            see(search)
+        except Exception as error:  # a failure here must not reach the compiler
+            search.hidden = NOT_SEEN
+            FAILURES.report("observing compiled code", error, MISSING_ROWS)
 
 
 def _found(handle: Tensor) -> TracedSearch:
@@ -279,7 +283,7 @@ def _call(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], mask:
 def _define() -> torch.library.Library:
     library = torch.library.Library("monitor", "FRAGMENT")
     library.define("called(Tensor[] tensors, Tensor handle, str[] names, str mask, str inside, str autocast) -> ()")
-    library.define("search(Tensor[] arguments, Tensor handle) -> ()")
+    library.define("search(Tensor[] arguments, Tensor handle, bool looks) -> ()")
     library.define("call(Tensor[] tensors, Tensor handle, str[] names, str mask) -> ()")
     define_effect(library, "called", _called)
     library.impl("called", nothing, "Meta")
@@ -293,21 +297,34 @@ LIBRARY: Final = _define()
 
 
 class TracedBegin(TracedHook):
-    """Before a module's forward: from now on its calls are seen."""
+    """Before a module's forward: from now on changes of its arguments are seen.
+
+    Args:
+        looks: Whether the functions that it calls are seen, too.
+    """
+
+    def __init__(self, observed: ObservedHook, *, looks: bool) -> None:
+        super().__init__(observed)
+        self._looks = looks
 
     def __call__(self, _module: nn.Module, args: Any = (), kwargs: Any = None) -> None:
         given = (*args, *(kwargs or {}).values())
-        torch.ops.monitor.search.default([x for x in given if isinstance(x, Tensor)], self._handle)
+        torch.ops.monitor.search.default([x for x in given if isinstance(x, Tensor)], self._handle, self._looks)
 
 
 class TracedWhole(TracedHook):
-    """After a module's forward: its arguments and results together, as far as they are tensors."""
+    """After a module's forward: its results, as far as they are tensors.
 
-    def __init__(self, observed: ObservedHook) -> None:
+    Args:
+        arguments: Whether its arguments are shown with them. They stay in memory until then.
+    """
+
+    def __init__(self, observed: ObservedHook, *, arguments: bool) -> None:
         super().__init__(observed, ends=True)
+        self._arguments = arguments
 
     def __call__(self, _module: nn.Module, args: Any = (), kwargs: Any = None, result: Any = None) -> None:
-        kwargs = kwargs or {}
+        args, kwargs = (args, kwargs or {}) if self._arguments else ((), {})
         given = [x for x in args if isinstance(x, Tensor)]
         named = {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
         leaves = TENSOR_PATHS.outputs(result)

@@ -8,7 +8,7 @@ from typing import Any
 
 from monitor.config import MonitorConfig
 from monitor.recording.attached_model import NamedModule
-from monitor.recording.backend import HookSet
+from monitor.recording.backend import HookSet, Shown
 from monitor.recording.features import reading, watchers
 from monitor.recording.module_calls import CallIndex
 from monitor.stats import partials
@@ -18,7 +18,7 @@ class ActivationWatcher(watchers.FeatureWatcher):
     """``activation_hook``: reads the first floating-point tensor of the module's output."""
 
     kind = "activation_hook"
-    reads_arguments = False
+    shows: Shown = "results"
 
     def __init__(
         self, module: NamedModule, asked: watchers.FeatureContext, found: watchers.HookModules, config: MonitorConfig

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from monitor.config import MonitorConfig
 from monitor.recording.activations import ModuleCollector
 from monitor.recording.attached_model import Attached, ModelNames, NamedModule, NamedParameter
-from monitor.recording.backend import HookSet
+from monitor.recording.backend import HookSet, Shown
 from monitor.recording.features import reading
 from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing, Spread
 from monitor.recording.module_calls import CallIndex, Calls
@@ -142,12 +142,12 @@ class FeatureWatcher(ABC):
 
     Attributes:
         kind: The name of its kind.
-        reads_arguments: Whether it reads the module's arguments.
+        shows: What it needs of a call in compiled code.
         called: Whether the step in progress had a training call.
     """
 
     kind: str
-    reads_arguments = True
+    shows: Shown = "arguments"
 
     def __init__(self, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> None:
         self.name = module.name
@@ -175,19 +175,18 @@ class FeatureWatcher(ABC):
         if chunk == self._chunk:
             self._calls.restart(micro_step)
 
-    def _around_forward(self, hooks: HookSet, what: str, before: Call, after: Call, *, searches: bool = False) -> None:
+    def _around_forward(self, hooks: HookSet, what: str, before: Call, after: Call) -> None:
         """Call ``before`` and ``after`` around each forward."""
 
         def whole(module: Any, args: Any, kwargs: Any, result: Any, searching: Any, changed: bool) -> None:
-            changed = changed and self.reads_arguments
             if (result is None or changed) and self._is_watched(module):
                 self._misfit(reading.CHANGED_THERE if changed else reading.SHARDED_THERE)
                 return
-            before(module, args, kwargs, *((searching,) if searches else ()))
+            before(module, args, kwargs, *((searching,) if self.shows == "calls" else ()))
             after(module, args, kwargs, result)
 
-        hooked = (self._hook(what, call) for call in (before, after, whole))
-        for handle in self._backend.modules.around_forward(self._module, *hooked):
+        first, last, both = (self._hook(what, call) for call in (before, after, whole))
+        for handle in self._backend.modules.around_forward(self._module, first, last, both, self.shows):
             hooks.add(handle)
 
     def _hook(self, what: str, call: Callable[..., None]) -> Callable[..., None]:
@@ -263,6 +262,7 @@ class AttentionWatcher(FeatureWatcher):
     """
 
     kind = "attention_hook"
+    shows: Shown = "calls"
 
     def __init__(self, module: NamedModule, asked: FeatureContext, found: HookModules, config: MonitorConfig) -> None:
         super().__init__(module, asked, found, config)
@@ -274,7 +274,7 @@ class AttentionWatcher(FeatureWatcher):
         first = next(one for one in self._asked.watchers if isinstance(one, AttentionWatcher) and one._module is self._module)
         first._sharing.append(self)
         if first is self:
-            self._around_forward(hooks, "reading Q and K", self._before, self._after, searches=True)
+            self._around_forward(hooks, "reading Q and K", self._before, self._after)
 
     def forget_step(self) -> None:
         for entry in reversed(self._open):
@@ -283,8 +283,10 @@ class AttentionWatcher(FeatureWatcher):
         super().forget_step()
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], searching: Any = None) -> None:
-        """Args:
-        searching: Makes the search in compiled code.
+        """Begin a call.
+
+        Args:
+            searching: Makes the search in compiled code.
         """
         place = self._open_call(module)
         if place is None:

@@ -193,12 +193,15 @@ def targets_of(model: nn.Module) -> dict[str, list[str]]:
     return {**found, **dict.fromkeys(("moe_router_weight_hook", "moe_router_logit_hook", "moe_router_load_hook"), routers)}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_transformers_have_the_features_of_eager_code(output: Output, name: str) -> None:
+@pytest.mark.parametrize(("name", "how"), [*((name, "") for name in MODELS), ("llama", "eager"), ("gpt2", "eager")])
+def test_models_of_transformers_have_the_features_of_eager_code(output: Output, name: str, how: str) -> None:
+    """``how`` is an implementation of attention; the model's own without it."""
     found: list[dict[tuple[str, str, int], dict[str, Any]]] = []
     for compiled in (False, True):
         torch._dynamo.reset()
-        model = made(name).train()
+        model: Any = made(name).train()
+        if how:
+            model.set_attn_implementation(how)
         call = torch.compile(model, backend="aot_eager") if compiled else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         targets = targets_of(model)
