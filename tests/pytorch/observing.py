@@ -92,6 +92,12 @@ class Witness:
         return weakref.ref(result.grad_fn.metadata.setdefault("witness", cls()))
 
 
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal random numbers, the same on every device."""
+    numbers = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
+    return numbers.to(torch.get_default_device(), dtype)
+
+
 def seeded(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
     return build().to(dtype)

@@ -6,10 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from observing import drawn
 from torch import Tensor, nn
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-TOKENS = {"input_ids": torch.arange(2 * 9).view(2, 9) * 7 % 64}
+
+
+def tokens() -> dict[str, Tensor]:
+    return {"input_ids": torch.arange(2 * 9).view(2, 9) * 7 % 64}
 
 
 def llama() -> nn.Module:
@@ -71,8 +75,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def inputs_of(name: str) -> dict[str, Tensor]:
     """What a model is called with."""
     if name == "vit":
-        return {"pixel_values": torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))}
-    return {**TOKENS, "decoder_input_ids": TOKENS["input_ids"]} if name == "t5" else TOKENS
+        return {"pixel_values": drawn(2, 3, 8, 8)}
+    words = tokens()
+    return {**words, "decoder_input_ids": words["input_ids"]} if name == "t5" else words
 
 
 def made(name: str) -> nn.Module:

@@ -74,7 +74,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(4, 12)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 2).permute(2, 0, 3, 1, 4)
         return type(self).attend(q, k, v).transpose(1, 2).flatten(2)
 
 

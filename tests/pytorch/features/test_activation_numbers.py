@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 import torch
 from definitions import active_units, health
+from observing import drawn
 from torch import Tensor
 
 from monitor.pytorch.features import activations
 from monitor.pytorch.features.activations import activation_of, active_share, last_active
 from monitor.recording.features import reading
 from monitor.recording.features.reading import distance_of_elements
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def columns(x: Tensor) -> dict[str, float]:

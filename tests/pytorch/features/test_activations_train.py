@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from definitions import active_units, health
+from observing import drawn
+from small_transformers import inputs_of, made, tokens
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -41,10 +43,6 @@ def rows(output: Output, directory: Path | None = None) -> dict[tuple[str, int, 
     }
 
 
-def seeded(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def stepping(model: nn.Module, optimizer: Any, *inputs: Tensor) -> None:
     for x in inputs:
         model(x).square().sum().backward()
@@ -54,47 +52,28 @@ def stepping(model: nn.Module, optimizer: Any, *inputs: Tensor) -> None:
 
 # --- Models of transformers.
 
-SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-TOKENS = {"input_ids": torch.arange(2 * 9).view(2, 9) * 7 % 64}
+LAYERS = {
+    "llama": "model.layers",
+    "mixtral": "model.layers",
+    "gpt2": "transformer.h",
+    "bert": "bert.encoder.layer",
+    "vit": "vit.layers",
+    "t5": "decoder.block",
+    "mamba": "backbone.layers",
+}
 
 
-def transformer(name: str) -> tuple[nn.Module, dict[str, Tensor], str]:
-    """A small random model, what it is called with, and where its layers are."""
-    import transformers as tf
-
-    if name == "llama":
-        return tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=64, **SMALL)), TOKENS, "model.layers"
-    if name == "mixtral":
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
-        return tf.MixtralForCausalLM(tf.MixtralConfig(vocab_size=64, **SMALL, **experts)), TOKENS, "model.layers"
-    if name == "gpt2":
-        config = tf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32)
-        return tf.GPT2LMHeadModel(config), TOKENS, "transformer.h"
-    if name == "bert":
-        return tf.BertForMaskedLM(tf.BertConfig(vocab_size=64, **SMALL)), TOKENS, "bert.encoder.layer"
-    if name == "t5":
-        config = tf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-        return tf.T5ForConditionalGeneration(config), {**TOKENS, "decoder_input_ids": TOKENS["input_ids"]}, "decoder.block"
-    if name == "mamba":
-        config = tf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
-        return tf.MambaForCausalLM(config), TOKENS, "backbone.layers"
-    config = tf.ViTConfig(**SMALL, image_size=8, patch_size=4, num_labels=3)
-    return tf.ViTForImageClassification(config), {"pixel_values": seeded(2, 3, 8, 8)}, "vit.layers"
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "bert", "vit", "t5", "mamba"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_the_layers_of_a_transformer_have_the_numbers_of_their_hidden_states(
     output: Output, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    torch.manual_seed(0)
-    model, inputs, layers = transformer(name)
-    names = [f"{layers}.{number}" for number in range(2)]
+    model, names = made(name), [f"{LAYERS[name]}.{number}" for number in range(2)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(output, model.train(), optimizer, **FORMAT, l2_targets={KIND: names}):
         for module in map(model.get_submodule, names):
             module.register_forward_hook(lambda _module, _args, result: kept.append(_first(result).detach().clone()))
         kept: list[Tensor] = []
-        model(**inputs)[0].square().mean().backward()
+        model(**inputs_of(name))[0].square().mean().backward()
         optimizer.step()
     found = rows(output)
     assert [*found] == [(f"{name}.activation", 0, 0) for name in names]
@@ -110,7 +89,7 @@ def _first(result: Any) -> Tensor:
 
 def test_hidden_states_of_a_llama_are_those_that_it_returns(output: Output) -> None:
     torch.manual_seed(0)
-    model, inputs, _ = transformer("llama")
+    model, inputs = made("llama"), tokens()
     monitor, optimizer = watched(output, model, "model.layers.0", "model.embed_tokens", "model.norm")
     with monitor:
         result = model(**inputs, output_hidden_states=True)
@@ -140,7 +119,7 @@ class Scaled(nn.Module):
 
 
 def test_a_planted_massive_activation_is_named_by_its_channel(output: Output) -> None:
-    model, x = nn.Sequential(Scaled(5, 1.0), Scaled(5, 1e5)), seeded(2, 30, 16)
+    model, x = nn.Sequential(Scaled(5, 1.0), Scaled(5, 1e5)), drawn(2, 30, 16)
     monitor, optimizer = watched(output, model, "0", "1")
     with monitor:
         stepping(model, optimizer, x)
@@ -163,7 +142,7 @@ def test_planted_dead_units_are_counted_after_enough_steps(output: Output, activ
             if step == 6:
                 with torch.no_grad():
                     model[0].bias[:10] = 0.0
-            stepping(model, optimizer, seeded(64, 8, seed=step))
+            stepping(model, optimizer, drawn(64, 8, seed=step))
     found = [(step, values.get("dead_units")) for (_, step, _), values in rows(output).items()]
     assert found == [(0, None), (2, None), (4, None), (6, 0.75), (8, 0.5), (10, 0.5)]
 
@@ -171,7 +150,7 @@ def test_planted_dead_units_are_counted_after_enough_steps(output: Output, activ
 def test_a_unit_is_dead_only_if_it_was_idle_in_each_of_the_steps(output: Output) -> None:
     model, steps = nn.Sequential(nn.Identity()), 9
     factors = [torch.tensor([1.0, step % 4 == 0, step < 3, 1e-4, 0.05, step == 5]) for step in range(steps)]
-    inputs = [seeded(4, 6, seed=step) * factor for step, factor in enumerate(factors)]
+    inputs = [drawn(4, 6, seed=step) * factor for step, factor in enumerate(factors)]
     monitor, optimizer = watched(output, model, "0", dead_after_steps=4)
     with monitor:
         for x in inputs:
@@ -191,10 +170,10 @@ def test_a_planted_collapse_of_rank_shows(output: Output) -> None:
     model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24))
     with torch.no_grad():
         model[1].weight[3:], model[1].bias[3:] = 0.0, 0.0
-        model[2].weight[:], model[2].bias[:] = 0.0, seeded(24)
+        model[2].weight[:], model[2].bias[:] = 0.0, drawn(24)
     monitor, optimizer = watched(output, model, "0", "1", "2")
     with monitor:
-        stepping(model, optimizer, seeded(4, 30, 24))
+        stepping(model, optimizer, drawn(4, 30, 24))
     whole, of_three, of_one = (values["effective_rank"] for values in rows(output).values())
     assert whole > 10
     assert 1.5 < of_three < 3.000001
@@ -207,7 +186,7 @@ def test_numbers_that_are_not_finite_make_the_numbers_nan_and_units_unknown(outp
     monitor, optimizer = watched(output, model, "0", dead_after_steps=2)
     with monitor:
         for step in range(6):
-            x = seeded(4, 6)
+            x = drawn(4, 6)
             x[1, 2] = wrong if step == 1 else 1.0
             model(x)
             optimizer.step()
@@ -221,7 +200,7 @@ def test_numbers_that_are_not_finite_make_the_numbers_nan_and_units_unknown(outp
 
 
 def test_micro_steps_have_rows_of_their_own_and_the_first_tells_of_dead_units(output: Output) -> None:
-    model, inputs = nn.Sequential(nn.ReLU()), [seeded(5, 6, seed=seed) for seed in range(4)]
+    model, inputs = nn.Sequential(nn.ReLU()), [drawn(5, 6, seed=seed) for seed in range(4)]
     monitor, optimizer = watched(output, model, "0", grad_acc_steps=2, dead_after_steps=1)
     with monitor:
         for pair in (inputs[:2], inputs[2:]):
@@ -244,7 +223,7 @@ class Pair(nn.ModuleList):
 def test_combined_micro_steps_say_what_is_true_of_all(output: Output) -> None:
     model = Pair([nn.Identity(), nn.Identity()])
     plant = torch.ones(5, 6).index_put((torch.tensor(0), torch.tensor(3)), torch.tensor(50.0))
-    inputs = [seeded(5, 6, seed=seed) * plant * torch.tensor([1.0, 1, 1, 1, 1, 0]) for seed in range(6)]
+    inputs = [drawn(5, 6, seed=seed) * plant * torch.tensor([1.0, 1, 1, 1, 1, 0]) for seed in range(6)]
     other = [inputs[0].roll(1, 1), *inputs[1:]]
     monitor, optimizer = watched(output, model, "0", "1", grad_acc_steps=3, dead_after_steps=1, micro_steps="combined")
     with monitor:
@@ -282,13 +261,13 @@ def test_a_second_call_has_a_row_and_units_of_its_own(output: Output) -> None:
     monitor, optimizer = watched(output, model, "act", dead_after_steps=1)
     with monitor:
         for step in range(3):
-            stepping(model, optimizer, seeded(40, 5, seed=step))
+            stepping(model, optimizer, drawn(40, 5, seed=step))
     dead = {place[:2]: values[WITHOUT] for place, values in rows(output).items() if WITHOUT in values}
     assert dead == {(f"act.activation{call}", step): float(bool(call)) for step in (1, 2) for call in ("", "#1")}
 
 
 def test_only_training_calls_count(output: Output) -> None:
-    model, x = nn.Sequential(nn.Linear(6, 6)), seeded(5, 6)
+    model, x = nn.Sequential(nn.Linear(6, 6)), drawn(5, 6)
     monitor, optimizer = watched(output, model, "0")
     with monitor:
         model.eval()
@@ -313,7 +292,7 @@ def test_a_forward_that_raised_and_is_repeated_has_the_same_dead_units(output: O
         def forward(self, x: Tensor, error: Exception | None = None) -> Tensor:
             return self.raising(self.act(x), error)
 
-    model, x = Chain(), seeded(40, 4) * torch.tensor([1.0, 1.0, 1.0, 0.0])
+    model, x = Chain(), drawn(40, 4) * torch.tensor([1.0, 1.0, 1.0, 0.0])
     monitor, optimizer = watched(output, model, "act", dead_after_steps=1)
     with monitor:
         for step in range(3):
@@ -343,7 +322,7 @@ class Column(Returning):
 def test_the_first_floating_point_tensor_is_read_and_what_does_not_fit_is_named(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
-    x = seeded(5, 6)
+    x = drawn(5, 6)
     results: dict[str, nn.Module] = {
         "second": Returning(lambda x: (torch.arange(4), {"hidden": x}, 2 * x)),
         "integers": Returning(lambda x: x.long()),
@@ -388,7 +367,7 @@ def _train_under_ddp(output: Output) -> None:
     with attached(output, model, optimizer, **config):
         model.module[0].register_forward_hook(lambda _module, _args, result: kept.append(result.detach().clone()))
         for step in range(2):
-            stepping(model, optimizer, seeded(3, 5, 6, seed=2 * step + rank))
+            stepping(model, optimizer, drawn(3, 5, 6, seed=2 * step + rank))
     torch.save(kept, output.base / "kept.pt")
 
 
@@ -413,7 +392,7 @@ def test_each_rank_of_ddp_says_what_it_saw_and_a_merge_keeps_that(tmp_path: Path
 
 def _shard_outputs(output: Output) -> None:
     mesh = DeviceMesh("cpu", [0, 1])
-    x = seeded(4, 6)
+    x = drawn(4, 6)
     model = nn.ModuleDict(
         {
             "tokens": Returning(lambda x: distribute_tensor(x, mesh, [Shard(0)])),
@@ -439,7 +418,7 @@ def test_a_rank_has_the_numbers_of_its_own_tokens_and_none_of_split_channels(tmp
 def test_a_module_around_compiled_code_has_its_row(output: Output) -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-    model, x = nn.Sequential(nn.Sequential(torch.compile(inner, backend="aot_eager")), nn.Linear(6, 2)), seeded(4, 6)
+    model, x = nn.Sequential(nn.Sequential(torch.compile(inner, backend="aot_eager")), nn.Linear(6, 2)), drawn(4, 6)
     monitor, optimizer = watched(output, model, "0", "0.0", "0.0._orig_mod.1", dead_after_steps=1)
     with monitor:
         for _ in range(2):
@@ -470,6 +449,6 @@ def test_a_module_in_compiled_code_that_returns_no_tensor_has_none_and_that_is_s
     model = torch.compile(Net(), backend="eager", fullgraph=True)
     monitor, optimizer = watched(output, model, "nothing")
     with monitor:
-        stepping(model, optimizer, seeded(4, 6))
+        stepping(model, optimizer, drawn(4, 6))
     assert f"{SHARDED_THERE}: 'nothing'" in warnings_in(caplog)[-1]
     assert rows(output) == {}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from definitions import head_numbers, rows_of_heads
+from observing import drawn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from watching import Output, attached, on_two_ranks, warnings_in
@@ -20,10 +21,6 @@ from monitor.pytorch.features.attention import Logits, Modification, Scores, Sou
 
 SDPA = F.scaled_dot_product_attention
 FORMAT: dict[str, Any] = {"recording_l2_features": True, "ndigits": 17, "ops": ["norm"]}
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def seen_of(scores: Source) -> Tensor:

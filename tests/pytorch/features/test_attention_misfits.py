@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from definitions import attention_weights, entropy_and_greatest
+from observing import drawn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from watching import Output, Row, attached, warnings_in
@@ -17,10 +18,6 @@ from monitor.recording.features.reading import NO_SOFTMAX, NOT_OPAQUE, PART_OF_Q
 
 SDPA = F.scaled_dot_product_attention
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def drawn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def rows(output: Output, module: nn.Module, *given: Tensor, named: str = "attention", **called: Any) -> list[Row]:

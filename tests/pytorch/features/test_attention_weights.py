@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from definitions import attention_weights, entropy_and_greatest
+from observing import drawn
 from torch import Tensor
 
 from monitor.pytorch.features import attention
 from monitor.pytorch.features.attention import Scores, spread, summed
 
 MEMORY = Path(__file__).parent / "scripts" / "attention_memory.py"
-
-
-def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def means(scores: Scores, heads: int = 1, rows: int = 1) -> tuple[float, float]:

@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 from definitions import attention_weights, entropy_and_greatest
+from observing import drawn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from watching import Output, attached, warnings_in
 
 FORMAT: dict[str, Any] = {"recording_l2_features": True, "ndigits": 17, "ops": ["norm"]}
-
-
-def seeded(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Attention(nn.Module):
@@ -73,9 +70,9 @@ def test_a_forward_that_raises_leaves_no_mode_behind(output: Output) -> None:
     monitor, optimizer = watched(output, model, "0", "0.inner", "1")
     with monitor:
         with pytest.raises(KeyError, match="the user's"):
-            model[0](seeded(1, 2, 4, 4))
+            model[0](drawn(1, 2, 4, 4))
         assert depth() == 0
-        model[1](seeded(1, 2, 4, 4)).sum().backward()
+        model[1](drawn(1, 2, 4, 4)).sum().backward()
         optimizer.step()
     # What the first of them had found before it failed was measured.
     assert sorted(row.name for row in output.rows("attention_hook")) == ["0.attention", "0.inner.attention", "1.attention"]
@@ -86,15 +83,15 @@ def test_an_interruption_leaves_no_mode_behind_the_step(output: Output) -> None:
     monitor, optimizer = watched(output, model, "0", "1")
     with monitor:
         with pytest.raises(KeyboardInterrupt):
-            model[0](seeded(1, 2, 4, 4))
-        model[1](seeded(1, 2, 4, 4)).sum().backward()
+            model[0](drawn(1, 2, 4, 4))
+        model[1](drawn(1, 2, 4, 4)).sum().backward()
         optimizer.step()
         assert depth() == 0
     assert "1.attention" in {row.name for row in output.rows("attention_hook")}
 
 
 def test_attention_within_attention_has_its_own_row(output: Output) -> None:
-    model, x = Attention(Attention()), seeded(1, 2, 5, 4)
+    model, x = Attention(Attention()), drawn(1, 2, 5, 4)
     monitor, optimizer = watched(output, model, "", "inner")
     with monitor:
         model(x).sum().backward()
@@ -108,7 +105,7 @@ def test_attention_within_attention_has_its_own_row(output: Output) -> None:
 
 
 def test_a_mode_of_the_users_sees_what_it_always_saw(output: Output) -> None:
-    model, x = nn.Sequential(Attention(), nn.Linear(4, 4)), seeded(1, 2, 5, 4)
+    model, x = nn.Sequential(Attention(), nn.Linear(4, 4)), drawn(1, 2, 5, 4)
 
     def names() -> list[str]:
         with Seen() as seen:
@@ -136,7 +133,7 @@ def test_a_mode_that_is_entered_in_a_forward_and_left_later_stays_where_it_is(ou
     mode, model = Seen(), Entering()
     monitor, optimizer = watched(output, model, "")
     with monitor:
-        result = model(seeded(1, 2, 5, 4))
+        result = model(drawn(1, 2, 5, 4))
         assert torch._C._get_function_stack_at(0) is mode
         assert depth() == 1
         mode.__exit__(None, None, None)
@@ -150,7 +147,7 @@ def test_two_monitors_of_one_model_do_not_disturb_each_other(output: Output) -> 
     first, optimizer = watched(output, model, "")
     second, _ = watched(output, model, "")
     with first, second:
-        model(seeded(1, 2, 5, 4)).sum().backward()
+        model(drawn(1, 2, 5, 4)).sum().backward()
         assert depth() == 0
         optimizer.step()
 
@@ -169,7 +166,7 @@ def test_a_compiled_function_within_computes_the_same_and_breaks_nothing(
         def forward(self, x: Tensor) -> Tensor:
             return self.fused(x * self.scale)
 
-    model, x = Compiled(), seeded(1, 2, 5, 4)
+    model, x = Compiled(), drawn(1, 2, 5, 4)
     expected = model(x)
     monitor, optimizer = watched(output, model, "")
     with monitor:
@@ -185,7 +182,7 @@ def test_a_compiled_function_within_computes_the_same_and_breaks_nothing(
 def test_the_attention_of_a_compiled_model_has_no_rows_and_that_is_said(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
-    inner, x = Attention(), seeded(1, 2, 5, 4)
+    inner, x = Attention(), drawn(1, 2, 5, 4)
     model = torch.compile(nn.Sequential(inner, nn.Linear(4, 4)), backend="eager", fullgraph=True)
     targets = {"attention_hook": ["0"], "linear_hook": ["1"]}
     monitor, optimizer = watched(output, model, l2_targets=targets)
@@ -213,7 +210,7 @@ def test_no_tensor_outlives_the_call(output: Output) -> None:
         pass
     monitor, optimizer = watched(output, model, l2_targets=hooks)
     with monitor:
-        result = weakref.ref(model(seeded(1, 2, 5, 4)))
+        result = weakref.ref(model(drawn(1, 2, 5, 4)))
         assert kept[0]() is None
         assert result() is None
         optimizer.step()
@@ -232,7 +229,7 @@ def test_a_failure_of_ours_does_not_reach_training(
     hooks = ("linear_hook", "moe_router_weight_hook", "moe_router_logit_hook")
     monitor, optimizer = watched(output, model, l2_targets={"attention_hook": ["0"], **{hook: ["1"] for hook in hooks}})
     with monitor:
-        model(seeded(1, 2, 5, 4)).sum().backward()
+        model(drawn(1, 2, 5, 4)).sum().backward()
         optimizer.step()
     assert depth() == 0
     assert len([said for said in warnings_in(caplog) if "RuntimeError('ours')" in said]) == 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from definitions import attention_weights, entropy_and_greatest, entropy_per_token, similarity
-from observing import small_gpt, tokens
+from observing import drawn, small_gpt, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -68,10 +68,6 @@ def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(scores + torch.full(scores.shape[2:], -math.inf).triu(1), -1) @ v
 
 
-def seeded(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def rows(
     output: Output, kind: str, model: nn.Module, run: Callable[[], object], grad_acc_steps: int = 1, **config: Any
 ) -> list[Row]:
@@ -104,7 +100,7 @@ def test_q_and_k_are_what_a_core_attention_is_called_with(
     output: Output, order: str, dtype: torch.dtype, *, by_name: bool
 ) -> None:
     model = nn.ModuleDict({"core_attention": CoreAttention()})
-    query, key = seeded(5, 5, 4, 8).to(dtype).requires_grad_(), seeded(5, 5, 2, 8, seed=2).to(dtype)
+    query, key = drawn(5, 5, 4, 8).to(dtype).requires_grad_(), drawn(5, 5, 2, 8, seed=2).to(dtype)
     names = {"query": query, "key": key, "value": query}
 
     def run() -> None:
@@ -127,7 +123,7 @@ def test_a_core_attention_with_another_mask_than_a_causal_one_has_no_row(
             del attn_mask_type
             return super().forward(query, key, value)
 
-    model, x = nn.ModuleDict({"core": Masked()}), seeded(5, 5, 4, 8).requires_grad_()
+    model, x = nn.ModuleDict({"core": Masked()}), drawn(5, 5, 4, 8).requires_grad_()
     assert attention_rows(output, model, lambda: model["core"](x, x, x, attn_mask_type=given).sum().backward(), "core") == []
     assert "its Q and K are arguments, and its mask is not causal: 'core'" in warnings_in(caplog)[0]
 
@@ -144,7 +140,7 @@ class ComputingCore(nn.Module):
 @pytest.mark.parametrize("given", [{}, {"attn_mask_type": "padding"}])
 @pytest.mark.parametrize("keys", [5, 7])
 def test_a_core_attention_that_computes_its_scores_is_read_where_it_does(output: Output, given: Any, keys: int) -> None:
-    model, q, k = nn.ModuleDict({"core": ComputingCore()}), seeded(2, 5, 4, 8).requires_grad_(), seeded(2, keys, 4, 8, seed=2)
+    model, q, k = nn.ModuleDict({"core": ComputingCore()}), drawn(2, 5, 4, 8).requires_grad_(), drawn(2, keys, 4, 8, seed=2)
     asked = {"sa_order": "b,s,h,d", "sa_heads": 0, "sa_batch_rows": 0}
     (row,) = attention_rows(output, model, lambda: model["core"](q, k, k, **given).sum().backward(), "core", **asked)
     weights = attention_weights(q.transpose(1, 2), k.transpose(1, 2), causal=False, scale=0.7)
@@ -160,8 +156,8 @@ def test_q_and_k_that_a_core_attention_changes_are_not_read_afterwards(
                 query.neg_()
             return super().forward(query, key, value)
 
-    model, x = nn.ModuleDict({"core": Rotating()}), seeded(5, 5, 4, 8)
-    key = seeded(5, 5, 4, 8, seed=2).requires_grad_()
+    model, x = nn.ModuleDict({"core": Rotating()}), drawn(5, 5, 4, 8)
+    key = drawn(5, 5, 4, 8, seed=2).requires_grad_()
     assert attention_rows(output, model, lambda: model["core"](x, key, key).sum().backward(), "core") == []
     assert "its Q and K were changed in its forward: 'core'" in warnings_in(caplog)[0]
 
@@ -174,7 +170,7 @@ HOW: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], dict[str, Any]]
         lambda q, k, v: SDPA(q, k, v, attn_mask=torch.ones(6, 6, dtype=torch.bool).tril(2)),
         {"causal": False, "mask": torch.ones(6, 6, dtype=torch.bool).tril(2)},
     ),
-    "added mask": (lambda q, k, v: SDPA(q, k, v, seeded(6, 6)), {"causal": False, "mask": seeded(6, 6)}),
+    "added mask": (lambda q, k, v: SDPA(q, k, v, drawn(6, 6)), {"causal": False, "mask": drawn(6, 6)}),
     "written out": (written_out, {}),
     "torch.matmul": (lambda q, k, v: torch.matmul(torch.softmax(torch.matmul(q, k.mT) / 2, -1), v), {"causal": False}),
     "Tensor.matmul": (
@@ -182,8 +178,8 @@ HOW: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], dict[str, Any]]
         {"causal": False, "scale": 1.0},
     ),
     "F.softmax": (
-        lambda q, k, v: F.softmax((q @ k.mT).add(seeded(6, 6)), dim=3, dtype=torch.float64).float() @ v,
-        {"causal": False, "scale": 1.0, "mask": seeded(6, 6)},
+        lambda q, k, v: F.softmax((q @ k.mT).add(drawn(6, 6)), dim=3, dtype=torch.float64).float() @ v,
+        {"causal": False, "scale": 1.0, "mask": drawn(6, 6)},
     ),
 }
 
@@ -191,7 +187,7 @@ HOW: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], dict[str, Any]]
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_q_and_k_are_what_a_module_hands_to_torch(output: Output, how: tuple[Any, dict[str, Any]]) -> None:
     attend, defined = how
-    model, x = attention(attend=attend), seeded(3, 6, 8)
+    model, x = attention(attend=attend), drawn(3, 6, 8)
     found = attention_rows(output, model, lambda: model(x).sum().backward(), "1", "2", sa_heads=0, sa_batch_rows=0)
     first = model[0](x)
     expected = [model[1].weights(first, **defined), model[2].weights(model[1](first), **defined)]
@@ -202,7 +198,7 @@ def test_q_and_k_are_what_a_module_hands_to_torch(output: Output, how: tuple[Any
 
 def test_grouped_queries_share_their_keys(output: Output) -> None:
     model = Attention(lambda q, k, v: SDPA(q, k[:, :1], v[:, :1], is_causal=True, enable_gqa=True))
-    x = seeded(2, 5, 8)
+    x = drawn(2, 5, 8)
     (row,) = attention_rows(output, model, lambda: model(x).sum().backward(), "", sa_heads=0, sa_batch_rows=0)
     with torch.no_grad():
         q, k, _ = model.qkv(x).view(2, 5, 3, 2, -1).permute(2, 0, 3, 1, 4)
@@ -212,7 +208,7 @@ def test_grouped_queries_share_their_keys(output: Output) -> None:
 @pytest.mark.parametrize(("heads", "batch_rows"), [(None, None), (1, 2), (2, 1), (0, 1), (9, 9)])
 def test_the_sample_is_what_was_asked_for(output: Output, heads: int | None, batch_rows: int | None) -> None:
     asked = {} if heads is None else {"sa_heads": heads, "sa_batch_rows": batch_rows}
-    model, x = Attention(causal), seeded(3, 6, 8)
+    model, x = Attention(causal), drawn(3, 6, 8)
     (row,) = attention_rows(output, model, lambda: model(x).sum().backward(), "", **asked)
     sample = (heads if heads is not None else 1, batch_rows if batch_rows is not None else 1)
     assert spread_of(row) == pytest.approx(entropy_and_greatest(model.weights(x), *sample), rel=2e-6)
@@ -224,14 +220,14 @@ def test_calls_and_micro_steps_are_distinguished(output: Output) -> None:
 
     def run() -> None:
         for seed in range(3):
-            twice(seeded(2, 4, 8, seed=seed)).sum().backward()
+            twice(drawn(2, 4, 8, seed=seed)).sum().backward()
 
     found = rows(output, "attention_hook", twice, run, 3, l2_targets={"attention_hook": ["0"]})
     assert [(row.name, row.micro_step) for row in found] == [
         place for step in range(3) for place in (("0.attention", step), ("0.attention#1", step))
     ]
     for row in found:
-        x = seeded(2, 4, 8, seed=row.micro_step or 0)
+        x = drawn(2, 4, 8, seed=row.micro_step or 0)
         x = model[1](x) if row.name.endswith("#1") else x
         assert spread_of(row) == pytest.approx(entropy_and_greatest(model[1].weights(x)), rel=2e-6)
 
@@ -242,11 +238,11 @@ def test_micro_steps_combine_to_the_mean_over_their_queries(output: Output) -> N
 
     def run() -> None:
         for length in lengths:
-            model(seeded(1, length, 8, seed=length)).sum().backward()
+            model(drawn(1, length, 8, seed=length)).sum().backward()
 
     wanted = {"l2_targets": {"attention_hook": [""]}, "micro_steps": "combined"}
     (row,) = rows(output, "attention_hook", model, run, 2, **wanted)
-    means = [entropy_and_greatest(model.weights(seeded(1, length, 8, seed=length))) for length in lengths]
+    means = [entropy_and_greatest(model.weights(drawn(1, length, 8, seed=length))) for length in lengths]
     expected = [sum(mean[i] * n for mean, n in zip(means, lengths, strict=True)) / sum(lengths) for i in range(2)]
     assert spread_of(row) == pytest.approx(expected, rel=2e-6)
 
@@ -261,7 +257,7 @@ def test_recomputation_is_not_recorded_again(output: Output, *, reentrant: bool)
         def forward(self, x: Tensor) -> Tensor:
             return self.gate(checkpoint(self.first, x, use_reentrant=reentrant))
 
-    model, x = Checkpointed(), seeded(2, 4, 8).requires_grad_()
+    model, x = Checkpointed(), drawn(2, 4, 8).requires_grad_()
     targets = {"attention_hook": ["first.0", "first.1"], "linear_hook": [], "moe_router_logit_hook": ["gate"]}
     found = rows(output, "attention_hook", model, lambda: model(x).sum().backward(), l2_targets=targets)
     assert [(row.name, row.micro_step) for row in found] == [("first.0.attention", 0), ("first.1.attention", 0)]
@@ -271,7 +267,7 @@ def test_recomputation_is_not_recorded_again(output: Output, *, reentrant: bool)
 
 
 def test_evaluation_has_no_rows(output: Output) -> None:
-    model, x = attention(), seeded(2, 4, 8)
+    model, x = attention(), drawn(2, 4, 8)
 
     def run() -> None:
         with torch.no_grad():
@@ -286,7 +282,7 @@ def test_evaluation_has_no_rows(output: Output) -> None:
 
 
 def test_steps_that_are_not_collected_are_left_alone(output: Output) -> None:
-    model, x = attention(), seeded(2, 4, 8)
+    model, x = attention(), drawn(2, 4, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     modes: list[int] = []
     model[2].register_forward_pre_hook(lambda *_: modes.append(torch._C._len_torch_function_stack()))
@@ -376,7 +372,7 @@ def test_without_targets_there_is_nothing_and_that_is_said(
     output: Output, caplog: pytest.LogCaptureFixture, targets: dict[str, Any]
 ) -> None:
     model = nn.Linear(4, 4)
-    assert rows(output, "linear_hook", model, lambda: model(seeded(2, 4)).sum().backward(), l2_targets=targets) == []
+    assert rows(output, "linear_hook", model, lambda: model(drawn(2, 4)).sum().backward(), l2_targets=targets) == []
     assert "l2_targets is empty" in warnings_in(caplog)[0]
 
 
@@ -384,14 +380,14 @@ def test_a_weight_that_is_not_finite_has_no_rank(output: Output) -> None:
     model = nn.Linear(4, 4)
     with torch.no_grad():
         model.weight[1, 2] = math.nan
-    (row,) = rows(output, "linear_hook", model, lambda: model(seeded(2, 4)).sum().backward(), l2_targets={"linear_hook": []})
+    (row,) = rows(output, "linear_hook", model, lambda: model(drawn(2, 4)).sum().backward(), l2_targets={"linear_hook": []})
     assert all(math.isnan(value) for value in row.values.values())
 
 
 def test_a_weight_of_zeros_has_norms_and_no_rank(output: Output) -> None:
     model = nn.Linear(4, 4)
     nn.init.zeros_(model.weight)
-    (row,) = rows(output, "linear_hook", model, lambda: model(seeded(2, 4)).sum().backward(), l2_targets={"linear_hook": []})
+    (row,) = rows(output, "linear_hook", model, lambda: model(drawn(2, 4)).sum().backward(), l2_targets={"linear_hook": []})
     assert row.values == {"sr": None, "kernel_norm": 0.0, "frobenius_norm": 0.0}
 
 
@@ -400,7 +396,7 @@ def test_routers_have_both_of_their_features(output: Output, gate: Callable[[], 
     torch.manual_seed(0)
     model = nn.ModuleDict({"router": gate()})
     hooks = ("moe_router_weight_hook", "moe_router_logit_hook")
-    x = [seeded(3, 5, 8, seed=seed) for seed in range(2)]
+    x = [drawn(3, 5, 8, seed=seed) for seed in range(2)]
 
     def run() -> None:
         for one in x:
@@ -419,7 +415,7 @@ def test_routers_have_both_of_their_features(output: Output, gate: Callable[[], 
 
 def test_logits_that_are_computed_are_rounded_as_autocast_rounds_those_of_the_router(output: Output) -> None:
     torch.manual_seed(0)
-    model, x = nn.ModuleDict({"router": Gate(8, 6)}).float(), seeded(3, 5, 8).float()
+    model, x = nn.ModuleDict({"router": Gate(8, 6)}).float(), drawn(3, 5, 8).float()
 
     def run() -> None:
         with torch.autocast("cpu", torch.bfloat16):
@@ -445,7 +441,7 @@ def test_what_does_not_fit_is_named_in_one_warning(output: Output, caplog: pytes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attached(output, model, optimizer, **FORMAT, l2_targets=targets):
         for _ in range(3):
-            model["one"](model["norm"](cross(seeded(2, 4, 8)))).sum().backward()
+            model["one"](model["norm"](cross(drawn(2, 4, 8)))).sum().backward()
             optimizer.step()
     (said,) = warnings_in(caplog)
     for part in (
@@ -474,7 +470,7 @@ def test_a_target_that_is_no_module_is_named_with_what_may_have_been_meant(
 
 def test_short_names_are_used_where_names_are_shortened(output: Output) -> None:
     model = nn.ModuleDict({"encoder": nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8)])})})
-    run = lambda: model["encoder"]["layers"][0](seeded(2, 8)).sum().backward()  # noqa: E731
+    run = lambda: model["encoder"]["layers"][0](drawn(2, 8)).sum().backward()  # noqa: E731
     (row,) = rows(output, "linear_hook", model, run, squash_name=True, l2_targets={"linear_hook": ["encoder.layers.0"]})
     assert row.name == "0.linear"
 
@@ -487,7 +483,7 @@ def test_everything_is_taken_away_in_the_end(output: Output) -> None:
         hook: ["0", "1", "2"] for hook in ("attention_hook", "linear_hook", "moe_router_weight_hook", "moe_router_logit_hook")
     }
     with attached(output, model, optimizer, **FORMAT, l2_targets=targets):
-        model(seeded(2, 4, 8)).sum().backward()
+        model(drawn(2, 4, 8)).sum().backward()
         optimizer.step()
         assert footprint(model, optimizer) != before
     assert footprint(model, optimizer) == before

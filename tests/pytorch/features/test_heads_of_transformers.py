@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from definitions import rows_of_heads
+from observing import drawn
 from torch import Tensor, nn
 from watching import Output, attached
 
@@ -68,7 +69,7 @@ def t5(how: str) -> nn.Module:
 
 
 def words() -> dict[str, Tensor]:
-    x = torch.randint(1, 64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    x = torch.arange(2 * LENGTH).view(2, LENGTH) * 37 % 63 + 1
     return {"input_ids": x, "labels": x}
 
 
@@ -79,8 +80,7 @@ def padded() -> dict[str, Tensor]:
 
 
 def pictures() -> dict[str, Tensor]:
-    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    return {"pixel_values": x, "labels": torch.tensor([0, 1])}
+    return {"pixel_values": drawn(2, 3, 8, 8), "labels": torch.tensor([0, 1])}
 
 
 LAYERS = ["model.layers.0.self_attn", "model.layers.1.self_attn"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from definitions import similarity
+from observing import drawn
 from torch import Tensor
 
 from monitor.pytorch.features import matrices
@@ -21,10 +23,6 @@ NEAR = 5e-3
 """How far below the spectral norm the first estimate may be."""
 
 ROUNDING = 1e-5
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def with_spectrum(values: list[float], rows: int = 96, columns: int = 80) -> Tensor:
@@ -47,7 +45,7 @@ MATRICES = {
     "rank 1": drawn(50, 1) @ drawn(1, 30, seed=1),
     "identity": torch.eye(30),
     "huge": 1e30 * drawn(40, 40),
-    "at the end of float32": 3e38 * (2 * torch.rand(40, 40, generator=torch.Generator().manual_seed(0)) - 1),
+    "at the end of float32": 3e38 * torch.sin(drawn(40, 40)),
     "tiny": 1e-30 * drawn(40, 40),
     "at the other end": 1e-37 * drawn(40, 40),
     "float64": drawn(40, 30).double(),
@@ -163,9 +161,8 @@ def test_a_direction_that_was_not_there_before_is_found_at_once(
 @pytest.mark.parametrize("seed", range(40))
 def test_a_spectral_norm_is_within_a_hundredth_or_absent(monkeypatch: pytest.MonkeyPatch, seed: int, may_read: bool) -> None:
     monkeypatch.setattr(matrices, "_may_read", lambda _: may_read)
-    generator = torch.Generator().manual_seed(seed)
-    rows, columns = (int(torch.randint(1, 200, (), generator=generator)) for _ in range(2))
-    drawn_values = torch.rand(min(rows, columns), generator=generator)
+    rows, columns = random.Random(seed).sample(range(1, 200), 2)
+    drawn_values = drawn(min(rows, columns), seed=seed).sin().abs()
     values = (drawn_values, drawn_values**20, 1 - 0.05 * drawn_values, 10 ** (-8 * drawn_values))[seed % 4].tolist()
     matrix = with_spectrum(values, rows, columns) if seed % 3 else torch.diag(torch.tensor(values))
     found = norms_of(matrix)
@@ -232,7 +229,7 @@ def test_the_spectral_norm_is_right_where_squares_leave_the_range_of_float64(siz
 
 @pytest.mark.parametrize("size", [1e-30, 1e30, 3e38])
 def test_cosines_do_not_depend_on_the_size_of_rows(size: float) -> None:
-    weight = torch.rand(6, 10, generator=torch.Generator().manual_seed(0))
+    weight = drawn(6, 10).sin().abs()
     expected = similarity(weight)
     weight[1] *= size
     assert similarity_of_rows(weight).cosines.item() / 30 == pytest.approx(expected, rel=1e-6)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from observing import drawn
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.nn import functional as F
@@ -431,7 +432,7 @@ class Returning(nn.Module):
 
     def __init__(self, result: Callable[[Tensor], Tensor], **known: Any) -> None:
         super().__init__()
-        self.weight, self.result = nn.Parameter(torch.randn(4, 8, generator=torch.Generator().manual_seed(0))), result
+        self.weight, self.result = nn.Parameter(drawn(4, 8)), result
         for name, value in known.items():
             setattr(self, name, value)
 

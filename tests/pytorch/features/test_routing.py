@@ -8,14 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from definitions import entropy_per_token
-from torch import Tensor, nn
+from observing import drawn
+from torch import nn
 
 from monitor.pytorch.features import matrices
 from monitor.pytorch.features.matrices import dtype_of_routing, entropy_from, entropy_of
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("block", [1, 40, 1 << 18])
