@@ -149,7 +149,7 @@ static PyObject *writer_call(PyObject *self, PyObject *args, PyObject *kwargs) {
     if (gradient == NULL || gradient == Py_None || !is_true(writer->gate, s_attached)) {
         Py_RETURN_NONE;
     }
-    if (is_open(writer) && record_one((Reader *)writer->reader, writer->watched, gradient, writer->micro_step, 1) == DONE) {
+    if (is_open(writer) && record_one((Reader *)writer->reader, writer->watched, gradient, writer->micro_step, 1, NULL) == DONE) {
         Py_RETURN_NONE;
     }
     forget_failure(); /* `take` repeats and reports it */

@@ -141,7 +141,7 @@ static PyObject *reader_record_all(PyObject *self, PyObject *args) {
             error = 1;
             break;
         }
-        int done = here ? record_one((Reader *)self, watched, x, 0, 0) : NOT_DONE;
+        int done = here ? record_one((Reader *)self, watched, x, 0, 0, NULL) : NOT_DONE;
         forget_failure();
         error = PyErr_Occurred() || (done != DONE && PyList_Append(rest, item) < 0);
     }

@@ -69,6 +69,7 @@ static PyObject *reader_end_call(PyObject *self, PyObject *const *args, Py_ssize
 
 static PyMethodDef READER_METHODS[] = {
     {"record", (PyCFunction)(void (*)(void))reader_record, METH_FASTCALL | METH_KEYWORDS, "See TensorReader."},
+    {"record_ordinary", (PyCFunction)(void (*)(void))reader_record_ordinary, METH_FASTCALL, "record_ordinary(watched, x, micro_step, value)"},
     {"record_all", reader_record_all, METH_VARARGS, "See TensorReader."},
     {"begin_call", (PyCFunction)(void (*)(void))reader_begin_call, METH_FASTCALL,
      "begin_call(plan, values, micro_step, forward, graph)"},

@@ -119,6 +119,13 @@ class PythonReader:
     def record(self, watched: RecordedSeries, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:
         self.record_in_python(watched, x, micro_step, aliases)
 
+    def record_ordinary(self, watched: RecordedSeries, x: Tensor, micro_step: int, value: int) -> bool | None:
+        """Record a tensor of compiled code, if it is ordinary. Returns whether it is; otherwise nothing is done.
+
+        Args:
+            value: See ``TorchTensorReader.record_value``.
+        """
+
     def record_all(self, items: Sequence[tuple[RecordedSeries, Tensor]], failed: Failed) -> None:
         self.record_all_in_python(items, failed)
 

@@ -219,15 +219,27 @@ static void unlock(Reader *reader) {
     PyErr_Restore(type, value, trace);
 }
 
-/* Records an ordinary tensor. NOT_DONE: it is not ordinary, and nothing was written. */
-static int record_one(Reader *reader, PyObject *watched, PyObject *x, int64_t micro_step, int aliases) {
+/* What identifies the numbers of `x`: its version, in compiled code together with the number of its `value`; NULL, with an exception
+ * set, in inference mode. */
+static PyObject *version_of(PyObject *x, PyObject *value) {
+    PyObject *version = PyObject_GetAttr(x, s__version);
+    if (version == NULL || value == NULL) {
+        return version;
+    }
+    PyObject *both = PyTuple_Pack(2, value, version);
+    Py_DECREF(version);
+    return both;
+}
+
+/* Records an ordinary tensor. NOT_DONE: it is not ordinary, and nothing was written. `value`: see `version_of`; NULL in eager code. */
+static int record_one(Reader *reader, PyObject *watched, PyObject *x, int64_t micro_step, int aliases, PyObject *value) {
     Elements elements;
     Slot slot;
     if (!reader->ready || !look(x, &elements) || !find_slot(reader, watched, x, &elements, micro_step, &slot)) {
         return PyErr_Occurred() ? FAILED : NOT_DONE;
     }
-    PyObject *version = aliases ? PyObject_GetAttr(x, s__version) : NULL;
-    int unknown = aliases && version == NULL; /* a tensor of inference mode has no version */
+    PyObject *version = aliases ? version_of(x, value) : NULL;
+    int unknown = aliases && version == NULL;
     if (unknown || (slot.object != NULL && is_captured(reader, x))) {
         forget_failure();
         Py_XDECREF(version);
@@ -255,7 +267,7 @@ static PyObject *none_unless(int failed) {
 
 /* Records a tensor, ordinary or not. -1, with an exception set, if it could not be read. */
 static int record_any(Reader *reader, PyObject *watched, PyObject *x, int64_t micro_step, PyObject *aliases) {
-    int done = record_one(reader, watched, x, micro_step, aliases == Py_True);
+    int done = record_one(reader, watched, x, micro_step, aliases == Py_True, NULL);
     if (done == NOT_DONE) {
         PyObject *place = PyLong_FromLongLong(micro_step);
         PyObject *called =
@@ -291,6 +303,16 @@ static PyObject *reader_record(PyObject *self, PyObject *const *args, Py_ssize_t
         return NULL;
     }
     return none_unless(record_any((Reader *)self, args[0], args[1], micro_step, aliases) < 0);
+}
+
+/* record_ordinary(watched, x, micro_step, value) */
+static PyObject *reader_record_ordinary(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 4) {
+        return PyErr_Format(PyExc_TypeError, "record_ordinary takes 4 arguments, not %zd", count);
+    }
+    int64_t micro_step = PyLong_AsLongLong(args[2]), value = PyLong_AsLongLong(args[3]);
+    int done = PyErr_Occurred() ? FAILED : record_one((Reader *)self, args[0], args[1], micro_step, value >= 0, args[3]);
+    return done == FAILED ? NULL : PyBool_FromLong(done == DONE);
 }
 
 static PyObject *reader_share(PyObject *self, PyObject *args) {

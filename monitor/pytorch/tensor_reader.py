@@ -233,6 +233,8 @@ class TorchTensorReader(Reader):
             tag: The tensor on the device that holds the micro-step, if the code is being captured.
             due: Whether the step in progress has such a row.
         """
+        if due.now and self.record_ordinary(watched, x, micro_step, value):
+            return
         address = plain_address(x)
         if address or has_data(x):
             with self._lock:

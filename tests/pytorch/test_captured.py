@@ -54,7 +54,7 @@ class Tape(TorchDispatchMode):
 
 
 class Captured:
-    """A recorder, and a graph in which the sum of a tensor and 1 has a row in each micro-step."""
+    """A recorder, and a graph in which three elements of the sum of a tensor and 1 have a row in each micro-step."""
 
     def __init__(self) -> None:
         self.tape = Tape()
@@ -65,12 +65,12 @@ class Captured:
         self.due = Due(True)
         self.watched = self._watched("each", MICRO_STEPS)
         self.whole = self._watched("whole", (-1,))
-        self.x = torch.zeros(3, dtype=torch.float64)
+        self.x = torch.zeros(5, dtype=torch.float64)
         self._have_rows()
         self.tag = torch.tensor(OFF)
         with self.tape:
             self.tag.copy_(self.reader.device_steps.micro_step(HOST, 0))  # as a compiled call does
-            y = self.x + 1
+            y = (self.x + 1)[::2]  # not ordinary, as nothing on a device is while it is captured
             self.reader.record_value(self.whole, y, -1, NO_VALUE, self.tag, self.due)
             self.reader.record_value(self.watched, y, 0, NO_VALUE, self.tag, self.due)
         self.recorder.discard()

@@ -1,8 +1,8 @@
 """Operators that replace the monitor's hooks in compiled code.
 
-A compiler runs a hook once, while it traces. The hook leaves one operator in the graph for each event: a call begins or ends, a
-tensor or its gradient is available. To the compiler the operators are black boxes with side effects, whose order it keeps. They
-call the same Python code as eager hooks.
+A compiler runs a hook once, while it traces. The hook leaves one operator in the graph for each event: a call begins with
+its inputs, it ends with its outputs, a gradient is available. To the compiler the operators are black boxes with side effects,
+whose order it keeps. They call the same Python code as eager hooks.
 
 An operator identifies its hook by the address of a tensor, the handle, which is an input of the compiled code like a weight. A
 number would be a constant, so layers could not share compiled code. Another tensor, the tag, identifies the call. It is made
@@ -40,7 +40,7 @@ from monitor.recording.gradient_edges import follow_inputs, follow_result, slots
 from monitor.recording.module_calls import ADVICE
 from monitor.recording.tensor_paths import TensorPath
 from monitor.selection import TensorChoice
-from monitor.stats.torch.tensors import beneath
+from monitor.stats.torch.tensors import beneath, unseen
 
 # --- Follows gradients of a module's inputs and outputs while its call is traced.
 #
@@ -293,20 +293,21 @@ OBSERVED: Final[weakref.WeakValueDictionary[int, ObservedHook]] = weakref.WeakVa
 """Hooks by the addresses of their handles."""
 
 
-def _begins(handle: Tensor, ends: bool, recording: bool) -> Tensor:
-    with beneath():
+def _passes(
+    handle: Tensor, ends: bool, recording: bool, seen: Sequence[Tensor], slots: Sequence[str], found: int, values: Sequence[int]
+) -> Tensor:
+    with unseen():
         tag = torch.empty((), dtype=torch.int64, device=handle.device)
     observed = OBSERVED.get(handle.data_ptr())
     if observed is not None:
+        observer = observed.observer
         with torch.set_grad_enabled(recording):  # compiled code has recorded its graph beforehand
-            observed.note(tag, observed.observer.ends(tag) if ends else observed.observer.begins(tag))
+            call = observer.ends(tag) if ends else observer.begins(tag)
+        observed.note(tag, call)
+        if call is not None:
+            for x, slot, value in zip(seen, slots, values, strict=True):
+                observer.sees(x, call, tag, slot, found, value)
     return tag
-
-
-def _sees(x: Tensor, handle: Tensor, tag: Tensor, slot: str, found: int, value: int) -> None:
-    observed = OBSERVED.get(handle.data_ptr())
-    if observed is not None and (call := observed.call(tag)) is not None:
-        observed.observer.sees(x, call, tag, slot, found, value)
 
 
 def _sees_gradient(gradient: Tensor, handle: Tensor, tag: Tensor, slot: str, value: int) -> None:
@@ -354,11 +355,11 @@ def _traced(
     handle: Tensor, ends: bool, tensors: Sequence[Tensor], slots: Sequence[str], wanted: Sequence[int], found: int
 ) -> Tensor:
     with saved():
-        tag: Tensor = torch.ops.monitor.begins.default(handle, ends, torch.is_grad_enabled())
-        for x, slot in _named(tensors, slots, wanted, SEE):
-            here = _local(x)
-            if here is not None:
-                torch.ops.monitor.sees.default(here, handle, tag, slot, found, value_of(x))
+        named = [
+            (here, slot, value_of(x)) for x, slot in _named(tensors, slots, wanted, SEE) if (here := _local(x)) is not None
+        ]
+        seen, names, values = zip(*named, strict=True) if named else ((), (), ())
+        tag: Tensor = torch.ops.monitor.passes.default(handle, ends, torch.is_grad_enabled(), seen, names, found, values)
     return tag
 
 
@@ -440,15 +441,15 @@ def define_traced(library: torch.library.Library, name: str, traced: Callable[..
 
 def _define() -> torch.library.Library:
     library = torch.library.Library("monitor", "FRAGMENT")
-    library.define("begins(Tensor handle, bool ends, bool recording) -> Tensor")
-    library.define("sees(Tensor x, Tensor handle, Tensor call, str slot, int found, int value) -> ()")
+    library.define(
+        "passes(Tensor handle, bool ends, bool recording, Tensor[] seen, str[] slots, int found, int[] values) -> Tensor"
+    )
     library.define("sees_gradient(Tensor gradient, Tensor handle, Tensor call, str slot, int value) -> ()")
     library.define("begin(Tensor[] inputs, Tensor handle, str[] slots, int[] wanted, int found) -> ()")
     library.define("end(Tensor[] outputs, Tensor handle, str[] slots, int[] wanted, int found, bool whole=True) -> ()")
-    for name, call in (("begins", _begins), ("sees", _sees), ("sees_gradient", _sees_gradient)):
+    for name, call in (("passes", _passes), ("sees_gradient", _sees_gradient)):
         define_effect(library, name, call)
-    library.impl("begins", lambda handle, *_: torch.empty((), dtype=torch.int64, device=handle.device), "Meta")
-    library.impl("sees", nothing, "Meta")
+    library.impl("passes", lambda handle, *_: torch.empty((), dtype=torch.int64, device=handle.device), "Meta")
     library.impl("sees_gradient", nothing, "Meta")
     for name, traced in (("begin", _begin), ("end", _end)):
         define_traced(library, name, traced)
