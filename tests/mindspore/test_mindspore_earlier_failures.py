@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -15,21 +15,16 @@ import pytest
 from attaching import EVERYTHING, Output, attached, footprint, step_with, steps_of, warnings_in
 from mindspore import Tensor, mint, nn, ops
 from mindspore.experimental import optim
-from mindspore.nn.cell import _pynative_executor
 from training import Net, inputs
 from watching_cells import written
 
 from monitor.failures import EarlierFailure
 from monitor.mindspore import TrainerMon
 
-pytestmark = pytest.mark.skipif(ms.get_context("device_target") != "CPU", reason="it has one elsewhere")
-
-
-@pytest.fixture(autouse=True)
-def _recording_ends() -> Iterator[None]:
-    """A failure leaves it on, in the whole process."""
-    yield
-    _pynative_executor.clear_res()
+pytestmark = [
+    pytest.mark.skipif(ms.get_context("device_target") != "CPU", reason="it has one elsewhere"),
+    pytest.mark.usefixtures("recording_ends"),
+]
 
 
 class Failing(Net):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from attaching import EVERYTHING, Output, Row, attached, step_with, warnings_in
 from mindspore import Tensor, nn, ops
-from mindspore.nn.cell import _pynative_executor
 from training import Net, array, inputs
 
 from monitor.mindspore import modules
@@ -18,6 +17,8 @@ from monitor.mindspore import modules
 KINDS = ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_origin", "param_updated")
 STEPS = 3
 ABOUT = pytest.approx
+
+pytestmark = pytest.mark.usefixtures("recording_ends")
 
 
 class Failing(Net):
@@ -31,13 +32,6 @@ class Failing(Net):
             self.fails = False
             raise ValueError("no room")
         return ops.tanh(self.b(hidden)).sum()
-
-
-@pytest.fixture(autouse=True)
-def _recording_ends() -> Iterator[None]:
-    """A failure leaves it on, in the whole process."""
-    yield
-    _pynative_executor.clear_res()
 
 
 Loop = Callable[[Failing, nn.Cell], object]

@@ -569,6 +569,7 @@ def test_uses_of_cells_and_parameters(output: Output, name: str, monkeypatch: py
     assert_recorded(output, USES[name])
 
 
+@pytest.mark.usefixtures("recording_ends")
 def test_morph_in_the_dynamic_graph_is_refused_by_mindspore_itself(output: Output) -> None:
     job = Job(lambda: Layers(lambda: Function(ops.Morph(doubled, same, same))))
     with pytest.raises(RuntimeError, match=r"^Morph is only supported in GRAPH_MODE\.$"):
