@@ -19,6 +19,7 @@ from mindspore.train import serialization
 
 from monitor.failures import Failures
 from monitor.mindspore.compiled.absences import UNREACHED, Absences
+from monitor.mindspore.compiled.bytecode import BytecodeRuns
 from monitor.mindspore.compiled.fallback import Fallback
 from monitor.mindspore.compiled.taps import (
     AFTER,
@@ -33,6 +34,7 @@ from monitor.mindspore.compiled.taps import (
     REDUCED,
     TURN_ENDS,
     functions_of,
+    has_taps,
     install,
     is_installed,
     uninstall,
@@ -189,6 +191,7 @@ class Program:
         self.settings: tuple[float, bool, bool] | None = None
         self.functions = functions_of(self)
         self.fallback, self.absences = Fallback(self), Absences(self)
+        self.bytecode = BytecodeRuns(self)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a model has no monitor."""
@@ -239,7 +242,7 @@ class Program:
     def has_tape(self) -> bool:
         """Whether compiled code can make entries. A process has a limited number of tapes, so the first tap opens one."""
         self.fallback.takes_part = True
-        if _is_exporting() or self._is_taken:
+        if _is_exporting() or self._is_taken or self.bytecode.depth:
             return False
         if self.tape is None:
             self.tape = new_tape()
@@ -383,6 +386,10 @@ class Program:
             self.absences.taken.append(weakref.ref(cell))
             self._is_taken |= of_optimizer  # no step would end, and entries would wait for ever
 
+    def cells_with_taps(self) -> list[nn.Cell]:
+        known = [cell for one, _ in tuple(self._numbers.values()) if isinstance(cell := one(), nn.Cell)]
+        return [cell for cell in known if has_taps(cell)]
+
     def take_out(self) -> Iterator[Callable[[], None]]:
         """Uninstall all taps of cells, and return functions that install them again."""
         for known, number in tuple(self._numbers.values()):
@@ -445,6 +452,7 @@ class Program:
             self.tape.drain()
         self.turn(on=True)
         self.fallback.begin()
+        self.bytecode.begin()
         self.absences.begin()
         self.follow()
 
@@ -458,6 +466,7 @@ class Program:
         """Leave the cells as they were. Code that was compiled with taps keeps them, and makes no entries."""
         self.turn(on=False)
         self.fallback.end()
+        self.bytecode.end()
         while self._prepared:
             self._prepared.pop().remove()
         for owner in self.observed.values():

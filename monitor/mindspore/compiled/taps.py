@@ -109,7 +109,8 @@ def uninstall(cell: nn.Cell) -> None:
     attributes = vars(cell)
     if "_monitored_as" not in attributes:
         return
-    if not _is_ours(attributes.get("construct")):  # the user's, which may call the monitor's
+    now = attributes.get("construct")
+    if not _is_ours(now) and now not in (None, attributes.get("_unobserved")):  # the user's, which may call the monitor's
         rested = _Number(0)
         rested.functions = getattr(attributes["_monitored_as"], "functions", None)
         attributes["_monitored_as"] = rested
@@ -128,6 +129,11 @@ def is_installed(cell: nn.Cell, functions: Any) -> bool:
     return bool(marked) and getattr(marked, "functions", None) is functions
 
 
+def has_taps(cell: nn.Cell) -> bool:
+    """Whether the ``construct`` of a cell is the monitor's: not taken out, and not inside one of the user's."""
+    return _is_ours(vars(cell).get("construct"))
+
+
 def _is_ours(construct: Any) -> bool:
     return getattr(getattr(construct, "__func__", None), "_of_monitor", False)
 
@@ -142,8 +148,8 @@ def original_construct(cell: nn.Cell) -> Any:
 
 
 @contextmanager
-def _unobserved(cell: nn.Cell) -> Iterator[None]:
-    """Calls of a compiled ``construct`` from Python. Its hooks see them, so it must be compiled without taps of its own."""
+def unobserved(cell: nn.Cell) -> Iterator[None]:
+    """A while in which a cell with taps has the ``construct`` that it has without the monitor."""
     attributes = vars(cell)
     mine = attributes.pop("construct", None)
     if attributes.get("_had_construct"):
@@ -156,7 +162,8 @@ def _unobserved(cell: nn.Cell) -> Iterator[None]:
 
 
 def _call_from_python(cell: nn.Cell, args: Any, kwargs: Any) -> Any:
-    with _unobserved(cell):
+    """Call a compiled ``construct``. Its hooks see the call, so it must be compiled without taps of its own."""
+    with unobserved(cell):
         return cell.construct(*args, **kwargs)
 
 

@@ -19,6 +19,8 @@ from mindspore import nn
 from monitor.dump.backend import ApiListener
 from monitor.mindspore.hooks import jit_context
 
+__all__ = ["BytecodeContext", "CompiledFunctions", "Executor"]
+
 JIT: Final = "Jit"
 
 # The classes have moved between versions. A version without one of them compiles nothing in this way.

@@ -1,4 +1,4 @@
-"""Compiled loops of other shapes: micro-batches, several optimizers, a compiled function around the model, bytecode."""
+"""Compiled loops of other shapes: micro-batches, several optimizers, a compiled function around the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from attaching import Output, warnings_in, with_fixed_weights
-from compiled_steps import RECORDED, STEPS, WHOLE, Deep, Rows, adam, assert_same, mode_of, plain, recorded, rows_in, state_of
+from compiled_steps import RECORDED, STEPS, WHOLE, Deep, Rows, adam, assert_same, mode_of, rows_in, state_of
 from mindspore import Tensor, nn
 from training import inputs
 from watching_cells import written
@@ -151,15 +151,6 @@ def test_a_compiled_function_around_the_model_has_the_rows_of_the_dynamic_graph(
     assert bits == run(output, "dynamic", AroundForward, one, monitored=False)[0]
     of_input = {key for key in rows if key[0] == "actv_grad" and key[1] in (".input", "a.input")}
     assert_same({key: values for key, values in rows.items() if key not in of_input}, expected)
-
-
-def test_bytecode_has_rows_of_the_model_and_its_parameters(output: Output) -> None:
-    _, expected = recorded("dynamic", Deep, output)
-    bits, rows = recorded("bytecode", Deep, output)
-    assert bits == plain("bytecode", Deep)
-    inside = {key for key in expected if key[0].startswith("actv") and not key[1].startswith(".")}
-    rows = {key: values for key, values in rows.items() if key[:2] != ("actv_grad", ".input")}
-    assert_same(rows, {key: values for key, values in expected.items() if key not in inside})
 
 
 def test_a_forward_stays_after_the_step_of_an_optimizer_that_is_replayed_with_it() -> None:

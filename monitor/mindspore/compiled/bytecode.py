@@ -1,0 +1,87 @@
+"""Keeps out of functions that MindSpore compiles from their bytecode (``@jit(capture_mode="bytecode")``).
+
+MindSpore follows the bytecode of such a function. Where it cannot follow a call, the function breaks into parts, which are
+compiled or executed one by one. It cannot follow the ``construct`` that the monitor gives to a cell. So with taps the function
+would break in other places, and its results would have other bits. Taps are therefore out while it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+from monitor.mindspore.compiled.taps import unobserved
+from monitor.mindspore.dump.jit import BytecodeContext
+from monitor.recording.patches import CallListener, CallPatch
+
+if TYPE_CHECKING:
+    from monitor.mindspore.compiled.program import Program
+
+UNMEASURED: Final = (
+    'A function was called that is compiled with capture_mode="bytecode". The monitor measures nothing in its compiled code, '
+    "since training would have other bits. If the function calls this model, rows are missing, and a step without a call from "
+    'Python is not counted. Use capture_mode="ast" to record it.'
+)
+
+
+class BytecodeRuns(CallListener):
+    """The calls of such functions that are in progress.
+
+    Attributes:
+        depth: How many: one may call another.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._known = weakref.ref(program)
+        self._taps_out = ExitStack()
+        self.depth = 0
+
+    def begin(self) -> None:
+        """Follow calls from now on."""
+        for patch in PATCHES:
+            patch.remove(self)
+            patch.add(self)
+
+    def end(self) -> None:
+        for patch in PATCHES:
+            patch.remove(self)
+        self.depth = 0
+        self._taps_out.close()
+
+    def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del args, kwargs
+        program = self._known()
+        if patch.name == _BEGINS and program is not None and program.failures is not None:
+            self.depth += 1
+            if self.depth == 1:
+                program.failures.guarded("taking taps out", self._take_out)(program)
+
+    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del args, kwargs, result
+        if patch.name == _ENDS and self.depth:  # else it began before the monitor was attached
+            self.depth -= 1
+            if not self.depth:
+                self._taps_out.close()
+
+    def _take_out(self, program: Program) -> None:
+        program.warn("bytecode", UNMEASURED)
+        for cell in program.cells_with_taps():
+            self._taps_out.enter_context(unobserved(cell))
+
+
+_BEGINS: Final = "jit_mode_pi_enable"
+_ENDS: Final = "jit_mode_pi_disable"
+"""The functions of MindSpore that surround each call. The precision dump patches their callers."""
+
+
+def _patches() -> Sequence[CallPatch]:
+    """None if this version of MindSpore compiles no bytecode."""
+    if BytecodeContext is None:
+        return ()
+    return tuple(CallPatch(sys.modules[BytecodeContext.__module__], name) for name in (_BEGINS, _ENDS))
+
+
+PATCHES: Final = _patches()
