@@ -78,7 +78,7 @@ _ENDS: Final = "jit_mode_pi_disable"
 
 
 def _patches() -> Sequence[CallPatch]:
-    """None if this version of MindSpore compiles no bytecode."""
+    """Empty if this version of MindSpore compiles no bytecode."""
     if BytecodeContext is None:
         return ()
     return tuple(CallPatch(sys.modules[BytecodeContext.__module__], name) for name in (_BEGINS, _ENDS))
