@@ -33,3 +33,9 @@ def test_a_step_that_is_dumped_has_a_figure(tmp_path: Path) -> None:
     [row] = rows_of(tmp_path, "mindspore_precision_dump.py", "--workload", "quick", "--rounds", "1", "--level", "mix")
     assert row[:3] == ["quick", "mix", "statistics"]
     assert float(row[6]) > 0
+
+
+def test_a_step_that_is_compiled_with_the_monitor_has_a_figure(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "mindspore_compiling.py", "--network", "LSTM", "--rounds", "1")
+    assert [row[:2] for row in rows] == [["LSTM of 8 calls", "GRAPH_MODE"], ["LSTM of 8 calls", "@jit"]]
+    assert all(float(row[4].split()[0]) > float(row[2].split()[0]) > 0 for row in rows)

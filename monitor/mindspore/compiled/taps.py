@@ -11,7 +11,7 @@ calls of one cell can be distinguished whatever the order of execution is.
 The compiler runs functions that are marked ``constexpr`` in Python, while it compiles. Of Python it knows a part only: no
 ``del``, no starred items in tuples.
 """
-# ruff: noqa: ARG002, RUF005, SIM102, SIM108, SIM118
+# ruff: noqa: ARG002, SIM118
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore._c_expression import typing
 from mindspore.common.sparse_tensor import RowTensorInner
-from mindspore.ops import constexpr
+from mindspore.ops import constexpr, functional as F
+from mindspore.ops.composite import Map
 from mindspore.ops.functional import is_sequence_shape_unknown
 
 from monitor.mindspore.autograd import recording
@@ -169,10 +171,6 @@ def _call_from_python(cell: nn.Cell, args: Any, kwargs: Any) -> Any:
 
 # --- What the compiler compiles.
 
-NOTHING: Final[Any] = ()
-"""Tuples of tensors begin with it."""
-
-
 ORDERED: Final = 1
 UNORDERED: Final = 0
 """Whether calls begin in the order of the program, in place of the position of a tensor."""
@@ -198,12 +196,20 @@ _DEEPEST: Final = 3
 """How many structures inside each other have rows."""
 
 
-def _nested(outer_of: Callable[[Any], Any], innermost: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls itself ``_DEEPEST`` times, unrolled: the compiler forgets constants in recursions."""
-    function = innermost
-    for _ in range(_DEEPEST + 1):
-        function = outer_of(function)
-    return function
+class Place(NamedTuple):
+    """The place of a tap. The compiler passes it as a plain tuple.
+
+    Attributes:
+        suffix: The path of a tensor (``TensorPath``).
+        depth: How many structures may still contain each other. At 0, tensors have no rows.
+    """
+
+    number: int
+    role: str
+    suffix: str = ""
+    position: int = 0
+    found: int = 1
+    depth: int = _DEEPEST + 1
 
 
 class Functions(NamedTuple):
@@ -221,186 +227,185 @@ class Functions(NamedTuple):
 
 
 def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the compiler knows no other way to pass objects)
-    """The functions whose entries belong to a program."""
-    known = weakref.ref(program)
-    follow, ordered, depend = follow_operator(), ordered_follow_operator(), ops.Depend()
+    """The functions whose entries belong to a program.
+
+    Functions marked ``constexpr`` return the function that the compiler calls next, and its constants. An ``if`` in their
+    place is compiled as three functions. They take the type and the shape of a tensor: for the tensor itself, MindSpore
+    allocates memory.
+    """
+    known: Any = weakref.ref(program)
+    follow, ordered, numbered, depend = follow_operator(), ordered_follow_operator(), numbering_operator(), ops.Depend()
     back = _Back(follow)
-    numbered = numbering_operator()
     nowhere = Tensor(np.array([NO_TAPE, 0, 0], dtype=np.int64))
     none = Tensor(np.array([0], dtype=np.int64))
-    shape_of = ops.Shape()
+    shape_of, typeof, each, partial = ops.Shape(), F.typeof, Map(), F.partial
 
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def slot(number: int, role: str, suffix: str, position: int, found: int) -> Any:
-        return known().slot(number, role, suffix, position, found)  # type: ignore[union-attr]
+    def as_given(x: Any, _constants: Any, _call: Any) -> Any:
+        return x
 
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def takes(number: int, role: str) -> bool:
-        return known().takes(number, role)  # type: ignore[union-attr]
-
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def observes(number: int) -> bool:
-        program = known()
-        return program is not None and program.observes(number)
-
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def arrives(number: int) -> bool:
-        program = known()
-        return program is not None and program.arrives(number)
-
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def measures() -> bool:
-        """Whether compiled code can make entries."""
-        program = known()
-        return program is not None and program.has_tape()
-
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def evaluates(number: int, training: bool) -> bool:
-        return known().evaluates(number, training)  # type: ignore[union-attr]
-
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def hides(number: int) -> None:
-        known().hides(number)  # type: ignore[union-attr]
+    def tied(x: Any, _constants: Any, call: Any) -> Any:
+        return depend(x, call)
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def refuses() -> None:
         """Have code compiled without the monitor (``Fallback``): MindSpore compiles such operators, but fails to run them."""
         raise RuntimeError("a tuple of tensors has a dynamic length")
 
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def lacks(what: str) -> None:
-        known().lacks(what)  # type: ignore[union-attr]
+    # Arguments and results of cells.
+
+    def tap_forward(x: Any, slots: Any, call: Any) -> Any:
+        y = depend(x, call)
+        return depend(y, slots[0](ops.stop_gradient(y), slots[1], call))
+
+    def tap_backward(x: Any, slots: Any, call: Any) -> Any:
+        return back(depend(x, call), slots[2], call)
+
+    def tap_both(x: Any, slots: Any, call: Any) -> Any:
+        y = back(depend(x, call), slots[2], call)
+        return depend(y, slots[0](ops.stop_gradient(y), slots[1], call))
+
+    taps = (tied, tap_forward), (tap_backward, tap_both)
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def reads(number: int, kind: str) -> bool:
-        return known().reads(number, kind)  # type: ignore[union-attr]
+    def tap_of(place: Any, kind: Any, shape: Any) -> Any:
+        """The function that taps a tensor, with its operator and slots."""
+        program, (number, role, *path, _) = known(), place
+        if not program.has_fixed(shape):
+            return tied, ()
+        gradient = role + "_grad"
+        forward, backward = program.takes(number, role), program.takes(number, gradient) and kind.element_type() in FLOATS
+        measure = ordered if role == OUTPUT and is_ordered(program, number) else follow
+        slot = program.slot(number, role, *path) if forward else nowhere
+        return taps[backward][forward], (measure, slot, program.slot(number, gradient, *path) if backward else nowhere)
 
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def is_float(dtype: Any) -> bool:
-        return dtype in FLOATS
-
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def is_root(number: int) -> bool:
-        return known().is_root(number)  # type: ignore[union-attr]
-
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def is_ordered(number: int) -> bool:
+    def is_ordered(program: Program, number: int) -> bool:
         """Whether forwards of the model begin and end in the order of the program. Not in code that is compiled for a call in
         the dynamic graph: its gradients would be wrong with ordered operators.
         """
-        return known().is_root(number) and not recording()  # type: ignore[union-attr]
+        return program.is_root(number) and not recording()
 
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def is_known(shape: Any) -> bool:
-        """Whether the compiler knows a shape, or passes None. MindSpore cannot build the operator for other tensors."""
-        return known().has_fixed(shape)  # type: ignore[union-attr]
+    def tap_tensor(x: Any, place: Any, call: Any) -> Any:
+        function, slots = tap_of(place, typeof(x), shape_of(x))
+        return function(x, slots, call)
 
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def is_known_gradient(shape: Any) -> bool:
-        return known().has_fixed(shape, gradient=True)  # type: ignore[union-attr]
-
-    def begin(number: int, role: str) -> Any:
-        """The number of a call. It depends on no tensor: that would change the order in which the compiler differentiates."""
-        if is_ordered(number):
-            return ordered(none, slot(number, role, "", ORDERED, 1), none)
-        if is_root(number):
-            return numbered(none, slot(number, role, "", UNORDERED, 1), none)
-        return numbered(none, nowhere, none)
-
-    def tap_tensor(x: Any, number: int, role: str, suffix: str, position: int, found: int, call: Any) -> Any:
-        y = depend(x, call)
-        if not is_known(shape_of(x)):
-            return y
-        if takes(number, role + "_grad") and is_float(x.dtype):
-            y = back(y, slot(number, role + "_grad", suffix, position, found), call)
-        if takes(number, role):
-            measure = ordered if role == OUTPUT and is_ordered(number) else follow
-            y = depend(y, measure(ops.stop_gradient(y), slot(number, role, suffix, position, found), call))
-        return y
-
-    def tap_of(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def tap(x: Any, number: int, role: str, suffix: str, position: int, found: int, call: Any) -> Any:
-            if isinstance(x, Tensor):
-                return tap_tensor(x, number, role, suffix, position, found, call)
-            if isinstance(x, tuple):
-                if is_sequence_shape_unknown(x):
-                    refuses()
-                every = NOTHING
-                for i in range(len(x)):
-                    every = every + (inner(x[i], number, role, suffix + "_" + str(i), position, found, call),)
-                return every
-            if isinstance(x, (list, dict)):
-                hides(number)
-            return x
+    def tapping() -> Callable[..., Any]:
+        def tap(call: Any, x: Any, place: Any) -> Any:
+            return function_of(place, typeof(x))(x, place, call)
 
         return tap
 
-    def too_deep(x: Any, number: int, _role: str, _suffix: str, _position: int, _found: int, _call: Any) -> Any:
-        if isinstance(x, (Tensor, tuple, list, dict)):
-            hides(number)
-        return x
+    def tapping_each() -> Callable[..., Any]:
+        tap = tapping()
 
-    tap = _nested(tap_of, too_deep)
-
-    def tap_each(parts: Any, number: int, role: str, call: Any) -> Any:
-        every = NOTHING
-        for i in range(len(parts)):
-            every = every + (tap(parts[i], number, role, "_" + str(i), i, len(parts), call),)
-        return every
-
-    def tap_result(x: Any, number: int, call: Any) -> Any:
-        if isinstance(x, Tensor):
-            return tap(x, number, OUTPUT, "", 0, 1, call)
-        if isinstance(x, tuple):
-            if len(x) == 1 and isinstance(x[0], Tensor):
-                return (tap(x[0], number, OUTPUT, "", 0, 1, call),)
-            return tap_each(x, number, OUTPUT, call)
-        if isinstance(x, (list, dict)):
-            hides(number)
-        return x
-
-    def tap_arguments(args: Any, count: int, number: int, call: Any) -> Any:
-        if count == 1 and len(args) == 1:
-            x = args[0]
-            if isinstance(x, tuple) and is_sequence_shape_unknown(x):
+        def tap_each(x: Any, place: Any, call: Any) -> Any:
+            if is_sequence_shape_unknown(x):
                 refuses()
-            if isinstance(x, tuple) and (len(x) != 1 or not isinstance(x[0], Tensor)):
-                every = NOTHING
-                for i in range(len(x)):
-                    every = every + (tap(x[i], number, INPUT, "_" + str(i), 0, 1, call),)
-                return (every,)
-            return (tap(x, number, INPUT, "", 0, 1, call),)
-        every = NOTHING
-        for i in range(len(args)):
-            every = every + (tap(args[i], number, INPUT, "_" + str(i), i, count, call),)
-        return every
+            return each(partial(tap, call), x, elements_of(place, len(x)))
 
-    def tap_named(kwargs: Any, before: int, number: int, call: Any) -> Any:
-        every = {}
-        place = before
+        return tap_each
+
+    # A function for each depth: the compiler forgets constants in recursions.
+    tap, of_tuples = tapping(), [tapping_each() for _ in range(_DEEPEST + 3)]
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def function_of(place: Any, kind: Any) -> Any:
+        return choose(Place(*place), kind)
+
+    def choose(at: Place, kind: Any) -> Any:
+        """The function that taps an argument or a result of this type."""
+        is_tuple, is_tensor = isinstance(kind, typing.Tuple), isinstance(kind, typing.TensorType)
+        if isinstance(kind, (typing.List, typing.Dict)) or (at.depth == 0 and (is_tuple or is_tensor)):
+            known().hides(at.number)
+            return as_given
+        return of_tuples[at.depth] if is_tuple else tap_tensor if is_tensor else as_given
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def elements_of(place: Any, count: int) -> Any:
+        at = Place(*place)
+        return tuple(at._replace(suffix=f"{at.suffix}_{i}", depth=at.depth - 1) for i in range(count))
+
+    def tap_results(x: Any, place: Any, call: Any) -> Any:
+        if is_sequence_shape_unknown(x):
+            refuses()
+        return each(partial(tap, call), x, results_of(place, each(typeof, x)))
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def results_of(place: Any, kinds: Any) -> Any:
+        at, count = Place(*place), len(kinds)
+        if count == 1 and isinstance(kinds[0], typing.TensorType):
+            return (at,)
+        return tuple(at._replace(suffix=f"_{i}", position=i, found=count) for i in range(count))
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def result_of(number: int, kind: Any) -> Any:
+        place = Place(number, OUTPUT)
+        return tap_results if isinstance(kind, typing.Tuple) else choose(place, kind), place
+
+    # Calls of cells.
+
+    def unobserved(self: Any, args: Any, kwargs: Any, _constants: Any) -> Any:
+        return self._unobserved(*args, **kwargs)
+
+    def evaluated(self: Any, args: Any, kwargs: Any, constants: Any) -> Any:
+        begin, slot = constants
+        return self._unobserved(*each(partial(tie, begin(none, slot, none)), args), **kwargs)
+
+    def tie(call: Any, x: Any) -> Any:
+        return tying(typeof(x))(x, none, call)
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def tying(kind: Any) -> Any:
+        return tied if isinstance(kind, typing.TensorType) else as_given
+
+    def measured(self: Any, args: Any, _kwargs: Any, constants: Any) -> Any:
+        begin, slot, places = constants
+        call = begin(none, slot, none)
+        return tap_result(self, self._unobserved(*each(partial(tap, call), args, places)), call)
+
+    def measured_with_names(self: Any, args: Any, kwargs: Any, constants: Any) -> Any:
+        begin, slot, places = constants
+        call = begin(none, slot, none)
+        named: Any = {}
+        count = len(args) + len(kwargs)
         for key in kwargs.keys():
-            every[key] = tap(kwargs[key], number, INPUT, "_" + key, place, before + len(kwargs), call)
-            place = place + 1
-        return every
+            named[key] = tap(call, kwargs[key], named_place(self._monitored_as, key, len(args) + len(named), count))
+        return tap_result(self, self._unobserved(*each(partial(tap, call), args, places), **named), call)
 
-    def tied(args: Any, call: Any) -> Any:
-        every = NOTHING
-        for i in range(len(args)):
-            if isinstance(args[i], Tensor):
-                every = every + (depend(args[i], call),)
-            else:
-                every = every + (args[i],)
-        return every
+    def tap_result(self: Any, x: Any, call: Any) -> Any:
+        function, place = result_of(self._monitored_as, typeof(x))
+        return function(x, place, call)
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def named_place(number: int, key: str, position: int, found: int) -> Any:
+        return Place(number, INPUT, "_" + key, position, found)
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def call_of(number: int, training: bool, count: int, named: int) -> Any:
+        """What a call of a cell is, and its constants."""
+        program = known()
+        if program is None or not program.observes(number):
+            return unobserved, ()
+        if program.evaluates(number, training):
+            return evaluated, begin(program, number, EVALUATION)
+        if count == 1 and not named:
+            places: Any = (Place(number, INPUT, depth=_DEEPEST + 2),)
+        else:
+            places = tuple(Place(number, INPUT, f"_{i}", i, count + named) for i in range(count))
+        return measured_with_names if named else measured, (*begin(program, number, BEGIN), places)
+
+    def begin(program: Program, number: int, role: str) -> Any:
+        """The operator that begins a call, and its slot. Its result, the number of the call, depends on no tensor: that would
+        change the order in which the compiler differentiates.
+        """
+        if not program.is_root(number):
+            return numbered, nowhere
+        if is_ordered(program, number):
+            return ordered, program.slot(number, role, "", ORDERED, 1)
+        return numbered, program.slot(number, role, "", UNORDERED, 1)
 
     def observed_call(self: Any, args: Any, kwargs: Any) -> Any:
-        number = self._monitored_as
-        if not observes(number):
-            return self._unobserved(*args, **kwargs)
-        if evaluates(number, self.training):
-            return self._unobserved(*tied(args, begin(number, EVALUATION)), **kwargs)
-        call = begin(number, BEGIN)
-        given = tap_arguments(args, len(args) + len(kwargs), number, call)
-        return tap_result(self._unobserved(*given, **tap_named(kwargs, len(args), number, call)), number, call)
+        function, constants = call_of(self._monitored_as, self.training, len(args), len(kwargs))
+        return function(self, args, kwargs, constants)
 
     def of_cell(by_itself: bool) -> Construct:
         def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -415,70 +420,136 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
 
         return construct_of_compiled if by_itself else construct
 
-    def of_parameter(number: int) -> Callable[[Any], Any]:
-        def measure(gradient: Any) -> Any:
-            if not arrives(number):
-                return gradient
-            if not isinstance(gradient, Tensor):
-                lacks("sparse")
-                return gradient
-            if not is_known_gradient(shape_of(gradient)):
-                return gradient
-            return depend(gradient, follow(ops.stop_gradient(gradient), slot(number, PARAMETER, "", 0, 1), none))
+    # Gradients of parameters.
+
+    def measured_gradient(x: Any, slot: Any, call: Any) -> Any:
+        return follow(ops.stop_gradient(x), slot, call)
+
+    def not_measured(_x: Any, _constants: Any, call: Any) -> Any:
+        return call
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def gradient_of(number: int, role: str, position: int, shape: Any) -> Any:
+        program = known()
+        if not program.has_fixed(shape, gradient=True):
+            return not_measured, nowhere
+        return measured_gradient, program.slot(number, role, "", position, 1)
+
+    def measured_as(number: int, role: str) -> Callable[..., Any]:
+        def measure(x: Any, position: Any, call: Any) -> Any:
+            function, slot = gradient_of(number, role, position, shape_of(x))
+            return function(x, slot, call)
 
         return measure
 
+    def of_parameter(number: int) -> Callable[[Any], Any]:
+        measure = measured_as(number, PARAMETER)
+
+        def hooked(x: Any) -> Any:
+            return depend(x, measure(x, 0, none))
+
+        def not_hooked(x: Any) -> Any:
+            return x
+
+        @constexpr(check=False)  # type: ignore[untyped-decorator]
+        def hook_of(kind: Any) -> Any:
+            program = known()
+            if program is None or not program.arrives(number):
+                return not_hooked
+            if not isinstance(kind, typing.TensorType):
+                program.lacks("sparse")
+                return not_hooked
+            return hooked
+
+        def hook(gradient: Any) -> Any:
+            return hook_of(typeof(gradient))(gradient)
+
+        return hook
+
+    # Steps of optimizers.
+
+    def tied_sparse(x: Any, _constants: Any, call: Any) -> Any:
+        return RowTensorInner(x.indices, depend(x.values, call), x.dense_shape)
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def tying_gradient(kind: Any) -> Any:
+        return tied if isinstance(kind, typing.TensorType) else tied_sparse
+
+    def tie_gradient(call: Any, x: Any) -> Any:
+        return tying_gradient(typeof(x))(x, none, call)
+
+    def first_of_all(gradients: Any) -> Any:
+        return first_if_fixed(shape_of(gradients[0]))(gradients)
+
+    def first_of(gradients: Any) -> Any:
+        return gradients[0]
+
+    def no_gradient(_gradients: Any) -> Any:
+        return none
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def first_if_fixed(shape: Any) -> Any:
+        return first_of if known().has_fixed(shape, gradient=True) else no_gradient
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def start_of(kinds: Any) -> Any:
+        """What a turn begins at. No gradient if one is sparse: MindSpore would drop the optimizer's step."""
+        return first_of_all if all(isinstance(kind, typing.TensorType) for kind in kinds) else no_gradient
+
     def of_optimizer(number: int, state: tuple[Parameter, ...]) -> Callable[[bool], Construct]:  # noqa: C901 (likewise)
-        def start(gradients: Any) -> Any:
-            """What a turn begins at. No gradient if one is sparse: MindSpore would drop the optimizer's step."""
-            for i in range(len(gradients)):
-                if not isinstance(gradients[i], Tensor):
-                    return none
-            if is_known_gradient(shape_of(gradients[0])):
-                return gradients[0]
-            return none
+        reduce = measured_as(number, REDUCED)
 
-        def tied_gradient(gradient: Any, measured: Any) -> Any:
-            if isinstance(gradient, Tensor):
-                return depend(gradient, measured)
-            return RowTensorInner(gradient.indices, depend(gradient.values, measured), gradient.dense_shape)
+        @constexpr(check=False)  # type: ignore[untyped-decorator]
+        def step_of() -> Any:
+            """What a step is, and its slots."""
+            program = known()
+            if program is None or not program.has_tape():
+                return unobserved_step, ()
+            begin, end = (program.slot(number, role, "", 0, 1) for role in (TURN_BEGINS, TURN_ENDS))
+            return observed_step, (begin, slots_of(program, BEFORE), slots_of(program, AFTER), end)
 
-        def before(gradients: Any, call: Any) -> Any:
-            """The gradients, after everything was measured that the step changes."""
-            first = depend(start(gradients), call)
-            if reads(number, REDUCED):
-                for i in range(len(gradients)):
-                    if isinstance(gradients[i], Tensor):
-                        if is_known_gradient(shape_of(gradients[i])):
-                            given = ops.stop_gradient(gradients[i])
-                            first = depend(first, follow(given, slot(number, REDUCED, "", i, 1), call))
-            if reads(number, BEFORE):
-                for i in range(len(state)):
-                    first = depend(first, follow(state[i], slot(number, BEFORE, "", i, 1), call))
-            every = NOTHING
-            for i in range(len(gradients)):
-                every = every + (tied_gradient(gradients[i], first),)
-            return every
+        def slots_of(program: Program, role: str) -> Any:
+            return tuple(program.slot(number, role, "", i, 1) for i in range(len(state) * program.reads(number, role)))
 
-        def after(call: Any) -> None:
-            if reads(number, AFTER):
-                for i in range(len(state)):
-                    ordered(state[i], slot(number, AFTER, "", i, 1), call)
-            ordered(call, slot(number, TURN_ENDS, "", 0, 1), call)
+        @constexpr(check=False)  # type: ignore[untyped-decorator]
+        def reducing(kind: Any) -> Any:
+            return reduce if isinstance(kind, typing.TensorType) and known().reads(number, REDUCED) else not_measured
 
-        def observed_step(self: Any, gradients: Any, args: Any, kwargs: Any) -> Any:
-            call = follow(ops.stop_gradient(start(gradients)), slot(number, TURN_BEGINS, "", 0, 1), none)
-            result = self._unobserved(before(gradients, call), *args, **kwargs)
-            after(call)
+        def reduce_one(call: Any, x: Any, position: Any) -> Any:
+            return reducing(typeof(x))(x, position, call)
+
+        def before(call: Any, x: Any, slot: Any) -> Any:
+            return follow(x, slot, call)
+
+        def after(call: Any, x: Any, slot: Any) -> Any:
+            return ordered(x, slot, call)
+
+        def unobserved_step(self: Any, gradients: Any, args: Any, kwargs: Any, _slots: Any) -> Any:
+            return self._unobserved(gradients, *args, **kwargs)
+
+        def observed_step(self: Any, gradients: Any, args: Any, kwargs: Any, slots: Any) -> Any:
+            begin, of_state, of_new_state, end = slots
+            gradients = tuple(gradients)
+            start = start_of(each(typeof, gradients))(gradients)
+            call = follow(ops.stop_gradient(start), begin, none)
+            measured = each(partial(reduce_one, call), gradients, positions(len(gradients)))
+            measured = measured + each(partial(before, call), state[: len(of_state)], of_state)
+            given = each(partial(tie_gradient, depend(depend(start, call), measured)), gradients)
+            result = self._unobserved(given, *args, **kwargs)
+            each(partial(after, call), state[: len(of_new_state)], of_new_state)
+            ordered(call, end, call)
             return result
 
         def construct(self: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
             if _COMPILED:  # @jit.cond: True
-                if measures():
-                    return observed_step(self, gradients, args, kwargs)
-                return self._unobserved(gradients, *args, **kwargs)
+                function, slots = step_of()
+                return function(self, gradients, args, kwargs, slots)
             return _call_from_python(self, (gradients, *args), kwargs)
 
         return lambda _by_itself: construct
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def positions(count: int) -> Any:
+        return tuple(range(count))
 
     return Functions(of_cell, of_parameter, of_optimizer)

@@ -190,7 +190,13 @@ def test_training_has_the_same_bits_if_compiled_code_is_not_recorded(
 def test_calls_that_depend_on_each_other_have_the_numbers_of_the_dynamic_graph(output: Output) -> None:
     _, expected = recorded("dynamic", NETWORKS["rnn"], output, loop=LOOP)
     _, rows = recorded("jit", NETWORKS["rnn"], output, loop=LOOP)
-    assert_same(rows, expected, 1e-4)
+    assert rows.keys() == expected.keys()
+    assert_same(*(dependent(some) for some in (rows, expected)), 1e-4)
+
+
+def dependent(rows: Rows) -> Rows:
+    """Without those of a layer whose calls depend on the network's input alone."""
+    return {key: values for key, values in rows.items() if "of_input" not in key[1] or not key[0].startswith("actv")}
 
 
 def test_calls_with_tuples_of_tensors_have_the_numbers_of_the_dynamic_graph(output: Output) -> None:
