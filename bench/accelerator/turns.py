@@ -10,7 +10,6 @@ a turn, divided by these. Beside it is the CPU time of the thread that trains, a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Final
 
 import torch
 from devices import add_arguments, device_of, named, until_stopped
-from overhead import CONFIGS, OPS
+from overhead import CONFIGS, write_config
 from tables import Progress, aligned, save
 from training_process import attach, workload
 
@@ -53,10 +52,10 @@ def main() -> int:
         for number in range(options.rounds):
             for recorded, turns in found.items():
                 progress.show(f"round {number + 1} of {options.rounds}: {recorded}")
-                config = Path(directory, "config.json")
-                config.write_text(json.dumps({"targets": {}, "format": "csv", "ops": OPS, **CONFIGS.get(recorded, {})}))
-                by = "unmonitored" if recorded == NOTHING else "monitor"
-                close = attach({"by": by, "config": str(config)}, model, optimizer)
+                request = {"by": "unmonitored"}
+                if recorded != NOTHING:
+                    request = {"by": "monitor", "config": str(write_config(Path(directory), recorded))}
+                close = attach(request, model, optimizer)
                 turns.append(timed(train, options.steps, device))
                 close()
     progress.end()
