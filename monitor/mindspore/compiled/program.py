@@ -387,16 +387,20 @@ class Program:
             self._is_taken |= of_optimizer  # no step would end, and entries would wait for ever
 
     def cells_with_taps(self) -> list[nn.Cell]:
-        known = [cell for one, _ in tuple(self._numbers.values()) if isinstance(cell := one(), nn.Cell)]
-        return [cell for cell in known if has_taps(cell)]
+        return [cell for cell, _ in self._cells() if has_taps(cell)]
 
     def take_out(self) -> Iterator[Callable[[], None]]:
         """Uninstall all taps of cells, and return functions that install them again."""
-        for known, number in tuple(self._numbers.values()):
-            cell = known()
-            if isinstance(cell, nn.Cell) and is_installed(cell, self.functions):
+        for cell, number in self._cells():
+            if is_installed(cell, self.functions):
                 uninstall(cell)
                 yield partial(self._install, cell, number)
+
+    def _cells(self) -> Iterator[tuple[nn.Cell, int]]:
+        """The cells that are still there, with their numbers."""
+        for known, number in tuple(self._numbers.values()):
+            if isinstance(cell := known(), nn.Cell):
+                yield cell, number
 
     def parameter(self, parameter: Parameter, read: Callable[[Any], object]) -> Removable:
         """Observe the gradient of a parameter, in compiled code and in the dynamic graph."""
