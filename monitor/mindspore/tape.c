@@ -22,7 +22,7 @@ enum { GATED = 1, CHECKED = 2, MARK = 4, TURN = 8, FORWARD = 16, BACKWARD = 32 }
 enum { MEASURED, SET_ASIDE, UNREADABLE };
 
 struct entry {
-    int64_t id, flags, state, format, dimensions, shape[MOST_DIMENSIONS], number, call;
+    int64_t id, flags, state, format, dimensions, shape[MOST_DIMENSIONS], number, call, site;
     double row[ROW];
 };
 
@@ -229,6 +229,60 @@ static int64_t next_number(void) {
     return number;
 }
 
+/* The place of each operator `follow` in compiled code: MindSpore prepares those of a graph one after the other, each before the
+ * operators that depend on it, and always in the same order. `extra` is the same pointer when an operator is prepared and when it
+ * runs. Ordered by pointer; they may be used again, for operators of other graphs. */
+static struct site {
+    void *extra;
+    int64_t number;
+} *SITES = NULL;
+static size_t sites_used = 0, sites_room = 0;
+
+/* The index of an operator in SITES, or that at which it belongs there. The caller holds the lock. */
+static size_t site_index(const void *extra) {
+    size_t low = 0, high = sites_used;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if ((uintptr_t)SITES[middle].extra < (uintptr_t)extra) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+static int64_t site_of(const void *extra) {
+    pthread_mutex_lock(&LOCK);
+    size_t i = site_index(extra);
+    int64_t number = i < sites_used && SITES[i].extra == extra ? SITES[i].number : 0;
+    pthread_mutex_unlock(&LOCK);
+    return number;
+}
+
+/* MindSpore calls it by its name when it prepares an operator `follow`. */
+EXPORTED int follow_tensorInit(int *ndims, int64_t **shapes, const char **dtypes, void *extra) {
+    (void)ndims;
+    (void)shapes;
+    (void)dtypes;
+    static int64_t last = 0;
+    pthread_mutex_lock(&LOCK);
+    size_t i = site_index(extra);
+    if (i == sites_used || SITES[i].extra != extra) {
+        struct site *sites = grown(SITES, sites_used, &sites_room, sizeof *sites);
+        if (sites == NULL) {
+            pthread_mutex_unlock(&LOCK);
+            return 0;
+        }
+        SITES = sites;
+        memmove(SITES + i + 1, SITES + i, (sites_used - i) * sizeof *SITES);
+        sites_used++;
+    }
+    SITES[i] = (struct site){extra, ++last};
+    pthread_mutex_unlock(&LOCK);
+    return 0;
+}
+
 /* Wakes the threads in `wait_for_turn`. It takes no GIL: a thread of Python may hold the GIL and wait for this operator. */
 static void end_turn(const int64_t *slot) {
     pthread_mutex_lock(&LOCK);
@@ -246,14 +300,14 @@ static void end_turn(const int64_t *slot) {
  * that one has a backward. */
 EXPORTED int follow_tensor(int count, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra) {
     (void)stream;
-    (void)extra;
     if (count != 4) {
         return 0;
     }
     const int64_t *slot = params[1], *call = params[2];
     int64_t number = next_number();
     *(int64_t *)params[3] = number;
-    struct entry entry = {.id = slot[1], .flags = slot[2], .format = -1, .dimensions = ndims[0], .number = number, .call = *call};
+    struct entry entry = {.id = slot[1], .flags = slot[2], .format = -1, .dimensions = ndims[0], .number = number, .call = *call,
+                          .site = site_of(extra)};
     enter(entry, slot, params[0], shapes[0], dtypes[0]);
     if (slot[2] & TURN) {
         end_turn(slot);

@@ -50,6 +50,7 @@ _ENTRY: Final = np.dtype(
         ("shape", np.int64, _MOST_DIMENSIONS),
         ("number", np.int64),
         ("call", np.int64),
+        ("site", np.int64),
         ("row", np.float64, len(COLUMNS)),
     ]
 )
@@ -79,6 +80,8 @@ class Measurements:
         copied: The ids of tensors of which more than ``MOST_COPIED`` bytes were copied.
         numbers: What ``follow`` has returned for each entry, shape ``(entries,)``; 0 for ``read``.
         calls: The argument ``call`` of ``follow``, likewise.
+        sites: The place of the operator in compiled code, likewise: operators of one graph have rising numbers, each after
+            those that it depends on. 0 if it is not known.
         flags: The flags of their slots, shape ``(entries,)``.
         dropped: The number of the last entry that was dropped because too many forwards had no backward; 0 if none was.
     """
@@ -90,6 +93,7 @@ class Measurements:
     copied: frozenset[int]
     numbers: NDArray[np.int64]
     calls: NDArray[np.int64]
+    sites: NDArray[np.int64]
     flags: NDArray[np.int64]
     dropped: int
 
@@ -282,8 +286,9 @@ class Tape:
         known = entries["state"] <= _tape.SET_ASIDE
         layouts, layout = np.unique(_layouts(entries[known]), return_inverse=True)
         names = [_layout(one) for one in layouts]
-        number, call, flags = (entries[name][known] for name in ("number", "call", "flags"))
-        return Measurements(entries["id"][known], rows[known], names, layout, frozenset(copied), number, call, flags, dropped)
+        number, call, site, flags = (entries[name][known] for name in ("number", "call", "site", "flags"))
+        ids, rows = entries["id"][known], rows[known]
+        return Measurements(ids, rows, names, layout, frozenset(copied), number, call, site, flags, dropped)
 
     def _reduce(self, entry: Any, rows: Floats, place: int, elements: bytes) -> None:
         """Fill in the row of a tensor whose elements were set aside."""

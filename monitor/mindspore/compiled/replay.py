@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
-import numpy as np
 from mindspore import nn
 from mindspore.nn.cell import _pynative_executor
 
 from monitor.mindspore.compiled import taps as roles
+from monitor.mindspore.compiled.order import Entry, beginnings, in_order, in_parts
 from monitor.mindspore.compiled.program import ObservedCell, ObservedOptimizer, ObservedParameter, Program, Tap
 from monitor.mindspore.compiled.taps import ORDERED
 from monitor.mindspore.tape import MARK, Measurements, TapedTensor, follow_operator
@@ -96,10 +96,6 @@ def replay(program: Program, *, whole: bool = False, island: bool = False) -> No
             REPLAYING.reset(token)
 
 
-Entry = tuple[Tap, int, int, TapedTensor]
-"""A tap, the call that an entry belongs to, the number of the entry, and what it holds."""
-
-
 class Replay:
     """The entries of one program. It lives as long as the program: gradients may come later than their forwards."""
 
@@ -130,11 +126,12 @@ class Replay:
         """Replay entries in their order."""
         program = self._known()
         assert program is not None
-        calls, numbers = measured.calls.tolist(), measured.numbers.tolist()
+        calls, numbers, sites = measured.calls.tolist(), measured.numbers.tolist(), measured.sites.tolist()
         self._dropped = max(self._dropped, measured.dropped)
         for place, tap in enumerate(measured.ids.tolist()):
-            self._waiting.append((program.taps[tap], calls[place], numbers[place], _tensor(measured, place)))
-        ends = [place for place, (tap, *_) in enumerate(self._waiting, 1) if tap.role == roles.TURN_ENDS]
+            made = Entry(program.taps[tap], calls[place], numbers[place], _tensor(measured, place), sites[place])
+            self._waiting.append(made)
+        ends = [place for place, entry in enumerate(self._waiting, 1) if entry.tap.role == roles.TURN_ENDS]
         end = len(self._waiting) if whole else max(ends, default=0)
         entries, self._waiting = self._waiting[:end], self._waiting[end:]
         self._replay(entries, island=island)
@@ -157,24 +154,25 @@ class Replay:
             roles.TURN_ENDS: self._turn_ends,
         }
         entries = in_order(entries)
-        ends = _ends(entries)
-        self._parts = _in_parts(entries, self._training)
+        begins = beginnings(entries, self._warn)
+        waiting = {call for calls in begins.values() for _, call in calls}
+        self._parts = in_parts(entries, self._training)
         early: dict[int, list[Entry]] = {}
         for place, entry in enumerate(entries):
-            tap, call, *_ = entry
-            if place < ends.get(call, 0):
-                early.setdefault(call, []).append(entry)
+            for cell, call in begins.get(place, ()):
+                self._cell_begins(cell, call)
+                waiting.remove(call)
+            if entry.call in waiting:
+                early.setdefault(entry.call, []).append(entry)
                 continue
-            if ends.get(call) == place:
-                self._cell_begins(tap.owner, call)
-            for one, _, its_number, its_x in (*early.pop(call, ()), entry):
-                steps.get(one.role, self._of_optimizer)(one, call, its_number, its_x)
+            for one in (*early.pop(entry.call, ()), entry):
+                steps.get(one.tap.role, self._of_optimizer)(one.tap, one.call, one.number, one.x)
         self._take_gradients()
 
     def _trained(self, entries: Sequence[Entry]) -> set[int]:
         """The forwards of the model that have a backward; none if one of them was dropped: its micro-step is not known."""
-        training = {call for tap, call, *_ in entries if _is_gradient_of_root(tap)}
-        begun = {number for tap, _, number, _ in entries if tap.role == roles.BEGIN} | self._roots.keys()
+        training = {entry.call for entry in entries if _is_gradient_of_root(entry.tap)}
+        begun = {entry.number for entry in entries if entry.tap.role == roles.BEGIN} | self._roots.keys()
         if any(call <= self._dropped for call in training - begun):
             self._warn("dropped forwards", DROPPED)
             return set()
@@ -185,7 +183,7 @@ class Replay:
             self._begin(tap.owner, number)
 
     def _cell_begins(self, cell: ObservedCell, call: int) -> None:
-        """Begin a call of a cell inside the model, where it ends: only then is the order of dependent calls known."""
+        """Begin a call of a cell inside the model."""
         if not self._mixed and (self._open is not None or self._island):
             self._begin(cell, call)
 
@@ -309,57 +307,6 @@ class Replay:
         program = self._known()
         if program is not None:
             program.warn(key, said)
-
-
-def _ends(entries: Sequence[Entry]) -> dict[int, int]:
-    """Where each call of a cell inside the model ends: the place of its first result, or of its last argument."""
-    ends: dict[int, int] = {}
-    ended: set[int] = set()
-    for place, (tap, call, *_) in enumerate(entries):
-        if tap.role in (roles.INPUT, roles.OUTPUT) and tap.owner.chunk is None and call not in ended:
-            ends[call] = place
-            if tap.role == roles.OUTPUT:
-                ended.add(call)
-    return ends
-
-
-def _in_parts(entries: Sequence[Entry], training: set[int]) -> set[ObservedParameter]:
-    """The parameters with gradients of which it is not known which backward has computed them.
-
-    It is known if there is one entry, or equal ones, after the beginning of each forward and before that of the next one.
-    """
-    found: dict[ObservedParameter, dict[int, list[TapedTensor]]] = {}
-    forwards = 0
-    for tap, _, number, x in entries:
-        if tap.role == roles.PARAMETER:
-            found.setdefault(tap.owner, {}).setdefault(forwards, []).append(x)
-        elif tap.role == roles.BEGIN and number in training:
-            forwards += 1
-    return {
-        parameter
-        for parameter, parts in found.items()
-        if (forwards > 1 and set(parts) != set(range(1, forwards + 1)))
-        or any(not np.array_equal(x.row, every[0].row, equal_nan=True) for every in parts.values() for x in every)
-    }
-
-
-def in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries. Between two steps of optimizers the only forward begins first: cells of constants may be earlier."""
-    ordered: list[Entry] = []
-    between: list[Entry] = []
-    for entry in entries:
-        between.append(entry)
-        if entry[0].role == roles.TURN_ENDS:
-            ordered += _with_only_forward_first(between)
-            between = []
-    return ordered + _with_only_forward_first(between)
-
-
-def _with_only_forward_first(entries: list[Entry]) -> list[Entry]:
-    begins = [entry for entry in entries if entry[0].role in (roles.BEGIN, roles.EVALUATION)]
-    if len(begins) != 1:
-        return entries
-    return [*begins, *(entry for entry in entries if entry is not begins[0])]
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from watching_cells import written
 
 from monitor.mindspore import TrainerMon
 from monitor.mindspore.compiled import taps as roles
+from monitor.mindspore.compiled.order import Entry, in_order
 from monitor.mindspore.compiled.program import Tap
-from monitor.mindspore.compiled.replay import in_order
 from monitor.mindspore.tape import TapedTensor
 from monitor.stats.partials import COLUMNS
 
@@ -157,5 +157,5 @@ def test_a_forward_stays_after_the_step_of_an_optimizer_that_is_replayed_with_it
     """The thread that replays may come late: to the end of one step and the whole of the next."""
     x = TapedTensor(np.zeros(len(COLUMNS)), (), "")
     made = [roles.AFTER, roles.TURN_ENDS, roles.OUTPUT, roles.BEGIN, roles.OUTPUT_GRAD, roles.TURN_ENDS]
-    entries = [(Tap(None, role), 0, number, x) for number, role in enumerate(made)]
-    assert [number for _, _, number, _ in in_order(entries)] == [0, 1, 3, 2, 4, 5]
+    entries = [Entry(Tap(None, role), 0, number, x, 0) for number, role in enumerate(made)]
+    assert [entry.number for entry in in_order(entries)] == [0, 1, 3, 2, 4, 5]
