@@ -129,14 +129,14 @@ def read_operator() -> Any:
 
 
 COMPILED_VARIABLE: Final = "MONITOR_COMPILED_CODE"
-"""The environment variable that, set to 1, has MindSpore's compiled code recorded."""
+"""The environment variable that, set to 0, has MindSpore's compiled code not recorded."""
 
 
 def follow_operator() -> Any:
     """The operator ``follow(x, slot, call)``, for compiled code. Its entry has the number ``call``, int64 of shape ``(1,)``,
-    and a number of its own, which it returns likewise. See ``read_operator``. None unless ``COMPILED_VARIABLE`` is 1.
+    and a number of its own, which it returns likewise. See ``read_operator``. None if ``COMPILED_VARIABLE`` is 0.
     """
-    return _follow() if os.environ.get(COMPILED_VARIABLE) == "1" else None
+    return None if os.environ.get(COMPILED_VARIABLE) == "0" else _follow()
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What is compiled beside, around and instead of a model that is recorded."""
+"""What is compiled beside, around and instead of a model that is recorded, also where operators cannot measure it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from mindspore import Tensor, nn, ops
 from training import Net, array, inputs
 
 from monitor.mindspore import hooks
+from monitor.mindspore.tape import COMPILED_VARIABLE
+
+
+@pytest.fixture
+def no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on devices other than CPUs."""
+    monkeypatch.setenv(COMPILED_VARIABLE, "0")
 
 
 class Compiled(nn.Cell):
@@ -38,6 +45,7 @@ def weights_after(net: nn.Cell, optimizer: nn.Cell, steps: int = 3) -> list[byte
     return [array(parameter).tobytes() for parameter in net.get_parameters()]
 
 
+@pytest.mark.usefixtures("no_operators")
 def test_a_compiled_cell_has_rows_those_inside_have_not_and_training_has_the_same_bits(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -70,6 +78,7 @@ def compiled_losses(net: nn.Cell, optimizer: nn.Cell) -> list[bytes]:
     return [step(inputs(number)).asnumpy().tobytes() for number in range(3)]
 
 
+@pytest.mark.usefixtures("no_operators")
 def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_without_rows_and_that_is_said_once(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,6 +144,7 @@ def test_hooks_of_the_user_are_called_and_removed_beside_those_of_the_monitor(ou
     assert footprint(net, optimizer) == {}
 
 
+@pytest.mark.usefixtures("no_operators")
 def test_after_a_compiled_step_one_that_is_not_is_recorded(output: Output) -> None:
     net = Net()
     optimizer = nn.Adam(net.trainable_params(), 0.01)
@@ -144,6 +154,7 @@ def test_after_a_compiled_step_one_that_is_not_is_recorded(output: Output) -> No
     assert steps_of(output, "grad_unreduced") == steps_of(output, "actv") == [0]
 
 
+@pytest.mark.usefixtures("no_operators")
 def test_in_graph_mode_nothing_is_attached(output: Output) -> None:
     net = Net()
     optimizer = nn.Adam(net.trainable_params())

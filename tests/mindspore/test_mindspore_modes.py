@@ -13,6 +13,7 @@ from training import Net, train
 
 from monitor.failures import Failures
 from monitor.mindspore.modules import chunks_of, compiled, observable, refuse_graph_mode, warn_of_evaluation
+from monitor.mindspore.tape import COMPILED_VARIABLE
 
 
 class Compiled(nn.Cell):
@@ -59,8 +60,10 @@ def graph_mode() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("graph_mode")
-def test_graph_mode_is_refused_with_what_to_do() -> None:
-    expected = r"^mode is GRAPH_MODE, .*: call mindspore\.set_context\(mode=mindspore\.PYNATIVE_MODE\)"
+def test_graph_mode_is_refused_with_what_to_do_if_operators_cannot_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMPILED_VARIABLE, "0")
+    to_do = r"call mindspore\.set_context\(mode=mindspore\.PYNATIVE_MODE\) .*, or take MONITOR_COMPILED_CODE=0"
+    expected = f"^mode is GRAPH_MODE, .*: {to_do}"
     with pytest.raises(ValueError, match=expected):
         refuse_graph_mode()
 

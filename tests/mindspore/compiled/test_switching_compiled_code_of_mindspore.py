@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from attaching import Output, with_fixed_weights
 from compiled_steps import KINDS, RECORDED, WHOLE, Deep, adam, assert_same, mode_of, plain, recorded, rows_in, state_of, step_of
+from hanging import until
 from mindspore import nn
 from training import inputs
 from watching_cells import written
@@ -118,6 +119,7 @@ def look_at_file(monitor: TrainerMon) -> None:
     """As the thread does once a second."""
     switching = monitor._recordings[0].switching
     assert switching is not None
+    assert until(lambda: switching._control is not None, 60.0), "the thread that takes steps of compiled code begins it"
     assert switching._control is not None
     assert switching._control._watching is not None
     switching._control._watching.turn()
