@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from monitor.bars import Progress, bars, silent
 from monitor.cli import Tolerances, Version, Whole, command_app, interruptible
 from monitor.compare import dumps, runs
 from monitor.compare.runs import How
@@ -210,8 +211,8 @@ def monitor_compare(
         if calibrate is not None:
             _calibrate(sides, calibrate, how)
             return
-        with interruptible():
-            found = within(compare(sides[0], sides[1], how), tolerance or 0.0)
+        with interruptible(), bars() as progress:
+            found = within(compare(sides[0], sides[1], how, progress), tolerance or 0.0)
         if output is not None:
             write_csv(output, found)
         if junit is not None:
@@ -249,8 +250,8 @@ def _check_tolerances(tolerance: float | None, limits: Path | None, calibrate: P
 
 def _calibrate(runs: Sequence[Path], path: Path, how: How) -> None:
     """Learn from all pairs of some runs."""
-    with interruptible():
-        found = [_compared_runs(left, right, how) for left, right in itertools.combinations(runs, 2)]
+    with interruptible(), bars() as progress:
+        found = [_compared_runs(left, right, how, progress) for left, right in itertools.combinations(runs, 2)]
     if any(pair.is_empty for pair in found):
         raise ComparisonError("two of the runs have no tensor in the same step.")
     limits = Limits.learned(found, len(runs))
@@ -267,22 +268,22 @@ def _calibrate(runs: Sequence[Path], path: Path, how: How) -> None:
         say(console, f"{len(never):,} differences are such that no tolerance allows them, the first: {described(never[0])}")
 
 
-def compare(left: Path, right: Path, how: How = How()) -> Compared:  # noqa: B008 - it is frozen
+def compare(left: Path, right: Path, how: How = How(), progress: Progress = silent) -> Compared:  # noqa: B008 - frozen
     """Dumps as dumps, and anything else as runs.
 
     Raises:
         ComparisonError: There is nothing that could be compared.
     """
     if not any(dumps.is_dump(side) for side in (left, right)):
-        return _compared_runs(left, right, how)
+        return _compared_runs(left, right, how, progress)
     if how != How(exact=how.exact):
         raise ComparisonError("--map, --job, --whole, --ranks and --tolerances are for runs, and a side is a precision dump.")
     return dumps.compare(left, right)
 
 
-def _compared_runs(left: Path, right: Path, how: How) -> Compared:
+def _compared_runs(left: Path, right: Path, how: How, progress: Progress) -> Compared:
     try:
-        return runs.compare(left, right, how)
+        return runs.compare(left, right, how, progress=progress)
     except (MergeError, QueryError) as error:
         raise ComparisonError(str(error)) from error
     except pa.ArrowException as error:

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
+from monitor.bars import Progress, silent
 from monitor.compare.sides import ALL_RANKS, Side, rank_name
 from monitor.compare.tolerances import ELEMENTS, Rounding
 from monitor.compare.values import Difference, Finding, of_numbers
@@ -56,6 +57,7 @@ class RowComparison:
         ndigits: Decimals that CSV of each side has.
         watcher: Is shown the rows; None: nothing is.
         alike: Makes two rows of a kind comparable.
+        progress: Told how many pieces of a kind are compared.
         compared: How many rows were on both sides.
         kinds: The kinds that have such rows.
         not_judged: By kind, rows that differ in nothing that can be judged, or have no op in common.
@@ -65,6 +67,7 @@ class RowComparison:
     rounding: Rounding | None
     watcher: RowWatcher | None = None
     alike: Callable[[str, Row, Row], tuple[Row, Row]] = lambda _kind, left, right: (left, right)
+    progress: Progress = silent
     compared: int = 0
     kinds: dict[str, None] = field(default_factory=dict)
     not_judged: Counter[str] = field(default_factory=Counter)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from monitor.bars import Progress, silent
 from monitor.compare.names import NameRules
 from monitor.compare.rows import RowComparison, RowWatcher, phase_of
 from monitor.compare.sides import Choice, Side, rank_name
@@ -40,7 +41,9 @@ class How:
     jobs: Sequence[str] = ()
 
 
-def compare(left: Path, right: Path, how: How = How(), watcher: RowWatcher | None = None) -> Compared:
+def compare(
+    left: Path, right: Path, how: How = How(), watcher: RowWatcher | None = None, progress: Progress = silent
+) -> Compared:
     """Compare what was recorded below two directories: of ranks, or merged sets, in any format.
 
     CSV has rounded numbers. Where only one side has a row from CSV, the numbers of the other are rounded alike. What only one
@@ -48,6 +51,7 @@ def compare(left: Path, right: Path, how: How = How(), watcher: RowWatcher | Non
 
     Args:
         watcher: Is shown the rows as they are compared.
+        progress: Told how many pieces of each kind are compared.
 
     Raises:
         ComparisonError: There is nothing, or no kind and rank that both have, or a rule cannot be applied.
@@ -72,12 +76,12 @@ def compare(left: Path, right: Path, how: How = How(), watcher: RowWatcher | Non
         whole[1].begin(whole[0])
         facts = with_same_dimensions(whole[0].facts(), whole[1].facts())
         rounding = Rounding(facts, Circumstances(steps[0], is_late, rate, other_layout=True), how.limits)
-        comparison = RowComparison(sides, None if how.exact else rounding, watcher)
+        comparison = RowComparison(sides, None if how.exact else rounding, watcher, progress=progress)
         series = {(kind, name) for one in whole for kind, names in one.names.items() for name in names}
         LayoutComparison((whole[0], whole[1]), comparison).compare()
     else:
         rounding = Rounding(list(map(facts_of, tables)), Circumstances(steps[0], is_late, rate), how.limits)
-        comparison = RowComparison(sides, None if how.exact else rounding, watcher)
+        comparison = RowComparison(sides, None if how.exact else rounding, watcher, progress=progress)
         _compare_ranks(comparison, places, rules, choice)
         known = [] if how.limits is None else tables
         series = {(row["kind"], row["name"]) for one in known for row in one.select(["kind", "name"]).to_pylist()}
@@ -143,7 +147,8 @@ def _compare_ranks(
             side.has_kind(kind, rank)
     left, right = (side.source for side in comparison.sides)
     for kind in sorted({kind for kind, _ in shared}, key=place_of):
-        for pair in _pairs(left, right, kind, [rank for each, rank in shared if each == kind], choice):
+        pairs = list(_pairs(left, right, kind, [rank for each, rank in shared if each == kind], choice))
+        for done, pair in enumerate(pairs, start=1):
             tables = []
             for side, rule, batch in zip(comparison.sides, rules, pair, strict=True):
                 rows, torn = batch.read()
@@ -151,6 +156,7 @@ def _compare_ranks(
                 for one in torn:
                     side.miss(f"{side}: {one.path}: {one.reason}")
             comparison.add(kind, tables, [side.ndigits(pair[0].ranks) for side in comparison.sides])
+            comparison.progress(kind, done, len(pairs))
 
 
 def _pairs(left: RunSource, right: RunSource, kind: str, shared: list[int], choice: Choice) -> Iterator[tuple[Batch, Batch]]:

@@ -390,6 +390,7 @@ class LayoutComparison:
             rounded = (one.is_rounded(kind) for one in self._sides)
             ready = [_identified(_without(table, dropped), positions, is_rounded=next(rounded)) for table in tables]
             self._comparison.add(kind, ready, self._ndigits)
+            self._comparison.progress(kind, min(len(every), every.index(some[-1]) + 1), len(every))
         if self._comparison.compared == before:
             self._sides[0].side.miss(f"{kind}: no tensor has a number of the same op, name and step on both sides")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from monitor.bars import Progress, silent
 from monitor.precision.judging import FP8, Casting, OperandJudge, Scaling, judges, reason
 from monitor.precision.loss import FORWARD, Judged, LossEffects
 from monitor.precision.operands import (
@@ -31,9 +32,6 @@ PREFERRED: Final = {INPUT: FP8, WEIGHT: FP8, GRADIENT: FP8[::-1]}
 
 RARELY: Final = 5.0
 """Times the expected change of the loss, which was not exceeded in our measurements."""
-
-Progress = Callable[[int, int], None]
-"""Called with the steps that are read, and all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +140,7 @@ class Advice:
         return bool(self.gemms) and not self.lacking and not self.without_layer and len(self.having(SAFE)) == len(self.gemms)
 
 
-def advise(source: RunSource, steps: range, scaling: Scaling, progress: Progress | None = None) -> Advice:
+def advise(source: RunSource, steps: range, scaling: Scaling, progress: Progress = silent) -> Advice:
     """Read a run and judge its GEMMs.
 
     Raises:
@@ -151,8 +149,7 @@ def advise(source: RunSource, steps: range, scaling: Scaling, progress: Progress
     recorded = RecordedGemms(source)
     judged, effects, done = judges(len(recorded.gemms), scaling), LossEffects(recorded.gemms), 0
     for window, first, count in recorded.windows(steps) if recorded.gemms else ():
-        if progress is not None:
-            progress(first, count)
+        progress("steps", first, count)
         found = _judged(WEIGHT, recorded.read(WEIGHT, window), judged)
         for ranks in recorded.groups:
             for what in (INPUT, GRADIENT):

@@ -6,14 +6,13 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from monitor.bars import bars
 from monitor.cli import Job, Version, command_app
 from monitor.precision import advice
 from monitor.precision.judging import CASTINGS, CURRENT, DELAYED, LIMITS, Casting, Scaling
@@ -65,7 +64,7 @@ def monitor_precision(
             raise ValueError(f"--scaling is {scaling!r}. Write {CURRENT} or {DELAYED}.")
         how = Scaling(scaling, history, margin, power_of_two, loss_scale)
         source = open_source(run, job)
-        with _shown(errors, as_json) as progress:
+        with bars(quiet=as_json) as progress:
             found = advice.advise(source, _steps(steps), how, progress)
         missing = missing_in(source.told())
     except (ValueError, OSError) as error:
@@ -92,16 +91,6 @@ def _steps(written: str | None) -> range:
     if last is not None and first > last:
         raise ValueError(f"--steps {written} ends before it begins.")
     return steps_of(slice(first, None if last is None else last + 1))
-
-
-@contextmanager
-def _shown(console: Console, quiet: bool) -> Iterator[advice.Progress | None]:
-    if quiet or not console.is_terminal:
-        yield None
-        return
-    with Progress(TextColumn("steps"), BarColumn(), MofNCompleteColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("steps", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def for_programs(found: advice.Advice, missing: Sequence[str]) -> dict[str, Any]:

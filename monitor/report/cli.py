@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from monitor.bars import bars
 from monitor.cli import Job, Tolerances, Version, Whole, Workers, command_app
 from monitor.compare.runs import How
 from monitor.compare.tolerances import Limits
@@ -88,7 +87,7 @@ def monitor_report(
         path = _path(run, output, as_json)
         how = How(whole=whole, names=names or (), limits=None if limits is None else Limits.read(limits))
         other = _other(run, against, how, [one for one in (other_job, job) if one is not None])
-        with _shown(errors, as_json) as progress, facts.facts_of(run, job, events, workers, progress) as found:
+        with bars(quiet=as_json) as progress, facts.facts_of(run, job, events, workers, progress) as found:
             compared = None if other is None else other.compared_with(found)
             checks = [*checks_of(found), *([] if compared is None else [compared.check])]
             verdict = verdict_of(found, checks)
@@ -139,23 +138,6 @@ def _write(path: Path, page: bytes) -> None:
         path.write_bytes(page)
     else:
         write_whole(path, page)
-
-
-@contextmanager
-def _shown(console: Console, quiet: bool) -> Iterator[facts.Progress | None]:
-    if quiet or not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
-
-        yield progress
 
 
 def _print(printed: dict[str, Any] | None, checks: list[CheckResult], verdict: Verdict, path: Path | None) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -18,6 +18,7 @@ from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
 from monitor.anomalies.ranking.loading import NothingReadError, folder_of
 from monitor.anomalies.ranking.ranking import Ranking, ranking_of
+from monitor.bars import Progress, silent
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
 from monitor.coordinator.series_file import read_columns
 from monitor.merge.execution import MergeError
@@ -50,9 +51,6 @@ MOST_CELLS: Final = 20_000_000
 MOST_KEPT: Final = 8_000_000
 """Cells of single ranks of a kind, kept for curves. Beyond that, the rows of some tensors are read again."""
 MOST_EVENTS: Final = 50
-
-Progress = Callable[[str, int, int], None]
-"""Told what is read, how many parts of it are done, and of how many."""
 
 MOST_ASKED: Final = 8
 """Directories whose series files are read."""
@@ -153,7 +151,7 @@ class KindReader:
         history: RowTaker,
         steps: range | None = None,
         names: Sequence[str] | None = None,
-        progress: Progress | None = None,
+        progress: Progress = silent,
     ) -> None:
         """Read rows into a history. All files are read, one at a time, if nothing is chosen."""
         spans = self.spans
@@ -170,8 +168,7 @@ class KindReader:
                         self.unseen += self._without_value(wanted)
                     rows = rows.filter(rows[self.op].is_valid())
                 self._feed(history, rows, wanted)
-            if progress is not None:
-                progress(self.kind, done + 1, len(spans))
+            progress(self.kind, done + 1, len(spans))
 
     def _count(self, rows: pa.Table) -> None:
         step = rows["step"].to_numpy()
@@ -337,7 +334,7 @@ class Facts:
 
 @contextmanager
 def facts_of(
-    path: str, job: str | None = None, events: Path | None = None, workers: int = 1, progress: Progress | None = None
+    path: str, job: str | None = None, events: Path | None = None, workers: int = 1, progress: Progress = silent
 ) -> Iterator[Facts]:
     """All facts about a run. Directories of ranks are merged into a temporary directory first.
 
@@ -355,11 +352,13 @@ def facts_of(
         return
     with TemporaryDirectory(prefix="trainermon-") as work:
         merged = Path(work) / "merged"
-        told = (lambda done, total: progress("merging", done, total)) if progress is not None else (lambda _done, _total: None)
         known = _known(source)
         ordered = {one for manifest in known.values() for one in manifest.formats} & {"hdf5", "parquet"}
         # CSV has no order of calls but that of its rows, which HDF5 keeps.
-        merge(Wanted(Path(path), merged, job, format="parquet" if ordered else "hdf5", workers=workers), told)
+        merge(
+            Wanted(Path(path), merged, job, format="parquet" if ordered else "hdf5", workers=workers),
+            partial(progress, "merging"),
+        )
         opened = open_source(str(merged))
         assert isinstance(opened, MergedSet)
         yield _read(opened, path, events or Path(path), known, progress)
@@ -379,9 +378,7 @@ def _manifests(base: Path, told: Mapping[str, Any]) -> Mapping[int, ManifestReco
     return found
 
 
-def _read(
-    source: MergedSet, path: str, base: Path, manifests: Mapping[int, ManifestRecord], progress: Progress | None
-) -> Facts:
+def _read(source: MergedSet, path: str, base: Path, manifests: Mapping[int, ManifestRecord], progress: Progress) -> Facts:
     told = source.told()
     ranking, why = _ranking(base, told, manifests)
     facts = Facts(source, path, told, manifests, ranking, why, _axis(told, 1), base=base)

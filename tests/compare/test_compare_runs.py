@@ -46,6 +46,22 @@ def test_runs_of_other_ranks_have_nothing_in_common(tmp_path: Path) -> None:
     assert "no kind of rows and no rank in common" in said.replace("\n", " ")
 
 
+def test_progress_is_told_to_the_end_of_each_kind(tmp_path: Path) -> None:
+    for side in "ab":
+        trained(tmp_path / side, "parquet")
+    for whole in (False, True):
+        told: dict[str, list[tuple[int, int]]] = {}
+
+        def progress(what: str, done: int, total: int, told: dict[str, list[tuple[int, int]]] = told) -> None:
+            told.setdefault(what, []).append((done, total))
+
+        found = runs.compare(tmp_path / "a", tmp_path / "b", runs.How(whole=whole), progress=progress)
+        assert set(told) == set(found.counted)
+        for done in told.values():
+            assert done == sorted(done)
+            assert done[-1][0] == done[-1][1] > 0
+
+
 def trained(base: Path, format: str, last: float = 1 / 3, **options: object) -> Path:  # noqa: A002
     """A run whose last number is as given."""
     one = RecordedRank(base, format=format, **{"ops": ("norm", "mean", "nans", "shape"), "ndigits": 6, **options})  # type: ignore[arg-type]

@@ -18,27 +18,11 @@ from mindspore.nn.cell import _pynative_executor
 from mindspore.train import serialization
 
 from monitor.failures import Failures
+from monitor.mindspore.compiled import taps as roles
 from monitor.mindspore.compiled.absences import UNREACHED, Absences
 from monitor.mindspore.compiled.bytecode import BytecodeRuns
 from monitor.mindspore.compiled.fallback import Fallback
-from monitor.mindspore.compiled.taps import (
-    AFTER,
-    BEFORE,
-    BEGIN,
-    EVALUATION,
-    INPUT,
-    INPUT_GRAD,
-    MARKS,
-    OUTPUT,
-    OUTPUT_GRAD,
-    REDUCED,
-    TURN_ENDS,
-    functions_of,
-    has_taps,
-    install,
-    is_installed,
-    uninstall,
-)
+from monitor.mindspore.compiled.taps import functions_of, has_taps, install, is_installed, uninstall
 from monitor.mindspore.tape import Tape, new_tape, wait_for_turn
 from monitor.recording.backend import Removable
 from monitor.recording.recorder import Recorder
@@ -264,7 +248,7 @@ class Program:
         if key not in self._slots:
             assert self.tape is not None
             owner = self.observed[number]
-            mark = role in MARKS or (isinstance(owner, ObservedCell) and role not in owner.roles)
+            mark = role in roles.MARKS or (isinstance(owner, ObservedCell) and role not in owner.roles)
             checked = self._checked and not isinstance(owner, ObservedCell) and not mark
             of_model = isinstance(owner, ObservedCell) and owner.chunk is not None
             self._slots[key] = self.tape.slot(
@@ -272,9 +256,9 @@ class Program:
                 gated=True,
                 checked=checked,
                 mark=mark,
-                turn=role == TURN_ENDS,
-                forward=of_model and role in (BEGIN, EVALUATION),
-                backward=of_model and role == OUTPUT_GRAD,
+                turn=role == roles.TURN_ENDS,
+                forward=of_model and role in (roles.BEGIN, roles.EVALUATION),
+                backward=of_model and role == roles.OUTPUT_GRAD,
             )
             self.taps.append(Tap(owner, role, suffix, position, found))
             self.follow()
@@ -285,7 +269,7 @@ class Program:
         owner = self.observed.get(number)
         if owner is None:  # the compiler did not know the number
             return False
-        return role in owner.roles or role == OUTPUT or (owner.chunk is not None and role == OUTPUT_GRAD)
+        return role in owner.roles or role == roles.OUTPUT or (owner.chunk is not None and role == roles.OUTPUT_GRAD)
 
     def is_root(self, number: int) -> bool:
         """Whether calls of a cell are forwards of the model."""
@@ -330,9 +314,9 @@ class Program:
             return True
         kinds = self.observed[number].kinds()
         wanted = {
-            REDUCED: ("grad_reduced",),
-            BEFORE: ("param_origin", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-            AFTER: ("param_updated", "exp_avg_updated", "exp_avg_sq_updated", "max_exp_avg_sq_updated"),
+            roles.REDUCED: ("grad_reduced",),
+            roles.BEFORE: ("param_origin", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+            roles.AFTER: ("param_updated", "exp_avg_updated", "exp_avg_sq_updated", "max_exp_avg_sq_updated"),
         }
         return not kinds.isdisjoint(wanted[kind])
 
@@ -444,7 +428,7 @@ class Program:
     def prepare(self, cells: Iterable[nn.Cell], parameters: Iterable[Parameter]) -> None:
         """Have code that is compiled from now on measure everything that may be recorded later."""
         for cell in cells:
-            self.cell(cell).roles |= {INPUT, OUTPUT, INPUT_GRAD, OUTPUT_GRAD}
+            self.cell(cell).roles |= {roles.INPUT, roles.OUTPUT, roles.INPUT_GRAD, roles.OUTPUT_GRAD}
         for parameter in parameters if not self._prepared else ():
             self._prepared.append(self.parameter(parameter, _ignore))
 
