@@ -6,7 +6,7 @@ import mindspore as ms
 import pytest
 from attaching import EVERYTHING, Output, attached, footprint, step_with, steps_of, warnings_in, with_fixed_weights
 from mindspore import Tensor, nn, ops
-from training import Net, array, inputs
+from training import Net, Recurrent, array, inputs
 
 from monitor.mindspore import hooks
 from monitor.mindspore.tape import COMPILED_VARIABLE
@@ -94,21 +94,12 @@ def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_without_rows
     assert said.startswith("Code that calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there")
 
 
-class Recurrent(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_input, self.of_state = nn.Dense(4, 4), nn.Dense(4, 4)
-
-    def construct(self, x: Tensor, state: Tensor) -> Tensor:
-        return ops.tanh(self.of_input(x) + self.of_state(state))
-
-
 class Rnn(nn.Cell):
     """Calls one cell with two arguments in a loop: the order of adding up its gradients shows in the bits."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell = Recurrent()
+        self.cell = Recurrent(4)
 
     def construct(self, x: Tensor) -> Tensor:
         state = ops.zeros_like(x)

@@ -32,6 +32,17 @@ OPTIMIZERS: dict[str, Made] = {
 }
 
 
+class Recurrent(nn.Cell):
+    """A cell of an RNN: of an input and a state, each of shape ``(batch, size)``, the new state."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.of_input, self.of_state = nn.Dense(size, size), nn.Dense(size, size)
+
+    def construct(self, x: Tensor, state: Tensor) -> Tensor:
+        return ops.tanh(self.of_input(x) + self.of_state(state))
+
+
 class Net(nn.Cell):
     """Two layers with weights that are the same in every run."""
 

@@ -10,19 +10,11 @@ import pytest
 from attaching import Output
 from compiled_steps import Rows, assert_same, plain, recorded
 from mindspore import Tensor, nn, ops
+from training import Recurrent
 
 from monitor.mindspore.tape import COMPILED_VARIABLE
 
 SIZE = 8
-
-
-class Recurrent(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_input, self.of_state = nn.Dense(SIZE, SIZE), nn.Dense(SIZE, SIZE)
-
-    def construct(self, x: Tensor, state: Tensor) -> Tensor:
-        return ops.tanh(self.of_input(x) + self.of_state(state))
 
 
 class Late(nn.Cell):
@@ -142,15 +134,15 @@ class Siamese(nn.Cell):
 
 
 NETWORKS = {
-    "rnn": lambda: Rnn(Recurrent()),
+    "rnn": lambda: Rnn(Recurrent(SIZE)),
     "lstm": lambda: Lstm(Gated()),
     "crossed": lambda: Crossed(Late()),
-    "loop": lambda: Whole(Recurrent()),
-    "tree": lambda: Tree(Recurrent()),
+    "loop": lambda: Whole(Recurrent(SIZE)),
+    "tree": lambda: Tree(Recurrent(SIZE)),
     "residual": Residual,
     "projected": Projected,
     "siamese": Siamese,
-    "mixed precision": lambda: ms.amp.auto_mixed_precision(Rnn(Recurrent()), "O2"),
+    "mixed precision": lambda: ms.amp.auto_mixed_precision(Rnn(Recurrent(SIZE)), "O2"),
 }
 SHARING = ("rnn", "lstm", "crossed")
 """Networks in which the order of adding gradients up shows in the bits."""

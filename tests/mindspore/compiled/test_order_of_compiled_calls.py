@@ -10,6 +10,7 @@ import pytest
 from attaching import Output, warnings_in
 from compiled_steps import WHOLE, Rows, recorded
 from mindspore import Tensor, nn, ops
+from training import Recurrent
 
 from monitor.mindspore.compiled.order import INDEPENDENT
 
@@ -29,21 +30,12 @@ class Siamese(nn.Cell):
         return (other - one).square().mean() + ops.tanh(one * other).mean()
 
 
-class Recurrent(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_input, self.of_state = nn.Dense(SIZE, SIZE), nn.Dense(SIZE, SIZE)
-
-    def construct(self, x: Tensor, state: Tensor) -> Tensor:
-        return ops.tanh(self.of_input(x) + self.of_state(state))
-
-
 class Tree(nn.Cell):
     """Some calls depend on others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell = Recurrent()
+        self.cell = Recurrent(SIZE)
 
     def construct(self, x: Tensor) -> Tensor:
         first, second = self.cell(x * 2.0, x), self.cell(x, ops.sin(x))
