@@ -10,6 +10,7 @@ import json
 import math
 import operator
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType
@@ -33,8 +34,15 @@ from monitor.pytorch.compiled.operators import (
     nothing,
     saved,
 )
-from monitor.pytorch.features.attention import ATTENDING, LAYERS, PRODUCTS, SDPA, SDPA_ARGUMENTS, SOFTMAXES, ReplayedSearch
+from monitor.pytorch.features import attention
+from monitor.pytorch.features.attention import PRODUCTS, SDPA, SDPA_ARGUMENTS, SOFTMAXES, AttentionCall, ReplayedSearch
+from monitor.pytorch.features.flex import FLEX
 from monitor.pytorch.tensors import TENSOR_PATHS
+
+SOFTMAX: Final = "softmax"
+READ_BY_SCORE: Final = "score "
+READ_BY_MASK: Final = "mask "
+"""What the names of tensors begin with that ``score_mod`` and ``mask_mod`` read."""
 
 RESULT: Final = "="
 """What the name of a result begins with, among the names of arguments."""
@@ -44,20 +52,23 @@ CHANGED: Final = "a tensor of its attention is changed in place in compiled code
 NOT_TRACED: Final = "its backend does not show its calls"
 NOT_SEEN: Final = "the monitor failed to see a call in it"
 
+_MODIFICATIONS: Final[dict[str, tuple[Any, Any]]] = {}
+"""``score_mod`` and ``mask_mod`` of FlexAttention calls that were traced, by a key that no other process has."""
+
 # --- When compiled code runs.
 
 
-class AttentionCall(NamedTuple):
+class SeenCall(NamedTuple):
     """A call that may compute attention.
 
     Attributes:
-        is_softmax: Whether it is a softmax of scores; otherwise it is ``scaled_dot_product_attention``.
+        name: ``SOFTMAX``, ``FLEX``, or that of ``SDPA``.
         tensors: Its tensors by argument: in a trace themselves, otherwise their index among those of the operator.
         others: Its other arguments.
         autocast: The dtype of autocast during the call; empty without it.
     """
 
-    is_softmax: bool
+    name: str
     tensors: Mapping[str, Any]
     others: Mapping[str, Any]
     autocast: str
@@ -91,11 +102,26 @@ def _result_of(leaves: Sequence[tuple[str, Tensor]]) -> Any:
 
 
 def _replayed(seen: Mapping[str, Any], tensors: Sequence[Tensor], *asked: Any) -> ReplayedSearch:
-    calls = [
-        (is_softmax, {**{name: tensors[place] for name, place in places.items()}, **others}, _dtype_of(autocast))
-        for is_softmax, places, others, autocast in seen["calls"]
-    ]
+    calls = []
+    for called, places, others, autocast in seen["calls"]:
+        given = {**{name: tensors[place] for name, place in places.items()}, **others}
+        if called == FLEX:
+            flex = torch.ops.higher_order.flex_attention
+            calls.append(AttentionCall(flex, _arguments_of_flex(**given), {}, _dtype_of(autocast)))
+        elif called == SOFTMAX:
+            calls.append(AttentionCall(torch.softmax, (given["input"], -1), {}, _dtype_of(autocast)))
+        else:
+            calls.append(AttentionCall(SDPA, (), given, _dtype_of(autocast)))
     return ReplayedSearch(calls, seen["named"], seen["hidden"], *asked)
+
+
+def _arguments_of_flex(query: Tensor, key: Tensor, scale: float, modification: str, **read: Tensor) -> tuple[Any, ...]:
+    """The operator's arguments, as far as they say what the scores are."""
+    score, mask = _MODIFICATIONS[modification]
+    by_score, by_mask = (
+        tuple(x for name, x in read.items() if name.startswith(prefix)) for prefix in (READ_BY_SCORE, READ_BY_MASK)
+    )
+    return query, key, None, score, (mask,), scale, {}, by_score, by_mask
 
 
 def _dtype_of(autocast: str) -> torch.dtype | None:
@@ -128,7 +154,7 @@ class TracedSearch:
 
     def __init__(self, arguments: Sequence[Tensor] = (), *, looks: bool = True, hidden: str = "") -> None:
         self.looks = looks
-        self.calls: list[AttentionCall] = []
+        self.calls: list[SeenCall] = []
         self.named: set[str] = set()
         self.hidden = hidden
         self._products: set[tuple[str, ...]] = set()
@@ -146,23 +172,45 @@ class TracedSearch:
         """Before a call."""
         name = getattr(function, "__name__", "").partition(".")[0]
         if isinstance(function, torch._ops.HigherOrderOperator):
-            self.hidden = HIGHER_ORDER.format(name=name)
-        elif name in ATTENDING or name in LAYERS:
+            if name == FLEX:
+                self._take_flex(*args)
+            else:
+                self.hidden = HIGHER_ORDER.format(name=name)
+        elif name in attention.ATTENDING or name in attention.LAYERS:
             self.named.add(name)
         if function is SDPA:
             given = {**dict(zip(SDPA_ARGUMENTS, args, strict=False)), **kwargs}
-            self._take(given, is_softmax=False)
+            self._take(SDPA.__name__, given)
         elif function in SOFTMAXES:
             scores = args[0] if args else kwargs.get("input")
             over = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if isinstance(scores, Tensor) and scores.dim() == 4 and over in (-1, 3) and _shape_of(scores) in self._products:
-                self._take({"input": scores}, is_softmax=True)
+                self._take(SOFTMAX, {"input": scores})
 
-    def _take(self, given: Mapping[str, Any], *, is_softmax: bool) -> None:
+    def _take_flex(
+        self,
+        query: Tensor,
+        key: Tensor,
+        _value: Tensor,
+        score: Any,
+        block_mask: Sequence[Any],
+        scale: float,
+        _options: Any = None,
+        read_by_score: Sequence[Any] = (),
+        read_by_mask: Sequence[Any] = (),
+    ) -> None:
+        """The arguments of the operator of ``flex_attention``."""
+        modification = uuid.uuid4().hex
+        _MODIFICATIONS[modification] = score, block_mask[-1]
+        read = {f"{READ_BY_SCORE}{i}": x for i, x in enumerate(read_by_score)}
+        read |= {f"{READ_BY_MASK}{i}": x for i, x in enumerate(read_by_mask)}
+        self._take(FLEX, {"query": query, "key": key, "scale": scale, "modification": modification, **read})
+
+    def _take(self, name: str, given: Mapping[str, Any]) -> None:
         tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         others = {name: x for name, x in given.items() if x is not None and name not in tensors}
-        if all(isinstance(x, bool | int | float) for x in others.values()):
-            self.calls.append(AttentionCall(is_softmax, tensors, others, _autocast_on(next(iter(tensors.values())).device)))
+        if all(isinstance(x, bool | int | float | str) for x in others.values()):
+            self.calls.append(SeenCall(name, tensors, others, _autocast_on(next(iter(tensors.values())).device)))
             self._taken += _versions_of(tensors.values())
         else:
             self.hidden = "an argument of its attention is not a constant in compiled code"
@@ -268,7 +316,7 @@ def _call(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], mask:
         flat = [x for one in search.calls for x in one.tensors.values()]
         inside, count = [], len(tensors)
         for one in search.calls:
-            inside.append((one.is_softmax, {name: count + i for i, name in enumerate(one.tensors)}, one.others, one.autocast))
+            inside.append((one.name, {name: count + i for i, name in enumerate(one.tensors)}, one.others, one.autocast))
             count += len(one.tensors)
         seen = {"calls": inside, "named": sorted(search.named), "hidden": search.reason(), "changed": search.changed()}
         every = [*tensors, *flat]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from monitor.pytorch.features.flex import FLEX, Modification
 from monitor.pytorch.frameworks import dtensor
 from monitor.pytorch.hooks import between_graphs
 from monitor.recording.features import reading
@@ -54,49 +55,6 @@ class Source(Protocol):
 
     def unusable(self, row: int, heads: slice) -> Tensor:
         """NaN for each head whose inputs have NaN or Inf, else 0; float64, shape ``(heads,)``."""
-
-
-class Modification(NamedTuple):
-    """What FlexAttention does to scores: ``score_mod`` and ``mask_mod``, and the tensors that they read."""
-
-    score: Callable[..., Tensor]
-    mask: Callable[..., Tensor]
-    read_by_score: tuple[Any, ...] = ()
-    read_by_mask: tuple[Any, ...] = ()
-
-    def apply(self, scores: Tensor, places: list[Tensor]) -> Tensor:
-        """The scores of one row of the batch.
-
-        Args:
-            scores: Shape ``(heads, queries, keys)``.
-            places: The indices of the row, the heads, the queries and the keys.
-        """
-        with torch._C._EnableTorchFunction(), _Indexing():
-            seen = _over_places(self.mask, (), len(self.read_by_mask))(*places, *self.read_by_mask)
-            over = _over_places(self.score, (0,), len(self.read_by_score))
-            return torch.where(seen, over(scores.unsqueeze(0), *places, *self.read_by_score), -math.inf)[0]
-
-
-class _Indexing(TorchFunctionMode):
-    """Lets ``tensor[index]`` take indices under ``vmap``, and hides the calls from the user's modes."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with torch._C.DisableTorchFunction():
-            if func is Tensor.__getitem__:
-                places = args[1] if isinstance(args[1], tuple) else (args[1],)
-                if all(isinstance(one, Tensor) for one in places):
-                    return torch.ops.aten.index.Tensor(args[0], list(places))
-            return func(*args, **(kwargs or {}))
-
-
-def _over_places(of_one: Callable[..., Tensor], scores: tuple[int, ...], read: int) -> Callable[..., Tensor]:
-    """A function of single places as one of vectors of rows, heads, queries and keys."""
-    for place in (3, 2, 1, 0):
-        dims = tuple(0 if one == place else None for one in range(4))
-        of_one = torch.vmap(of_one, in_dims=(*scores, *dims, *(None,) * read))
-    return of_one
 
 
 class Scores(NamedTuple):
@@ -370,8 +328,6 @@ ATTENDING: Final = frozenset(
 """Names of functions with which a program may compute an attention itself."""
 LAYERS: Final = frozenset({"linear", "conv1d", "conv2d", "layer_norm", "rms_norm", "normalize"})
 """Names of functions that may make Q and K from other tensors."""
-FLEX: Final = "flex_attention"
-"""The name of torch's operator of FlexAttention, which older versions do not have."""
 
 SDPA_ARGUMENTS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 Shapes = set[tuple[int, int, int]]
@@ -608,19 +564,31 @@ class ClosedSearch(AttentionSearch):
         """Do nothing."""
 
 
+class AttentionCall(NamedTuple):
+    """A call that compiled code has made.
+
+    Attributes:
+        rounded: The dtype of autocast during the call; None without it.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rounded: torch.dtype | None
+
+
 class ReplayedSearch(ClosedSearch):
     """The search in calls that compiled code has made.
 
     Args:
-        calls: Of each call that may compute attention, whether it is a softmax of scores, its arguments by name, and the dtype
-            of autocast, None without it.
+        calls: Those that may compute attention.
         named: The names of other calls that may be parts of one.
         hidden: Why some calls were not seen; empty if all were.
     """
 
     def __init__(
         self,
-        calls: Sequence[tuple[bool, Mapping[str, Any], torch.dtype | None]],
+        calls: Sequence[AttentionCall],
         named: Iterable[str],
         hidden: str,
         *asked: Callable[..., Any],
@@ -638,10 +606,11 @@ class ReplayedSearch(ClosedSearch):
         """Look at all calls."""
         if self._hidden:
             self._end(self._hidden)
-        for is_softmax, given, rounded in self._calls:
-            if is_softmax and not self.saw:
-                self._products.add(_shape_of(given["input"]))
-                self._look(torch.softmax, (given["input"], -1), {})
-            elif not self.saw:
-                with torch.autocast(given["query"].device.type, rounded, enabled=rounded is not None):
-                    self._look(SDPA, (), dict(given))
+        for function, args, kwargs, rounded in self._calls:
+            if self.saw:
+                return
+            if function in SOFTMAXES:
+                self._products.add(_shape_of(args[0]))
+            x = args[0] if args else kwargs["query"]
+            with torch.autocast(x.device.type, rounded, enabled=rounded is not None):
+                self._look(function, args, dict(kwargs))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,9 +16,11 @@ import torch
 from compiling import WAYS, Ways, needs_a_compiler, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from watching import Output, Row, attached, warnings_in
 
+KERNELS = Path(__file__).parent / "scripts" / "flex_in_kernels.py"
 KINDS = ("attention_hook", "attention_head_hook")
 TARGETS = ["layers.0.attention", "layers.1.attention"]
 FIELDS: dict[str, Any] = {"recording_l2_features": True, "ops": ["norm"], "ndigits": 17}
@@ -34,6 +40,24 @@ def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT * 0.5, -1) @ v
+
+
+SLOPES = torch.tensor([-0.5, 1.5])
+WINDOW = torch.tensor(2)
+
+
+def flexed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """With a slope for each head, and a window, which are tensors of the program."""
+
+    def biased(score: Tensor, _row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + SLOPES[head] * (query - key)
+
+    def seen(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < WINDOW)
+
+    mask = create_block_mask(seen, None, None, q.shape[2], q.shape[2], device="cpu")
+    given = (one.detach().float() for one in (q, k, v))  # no backward on a host
+    return flex_attention(*given, score_mod=biased, block_mask=mask, scale=0.7).double() + v
 
 
 def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -128,7 +152,7 @@ def assert_equal(found: list[Row], expected: list[Row], within: float = 1e-9) ->
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("attend", [causal, masked, written_out, under_autocast])
+@pytest.mark.parametrize("attend", [causal, masked, written_out, under_autocast, flexed])
 @pytest.mark.parametrize("way", ["whole", "layer_by_layer"])
 def test_attention_has_the_rows_of_eager_code_and_training_keeps_its_bits(
     output: Output, attend: Attend, way: str, checkpointed: bool
@@ -153,6 +177,28 @@ def test_what_inductor_compiles_has_them_too_for_any_length(output: Output, atte
     after = trained(model(attend), Ways.whole, output, growing, config=CONFIG, dynamic=True)
     assert_equal(rows(output), expected, within=1e-6)  # training with inductor rounds in another way
     assert after.graphs == before.graphs
+
+
+@needs_a_compiler
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="its kernels need vectors")
+def test_flex_attention_in_kernels_has_the_rows_of_eager_code(tmp_path: Path) -> None:
+    """In a process of its own: this one may have told inductor that the host has no vectors."""
+    recordings = tmp_path / "recordings"
+    recordings.mkdir()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "MONITOR_OUTPUT_DIR": str(recordings),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    command = [sys.executable, str(KERNELS), str(recordings)]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    eager, compiled, bits, graphs = json.loads(told.stdout.splitlines()[-1])
+    assert len(eager) == 2 * 3 * 4  # micro-batches, steps, and rows of the module and of heads
+    assert compiled == [[place, pytest.approx(values, rel=1e-5)] for place, values in eager]
+    assert bits[0] == bits[1]
+    assert graphs[0] == graphs[1]
 
 
 @pytest.mark.parametrize("attend", [twice, without])
