@@ -412,11 +412,10 @@ def _global(kept: tables.Columns, rows: Rows, starts: Index, tensors: Statistics
 
 def _joined(ranks: Index, starts: Index) -> tables.Texts:
     """The ranks of each run, as text."""
-    each, which = np.unique(ranks, return_inverse=True)
-    texts = pa.array(map(str, each.tolist()), type=pa.string())
+    texts = pa.array(map(str, range(ranks.max(initial=-1) + 1)), type=pa.string())
     if len(starts) == len(ranks):
-        return tables.Texts(which.astype(np.int32), texts)
-    lists = pa.ListArray.from_arrays(pa.array(np.append(starts, len(ranks)).astype(np.int32)), texts.take(pa.array(which)))
+        return tables.Texts(ranks.astype(np.int32), texts)
+    lists = pa.ListArray.from_arrays(pa.array(np.append(starts, len(ranks)).astype(np.int32)), texts.take(pa.array(ranks)))
     return tables.Texts.of([binary_join(lists, " ").dictionary_encode()])
 
 
