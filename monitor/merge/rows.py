@@ -152,7 +152,7 @@ def _placed(
         own = (series != UNKNOWN) | (_series(table, source.rank, catalogue.others, replicas=False) == UNKNOWN)
         table, series = table.filter(own), series[own]
     columns = {
-        **{name: table[name] for name in table.column_names},
+        **dict(zip(table.column_names, table.columns, strict=True)),
         "run": pa.array(np.full(len(table), source.run, dtype=np.int32)),
         "series": pa.array(series.astype(np.int32)),
         "name": _unless_known(table["name"], series),

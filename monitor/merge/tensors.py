@@ -20,7 +20,7 @@ from monitor.coordinator.manifest_format import ManifestError
 from monitor.coordinator.series_file import MeasuredColumns, MeasuredSeries
 from monitor.merge.discovery import RankRun, SetAside
 from monitor.merge.layer_names import LayerNames
-from monitor.merge.tables import NONE, Shard, Texts, order_by, read_file, shards_in, starts_of_runs, write_file
+from monitor.merge.tables import NONE, Codes, Shard, Texts, order_by, read_file, shards_in, starts_of_runs, write_file
 from monitor.series import CALL_KIND, DIRECTION_KIND, LOCAL, Placement, Ranks
 from monitor.sinks.arrow import TEXT
 
@@ -490,6 +490,7 @@ class Catalogue:
     def __init__(self, table: pa.Table, kind: str = "", others: Catalogue | None = None) -> None:
         self._table = table.combine_chunks()
         self._columns: dict[str, NDArray[Any]] = {}
+        self._last_codes: dict[bool, tuple[pa.StringArray, Codes]] = {}
         self.kind = kind
         self.others = others
 
@@ -552,13 +553,26 @@ class Catalogue:
         """
         first, end = np.searchsorted(self._column("rank"), [rank, rank + 1]).tolist()
         own = slice(first, end)
-        which = np.flatnonzero((self._column("vpp_stage")[own] == chunk) & (self._column("replica")[own] == replicas))
-        known = self._table["name"].combine_chunks().take(pa.array(first + which)).cast(pa.string())
-        if replicas:
-            known = pa.array([f"{self.kind}/{name}" for name in known.to_pylist()], type=pa.string())
-        places = np.append(first + which, UNKNOWN)
-        found: Index = places[index_in(names, value_set=known).fill_null(UNKNOWN).to_numpy()]
+        which = first + np.flatnonzero((self._column("vpp_stage")[own] == chunk) & (self._column("replica")[own] == replicas))
+        series = np.full(len(self._names.values) + 1, UNKNOWN)  # of each name; the last entry is of no name
+        series[self._names.codes[which[::-1]]] = which[::-1]  # the first, if a damaged file has a name twice
+        found: Index = series[self._codes(names, replicas=replicas)]
         return found
+
+    @cached_property
+    def _names(self) -> Texts:
+        return Texts.of([self._table["name"].combine_chunks()])
+
+    def _codes(self, names: pa.StringArray, *, replicas: bool) -> Codes:
+        """The places of names in ``_names``, -1 where it lacks one. Kept for the next call: most ranks have the same names."""
+        known, codes = self._last_codes.get(replicas, (None, None))
+        if known is None or codes is None or not names.equals(known):
+            values = self._names.values
+            if replicas:
+                values = pa.array([f"{self.kind}/{name}" for name in values.to_pylist()], type=pa.string())
+            codes = index_in(names, value_set=values).fill_null(UNKNOWN).to_numpy()
+            self._last_codes[replicas] = names, codes
+        return codes
 
 
 def _taken(values: NDArray[Any], series: Index, otherwise: Any) -> NDArray[Any]:
