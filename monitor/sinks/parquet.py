@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -179,6 +181,12 @@ def _in_use(column: pa.ChunkedArray) -> pa.DictionaryArray:
 
 # --- Reading a file back.
 
+KEPT: Final = 16
+"""Row groups of which columns are kept for the next file: most ranks have rows of the same names and steps."""
+
+KEPT_BYTES: Final = 2**16
+"""Of a stored column. In a larger one, rows are in no order that files have in common."""
+
 LEAST_BYTES: Final = 1024
 """Of a row group, which describes more than twenty columns. So a small file cannot claim to have very many rows."""
 
@@ -186,8 +194,25 @@ _FOREIGN: Final = (pa.ArrowException, OSError, KeyError, TypeError, ValueError, 
 """Raised by Arrow and the checks below for files that are damaged or not of this format."""
 
 
+class ShardFile(ParquetFile):
+    """A file of this format, of which also bytes can be read."""
+
+    def __init__(self, content: pa.NativeFile) -> None:
+        super().__init__(content, page_checksum_verification=True)  # type: ignore[no-untyped-call]
+        self._content = content
+
+    def stored(self, group: int, names: Collection[str]) -> tuple[bytes, ...]:
+        """These columns of a row group as they are stored, if the sink wrote them, and they are small enough to be kept."""
+        row_group = self.metadata.row_group(group)
+        chunks = [chunk for chunk in map(row_group.column, range(row_group.num_columns)) if chunk.path_in_schema in names]
+        places = [(chunk.total_compressed_size, chunk.dictionary_page_offset or chunk.data_page_offset) for chunk in chunks]
+        if len(places) < len(names) or not all(0 < size <= KEPT_BYTES and start > 0 for size, start in places):
+            return ()
+        return tuple(self._content.read_at(*place) for place in places)
+
+
 @contextmanager
-def opened(source: spool.Source) -> Iterator[ParquetFile]:
+def opened(source: spool.Source) -> Iterator[ShardFile]:
     """A file of this format, for reading.
 
     Raises:
@@ -195,8 +220,8 @@ def opened(source: spool.Source) -> Iterator[ParquetFile]:
     """
     try:
         size = source.stat().st_size if isinstance(source, Path) else len(source)
-        content = str(source) if isinstance(source, Path) else pa.BufferReader(source)
-        with ParquetFile(content, page_checksum_verification=True) as file:  # type: ignore[no-untyped-call]
+        with pa.OSFile(str(source)) if isinstance(source, Path) else pa.BufferReader(source) as content:
+            file = ShardFile(content)
             if file.metadata.num_rows * LEAST_BYTES > size * GROUP_ROWS:
                 raise spool.NotAShardError("it states more rows than it has room for")
             yield file
@@ -231,17 +256,84 @@ def steps_of(source: spool.Source) -> set[int]:
 def rows_of(source: spool.Source, steps: StepSpan, kind: str | None = None) -> pa.Table:
     """See ``monitor.sinks.spool.ShardFormat``."""
     with opened(source) as file:
-        schema = arrow.WITH_HISTOGRAMS if arrow.HISTOGRAM in file.schema_arrow.names else arrow.SCHEMA
-        rows = _columns(file, schema, _row_groups(file, kind))
-        step = rows["step"].to_numpy()
-        wanted = (step >= steps.first) & (step <= steps.last)
-        if kind is not None:
-            kinds = rows["kind"].combine_chunks()
-            wanted &= np.array([one == kind for one in kinds.dictionary.to_pylist()], dtype=np.bool_)[kinds.indices.to_numpy()]
-        rows = rows if wanted.all() else rows.filter(pa.array(wanted))
-        ordered = rows.take(_order(rows, _MEASURED)) if len(rows) else rows
+        groups = _row_groups(file, kind)
+        whole, repeated, others = _schemas(tuple(file.schema_arrow.names))
+        asked = _Asked.of(file, groups, repeated, steps, kind)
+        rows = _kept(asked) if asked.stored else asked.read()
+        measured = _columns(file, others, groups).take(rows.numbers)
+        columns = dict(zip((*repeated.names, *others.names), (*rows.repeated.columns, *measured.columns), strict=True))
         about = read_metadata(file).only(steps).packed() if kind is None else None
-        return ordered.replace_schema_metadata(about)
+        return pa.Table.from_arrays([columns[name] for name in whole.names], schema=whole.with_metadata(about))
+
+
+_REPEATED: Final = (*arrow.IDENTITY, "count", "nans", "posinfs", "neginfs", "exponent")
+"""Columns that are the same on many ranks."""
+
+
+@lru_cache(maxsize=KEPT)
+def _schemas(there: tuple[str, ...]) -> tuple[pa.Schema, pa.Schema, pa.Schema]:
+    """The columns of rows that are read from a file with these columns: all, those that many files repeat, and the others."""
+    whole = arrow.WITH_HISTOGRAMS if arrow.HISTOGRAM in there else arrow.SCHEMA
+    repeats = [one.name in _REPEATED or (one.name in COSTLY and one.name not in there) for one in whole]
+    every = list(zip(whole, repeats, strict=True))
+    return whole, pa.schema([one for one, again in every if again]), pa.schema([one for one, again in every if not again])
+
+
+class _Rows(NamedTuple):
+    """Rows of some row groups, in the order in which they were measured: their numbers, and columns that many files repeat."""
+
+    numbers: pa.Array
+    repeated: pa.Table
+
+
+@dataclass(unsafe_hash=True, slots=True)
+class _Asked:
+    """Rows that are asked for. Those of two row groups are the same if ``stored`` is.
+
+    Attributes:
+        file: Where to read them; None once they were read.
+        schema: The columns to read.
+        stored: The bytes of the columns ``_REPEATED``.
+        rows: Of the row groups.
+    """
+
+    file: ShardFile | None = field(compare=False)
+    groups: list[int] = field(compare=False)
+    schema: pa.Schema = field(compare=False)
+    steps: StepSpan
+    kind: str | None
+    stored: tuple[bytes, ...]
+    rows: int
+    written_as: Any = field(hash=False)
+
+    @classmethod
+    def of(cls, file: ShardFile, groups: list[int], schema: pa.Schema, steps: StepSpan, kind: str | None) -> _Asked:
+        """Args: schema: The columns to read."""
+        stored = file.stored(groups[0], _REPEATED) if len(groups) == 1 else ()
+        rows = sum(file.metadata.row_group(group).num_rows for group in groups)
+        return cls(file, groups, schema, steps, kind, stored, rows, file.schema)
+
+    def read(self) -> _Rows:
+        """The rows, as they are in the file."""
+        assert self.file is not None
+        rows = _columns(self.file, self.schema, self.groups)
+        self.file = None
+        step = rows["step"].to_numpy()
+        wanted = (step >= self.steps.first) & (step <= self.steps.last)
+        if self.kind is not None:
+            kinds = rows["kind"].combine_chunks()
+            those = [one == self.kind for one in kinds.dictionary.to_pylist()]
+            wanted &= np.array(those, dtype=np.bool_)[kinds.indices.to_numpy()]
+        numbers = pa.array(np.flatnonzero(wanted))
+        if len(numbers):
+            numbers = numbers.take(_order(rows.take(numbers), _MEASURED))
+        return _Rows(numbers, rows.take(numbers))
+
+
+@lru_cache(maxsize=KEPT)
+def _kept(asked: _Asked) -> _Rows:
+    """Rows as they were read from this file or another one."""
+    return asked.read()
 
 
 def read_metadata(file: ParquetFile) -> arrow.ShardMetadata:
@@ -282,19 +374,20 @@ def _only_kind(chunk: Any) -> str | None:
 
 def _columns(file: ParquetFile, schema: pa.Schema, row_groups: list[int]) -> pa.Table:
     """These columns, which must be as the sink writes them. Partials that their version did not measure are 0."""
-    names = [name for name in schema.names if name not in COSTLY or name in file.schema_arrow.names]
+    there = set(file.schema_arrow.names)
+    names = [name for name in schema.names if name not in COSTLY or name in there]
     table = file.read_row_groups(row_groups, columns=names, use_threads=False)  # type: ignore[no-untyped-call]
     for name in schema.names:
         if name not in names:
             table = table.append_column(name, pa.array(np.zeros(len(table)), type=schema.field(name).type))
     table = table.select(schema.names)
-    for found, expected in zip(table.schema, schema, strict=True):
+    for found, column, expected in zip(table.schema, table.columns, schema, strict=True):
         if found.type != expected.type:
             raise spool.NotAShardError(f"its column {found.name} has the type {found.type} and not {expected.type}")
-        if table[found.name].null_count and found.name not in (*arrow.NULLABLE, arrow.HISTOGRAM):
+        if column.null_count and found.name not in (*arrow.NULLABLE, arrow.HISTOGRAM):
             raise spool.NotAShardError(f"its column {found.name} lacks a value")
     table.validate(full=True)
-    return table.unify_dictionaries().cast(schema)
+    return table.unify_dictionaries()
 
 
 # --- The sink, and the recovery of its files.

@@ -216,6 +216,43 @@ class TestReading:
         assert rows_of(written(rank, {"other": [Measured(name)]}), ALL_STEPS, "other")["name"].to_pylist() == [name]
 
 
+class TestColumnsThatFilesRepeat:
+    @pytest.mark.parametrize("names", ["ab", "ac", "ba"])
+    @pytest.mark.parametrize("kept_bytes", [parquet.KEPT_BYTES, 100])
+    def test_rows_are_those_of_their_own_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, kept_bytes: int
+    ) -> None:
+        """What is kept goes by the bytes of columns: the same names, others of the same length, and another order of calls."""
+        monkeypatch.setattr(parquet, "KEPT_BYTES", kept_bytes)
+        for directory, called, value in (("one", "ab", 1.0), ("other", names, 2.0)):
+            rows = [{"actv": [Measured(name, [value, step, place]) for place, name in enumerate(called)]} for step in range(5)]
+            path = written(Rank(tmp_path / directory, steps_per_record=10), *rows)
+            for span in (ALL_STEPS, StepSpan(1, 3)):
+                found = rows_of(path, span, "actv").select(["name", "step", "call_id", "sum"]).to_pylist()
+                assert [
+                    {"name": name, "step": step, "call_id": place, "sum": value + step + place}
+                    for step in range(5)
+                    for place, name in enumerate(called)
+                    if span.first <= step <= span.last
+                ] == found
+
+    def test_a_partial_that_only_one_file_has_is_read_there(self, tmp_path: Path) -> None:
+        for directory, values in (("one", [1.0, 1.0]), ("other", [1.0, 5.0])):
+            path = written(Rank(tmp_path / directory, steps_per_record=10), {"actv": [Measured("a", values)]})
+            assert ("m4" in read_table(path).column_names) == (directory == "other")
+            assert [partials_of(values)[COLUMNS.index("m4")]] == rows_of(path, ALL_STEPS, "actv")["m4"].to_pylist()
+
+    def test_a_damaged_byte_is_noticed_when_the_columns_were_read_from_another_file(self, tmp_path: Path) -> None:
+        one, other = (written(Rank(tmp_path / name, steps_per_record=10), *[W] * 3) for name in ("one", "other"))
+        rows_of(one, ALL_STEPS, "grad_reduced")
+        content = bytearray(other.read_bytes())
+        steps = ParquetFile(other).metadata.row_group(0).column(4)
+        content[steps.data_page_offset + steps.total_compressed_size // 2] ^= 1
+        other.write_bytes(content)
+        with pytest.raises(NotAShardError):
+            rows_of(other, ALL_STEPS, "grad_reduced")
+
+
 def without(column: str) -> Callable[[pa.Table], pa.Table]:
     return lambda rows: rows.drop_columns([column])
 
