@@ -183,7 +183,11 @@ static int reduce_anywhere(const void *x, size_t n, enum format format, double b
 }
 
 static size_t magnitudes_anywhere(const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
-    return look_at_magnitudes(x, n, format, counts, low, high);
+#if defined(__x86_64__) /* before AVX2 it has no such shifts */
+    return look_at_magnitudes(x, n, format, counts, low, high, 0);
+#else
+    return look_at_magnitudes(x, n, format, counts, low, high, 1);
+#endif
 }
 
 #if defined(__GNUC__) && defined(__x86_64__)
@@ -194,12 +198,17 @@ __attribute__((target("avx2"))) static int reduce_avx2(
 
 __attribute__((target("avx2"))) static size_t magnitudes_avx2(
     const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
-    return look_at_magnitudes(x, n, format, counts, low, high);
+    return look_at_magnitudes(x, n, format, counts, low, high, 1);
 }
 
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static int reduce_avx512(
     const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
     return reduce_format(x, n, format, bound, wanted, row);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static size_t magnitudes_avx512(
+    const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
+    return look_at_magnitudes(x, n, format, counts, low, high, 1);
 }
 #endif
 
@@ -209,7 +218,7 @@ static const struct {
     magnitudes look;
 } KERNELS[] = {
 #if defined(__GNUC__) && defined(__x86_64__)
-    {"avx512", reduce_avx512, magnitudes_avx2},
+    {"avx512", reduce_avx512, magnitudes_avx512},
     {"avx2", reduce_avx2, magnitudes_avx2},
 #endif
     {"any", reduce_anywhere, magnitudes_anywhere},

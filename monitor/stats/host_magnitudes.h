@@ -1,10 +1,24 @@
 /* Histograms of magnitudes: how many elements have each exponent, and how many lie between two magnitudes. Included by host_kernel.c.
  *
  * The bits of a float32 without its sign are its magnitude: of two numbers the greater has the greater bits. Adding the greatest
- * mantissa before the mantissa is shifted out counts a power of two to the numbers below it, which is the upper end of its bin. */
+ * mantissa before the mantissa is shifted out counts a power of two to the numbers below it, which is the upper end of its bin.
+ *
+ * Nearly all exponents of a tensor lie in a window of 31 of them. An exponent in it is a word with one bit set, and words are
+ * counted by logic, 16 side by side: three bits of equal weight add to one of that weight and one of twice that, in each of the
+ * word's places at once. What lies outside, and is not 0, is counted in tables. */
 
 #define EXPONENTS 257 /* 0: zeros. 255: magnitudes above 2^127, and Inf. 256: NaN. */
+#define COUNTED EXPONENTS /* in place of an exponent: the element is counted already */
 #define TABLES 8      /* An increment waits for the last one of the same counter, so neighbours count in different tables. */
+#define WINDOW 31     /* The last bit of a word says that its exponent lies outside. */
+#define HEADROOM 2    /* exponents of a window above the greatest one of the elements that it was chosen by */
+#define USUAL 97      /* where a window begins that is chosen by zeros: it ends with magnitudes of 1 */
+#define LARGE ((size_t)1 << 14) /* the least number of elements that pay for a window */
+#define FEW 128       /* Windows are used while at most one in so many elements lies outside. */
+#define SHARE 4       /* Another window is chosen after a piece of which more than one in so many lies outside. */
+#define GROUP ((size_t)8 * LANES)
+#define LEVELS 18     /* enough for the groups of so many elements: */
+#define MOST ((size_t)1 << 24) /* elements after which counters are added up, so that none overflows */
 
 static INLINE uint32_t magnitude_bits(const unsigned char *piece, size_t j) {
     uint32_t bits;
@@ -12,33 +26,225 @@ static INLINE uint32_t magnitude_bits(const unsigned char *piece, size_t j) {
     return bits & 0x7fffffffu;
 }
 
+static INLINE uint32_t exponent_of(const unsigned char *piece, size_t j) {
+    return (magnitude_bits(piece, j) + 0x7fffffu) >> 23;
+}
+
+/* Counters of the exponents from `low` on, bit b for exponent low + b. A bit of sum[l] is worth 2^l elements, and a bit of full[l]
+ * and of waiting[l] 8 times as many: groups wait for another one of their level. */
+typedef struct {
+    _Alignas(64) uint32_t sum[3][LANES];
+    uint32_t full[LEVELS][LANES], waiting[LEVELS][LANES];
+    uint32_t low, groups; /* The bits of the number of groups say at which levels one waits. */
+} window;
+
+typedef struct {
+    uint32_t counts[TABLES][EXPONENTS + 1];
+} tables;
+
+/* Adds a and b to sum. Returns the carry. */
+static INLINE uint32_t add_bits(uint32_t *sum, uint32_t a, uint32_t b) {
+    uint32_t before = *sum;
+    *sum = before ^ a ^ b;
+    return (before & a) | ((before ^ a) & b);
+}
+
+static INLINE uint32_t in_window(const unsigned char *piece, size_t j, uint32_t low) {
+    uint32_t place = (magnitude_bits(piece, j) + 0x7fffffu - (low << 23)) >> 23; /* below the window it wraps around */
+    return place < WINDOW ? place : WINDOW;
+}
+
+/* The word of an element. Adds to `outside` if its exponent lies there. */
+static INLINE uint32_t word_of(const unsigned char *piece, size_t j, uint32_t low, uint32_t *outside) {
+    uint32_t word = (uint32_t)1 << in_window(piece, j, low);
+    *outside += word >> WINDOW;
+    return word;
+}
+
+/* Counts elements of one group. */
+static INLINE void add_group(window *w, const unsigned char *group, uint32_t *outside) {
+    uint32_t carried[LANES], low = w->low;
+    int level = 0;
+    for (int k = 0; k < LANES; k++) {
+        uint32_t ones = w->sum[0][k], twos = w->sum[1][k], fours = w->sum[2][k], out = outside[k], pairs[4], quads[2];
+        for (int i = 0; i < 4; i++) {
+            uint32_t word = word_of(group, 2 * i * LANES + k, low, &out);
+            pairs[i] = add_bits(&ones, word, word_of(group, (2 * i + 1) * LANES + k, low, &out));
+        }
+        quads[0] = add_bits(&twos, pairs[0], pairs[1]);
+        quads[1] = add_bits(&twos, pairs[2], pairs[3]);
+        carried[k] = add_bits(&fours, quads[0], quads[1]);
+        w->sum[0][k] = ones;
+        w->sum[1][k] = twos;
+        w->sum[2][k] = fours;
+        outside[k] = out;
+    }
+    for (uint32_t others = w->groups; others & 1; others >>= 1, level++) {
+#pragma GCC unroll 1 /* else gcc keeps the words in 16 registers, not in vectors */
+        for (int k = 0; k < LANES; k++) {
+            carried[k] = add_bits(&w->full[level][k], w->waiting[level][k], carried[k]);
+        }
+    }
+    if (w->groups++ >> level == 0) { /* the first one of this level */
+        memset(w->full[level], 0, sizeof w->full[level]);
+    }
+    memcpy(w->waiting[level], carried, sizeof carried);
+}
+
+/* Adds numbers of `levels` words, bit by bit as above, to one of more. */
+static INLINE void add_numbers(uint32_t *sum, const uint32_t *number, int levels, int most) {
+    uint32_t carry = 0;
+    for (int level = 0; level < most; level++) {
+        carry = add_bits(&sum[level], level < levels ? number[level] : 0, carry);
+    }
+}
+
+/* Adds to `counts`, and leaves a window that is not chosen. */
+static INLINE void empty_window(window *w, int64_t *counts) {
+    if (!w->groups) {
+        return;
+    }
+    uint32_t total[3 + LEVELS + 5] = {0}, found[WINDOW + 1] = {0}; /* 5: the carries of 16 lanes, twice */
+    int levels = 0;
+    while (w->groups >> levels) {
+        levels++;
+    }
+    for (int k = 0; k < LANES; k++) {
+        uint32_t number[3 + LEVELS];
+        for (int level = 0; level < 3; level++) {
+            number[level] = w->sum[level][k];
+        }
+        for (int level = 0; level < levels; level++) {
+            number[3 + level] = w->full[level][k];
+        }
+        add_numbers(total, number, 3 + levels, 3 + levels + 5);
+        for (int level = 0; level < levels; level++) {
+            number[3 + level] = w->groups >> level & 1 ? w->waiting[level][k] : 0;
+        }
+        add_numbers(total + 3, number + 3, levels, levels + 5);
+    }
+    for (int level = 0; level < 3 + levels + 5; level++) {
+        for (int b = 0; b < WINDOW + 1; b++) {
+            found[b] += (total[level] >> b & 1) << level;
+        }
+    }
+    for (uint32_t b = 0; b < WINDOW && w->low + b < EXPONENTS; b++) {
+        counts[w->low + b] += found[b];
+    }
+    memset(w->sum, 0, sizeof w->sum);
+    w->low = w->groups = 0;
+}
+
+/* Lets the window begin where it holds the greatest finite elements of some groups. */
+static INLINE void choose_window(window *w, const unsigned char *piece, size_t count) {
+    uint32_t greatest[LANES] = {0}, bits = 0;
+    for (size_t j = 0; j < count; j += LANES) {
+        for (int k = 0; k < LANES; k++) {
+            uint32_t magnitude = magnitude_bits(piece, j + k), finite = magnitude < 0x7f800000u ? magnitude : 0;
+            greatest[k] = finite > greatest[k] ? finite : greatest[k];
+        }
+    }
+    for (int k = 0; k < LANES; k++) {
+        bits = greatest[k] > bits ? greatest[k] : bits;
+    }
+    uint32_t end = (bits >> 23) + 2 + HEADROOM; /* after the greatest exponent: a power of two, and most others, have one more */
+    w->low = bits == 0 ? USUAL : end > WINDOW ? end - WINDOW : 1; /* never 0: zeros are counted apart */
+}
+
+/* Counts all groups of a piece that lie in the window, and zeros. Returns how many elements are left, and not 0. */
+static INLINE size_t count_groups(window *w, const unsigned char *piece, size_t count, int64_t *counts) {
+    uint32_t outside[LANES] = {0}, out = 0, zeros = 0;
+    for (size_t j = 0; j < count; j += GROUP) {
+        add_group(w, piece + 4 * j, outside);
+    }
+    for (int k = 0; k < LANES; k++) {
+        out += outside[k];
+    }
+    for (size_t j = 0; out && j < count; j++) {
+        zeros += magnitude_bits(piece, j) == 0;
+    }
+    counts[0] += zeros;
+    return out - zeros;
+}
+
+static INLINE void add_to_tables(tables *t, const uint16_t *exponents, size_t count) {
+    size_t j = 0;
+    for (; j + TABLES <= count; j += TABLES) {
+        for (size_t k = 0; k < TABLES; k++) {
+            t->counts[k][exponents[j + k]]++;
+        }
+    }
+    for (; j < count; j++) {
+        t->counts[0][exponents[j]]++;
+    }
+}
+
+/* Counts those elements of some groups that lie outside the window, and are not 0. */
+static INLINE void count_outside(tables *t, const unsigned char *piece, size_t count, uint32_t low) {
+    uint16_t exponents[PIECE];
+    for (size_t k = 0; k < count; k++) {
+        int done = in_window(piece, k, low) < WINDOW || magnitude_bits(piece, k) == 0;
+        exponents[k] = done ? COUNTED : (uint16_t)exponent_of(piece, k);
+    }
+    for (size_t j = 0; j < count; j += TABLES) {
+        uint64_t pair[2];
+        memcpy(pair, exponents + j, sizeof pair);
+        if ((pair[0] & pair[1]) != COUNTED * 0x0001000100010001u) {
+            add_to_tables(t, exponents + j, TABLES);
+        }
+    }
+}
+
+/* Counts elements from the first one on while windows hold nearly all of them. Returns how many. */
+static INLINE size_t count_by_windows(const unsigned char *x, size_t n, enum format format, int64_t *counts, tables *t) {
+    window w;
+    size_t i = 0, missed = 0;
+    memset(w.sum, 0, sizeof w.sum);
+    w.low = w.groups = 0;
+    while (i < n && missed <= i / FEW + PIECE) {
+        float widened[PIECE];
+        size_t count = n - i > PIECE ? PIECE : n - i, left;
+        const unsigned char *piece = piece_float(x, i, count, format, widened);
+        if (!w.low) {
+            choose_window(&w, piece, count);
+        }
+        left = count_groups(&w, piece, count, counts);
+        if (left) {
+            count_outside(t, piece, count, w.low);
+        }
+        i += count;
+        missed += left;
+        if (SHARE * left > count) { /* the next piece chooses another window */
+            empty_window(&w, counts);
+        }
+    }
+    empty_window(&w, counts);
+    return i;
+}
+
 /* Adds to `counts`, of EXPONENTS numbers. */
-static INLINE void count_format(const unsigned char *x, size_t n, enum format format, int64_t *counts) {
-    uint32_t tables[TABLES][EXPONENTS];
+static INLINE void count_format(const unsigned char *x, size_t n, enum format format, int64_t *counts, int grouping) {
+    tables t;
     for (size_t i = 0; i < n;) {
-        size_t end = n - i > (size_t)1 << 31 ? i + ((size_t)1 << 31) : n; /* no counter overflows */
-        memset(tables, 0, sizeof tables);
+        size_t end = n - i > MOST ? i + MOST : n; /* no counter overflows */
+        memset(&t, 0, sizeof t);
+        if (grouping && end - i >= LARGE) {
+            i += count_by_windows(x + i * BYTES[format], (end - i) / GROUP * GROUP, format, counts, &t);
+        }
         while (i < end) {
             float widened[PIECE];
             uint16_t exponents[PIECE];
-            size_t count = end - i > PIECE ? PIECE : end - i, j = 0;
+            size_t count = end - i > PIECE ? PIECE : end - i;
             const unsigned char *piece = piece_float(x, i, count, format, widened);
             for (size_t k = 0; k < count; k++) {
-                exponents[k] = (uint16_t)((magnitude_bits(piece, k) + 0x7fffffu) >> 23);
+                exponents[k] = (uint16_t)exponent_of(piece, k);
             }
-            for (; j + TABLES <= count; j += TABLES) {
-                for (size_t k = 0; k < TABLES; k++) {
-                    tables[k][exponents[j + k]]++;
-                }
-            }
-            for (; j < count; j++) {
-                tables[0][exponents[j]]++;
-            }
+            add_to_tables(&t, exponents, count);
             i += count;
         }
         for (int k = 0; k < TABLES; k++) {
             for (int j = 0; j < EXPONENTS; j++) {
-                counts[j] += tables[k][j];
+                counts[j] += t.counts[k][j];
             }
         }
     }
@@ -62,11 +268,20 @@ static INLINE size_t within_format(const unsigned char *x, size_t n, enum format
 }
 
 /* As above, in a separate loop per format, in which the format is a constant. With `counts` all exponents are counted; else the
- * magnitudes from `low` to `high`, which are returned. */
-static INLINE size_t look_at_magnitudes(const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
-    switch (format) {
-    case FLOAT32: return counts != NULL ? (count_format(x, n, FLOAT32, counts), 0) : within_format(x, n, FLOAT32, low, high);
-    case BFLOAT16: return counts != NULL ? (count_format(x, n, BFLOAT16, counts), 0) : within_format(x, n, BFLOAT16, low, high);
-    default: return counts != NULL ? (count_format(x, n, FLOAT16, counts), 0) : within_format(x, n, FLOAT16, low, high);
+ * magnitudes from `low` to `high`, which are returned. `grouping`: whether vectors can shift each element by a number of its own. */
+static INLINE size_t look_at_magnitudes(
+    const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high, int grouping) {
+    if (counts == NULL) {
+        switch (format) {
+        case FLOAT32: return within_format(x, n, FLOAT32, low, high);
+        case BFLOAT16: return within_format(x, n, BFLOAT16, low, high);
+        default: return within_format(x, n, FLOAT16, low, high);
+        }
     }
+    switch (format) {
+    case FLOAT32: count_format(x, n, FLOAT32, counts, grouping); break;
+    case BFLOAT16: count_format(x, n, BFLOAT16, counts, grouping); break;
+    default: count_format(x, n, FLOAT16, counts, grouping);
+    }
+    return 0;
 }

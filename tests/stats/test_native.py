@@ -18,7 +18,16 @@ from hypothesis.extra import numpy as arrays
 from reference import assert_agrees, derived, normal
 
 from monitor.stats.host import array_kernel
-from monitor.stats.host.array_kernel import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VARIABLE, NativeKernel, native_kernel
+from monitor.stats.host.array_kernel import (
+    BFLOAT16,
+    EXPONENT_BINS,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    VARIABLE,
+    NativeKernel,
+    native_kernel,
+)
 from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS
 
 COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
@@ -110,6 +119,73 @@ def test_every_processor_computes_the_same_bits() -> None:
                 rows.append(reduce(x).tobytes())
             _host_kernel.choose(KERNELS[0])
             assert len(set(rows)) == 1
+
+
+def exponents(x: np.ndarray, form: int = FLOAT32) -> list[int]:
+    counts = np.zeros(EXPONENT_BINS, dtype=np.int64)
+    _host_kernel.exponents(form, x, x.size, counts)
+    return counts.tolist()
+
+
+def exponents_by_definition(x: np.ndarray) -> list[int]:
+    """0 for a zero, 255 for Inf, 256 for NaN; else 127 more than the least exponent whose power of two is no less, at least 1."""
+    with np.errstate(invalid="ignore"):  # some of the NaN are signalling ones
+        mantissas, powers = np.frexp(np.abs(x.astype(np.float64)))
+    places = np.maximum(powers - (mantissas == 0.5) + 127, 1)
+    for special, place in ((x == 0, 0), (np.isinf(x), 255), (np.isnan(x), 256)):
+        places[special] = place
+    return np.bincount(places, minlength=EXPONENT_BINS).tolist()
+
+
+def counted_arrays() -> dict[str, np.ndarray]:
+    """Nearly all exponents of a piece of 1024 elements in one window, a few or many outside of it, and windows that change."""
+    x, generator = normal(40_037), np.random.default_rng(1)
+    random, scales = (
+        generator.random(len(x)),
+        np.float32(10.0) ** generator.uniform(-38, 0, len(x) // 512 + 1).astype(np.float32),
+    )
+    bits = generator.integers(0, 1 << 32, len(x), dtype=np.uint32).view(np.float32)
+    return {
+        "normal": x,
+        "powers of two": np.float32(2.0) ** np.rint(8 * x),
+        "half zeros": np.maximum(x, 0),
+        "zeros": np.zeros_like(x),
+        "zeros, then numbers": np.where(np.arange(len(x)) < 3000, 0, x).astype(np.float32),
+        "squares of small numbers": np.square(np.float32(1e-5) * x),
+        "a few tiny": np.where(random < 0.001, 1e-30 * x, x).astype(np.float32),
+        "a few huge and infinite": np.where(random < 0.001, np.inf * x, np.where(random > 0.999, 1e30 * x, x)).astype(
+            np.float32
+        ),
+        "a few NaN": np.where(random < 0.001, np.nan, x).astype(np.float32),
+        "subnormal": (1e-40 * x).astype(np.float32),
+        "huge": (5e37 * x).astype(np.float32),
+        "tiny, then large": np.where(np.arange(len(x)) < 20_000, 1e-25 * x, x).astype(np.float32),
+        "rows of any scale": x * np.repeat(scales, 512)[: len(x)],
+        "any bits": bits,
+        "nothing but NaN": np.full_like(x, np.nan),
+    }
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("what", counted_arrays())
+def test_each_element_counts_once_and_to_its_exponent(what: str) -> None:
+    x = counted_arrays()[what]
+    assert exponents(x) == exponents_by_definition(x)
+    assert exponents(x[:20_000]) == exponents_by_definition(x[:20_000])
+    with np.errstate(all="ignore"):
+        half = x.astype(np.float16)
+    assert exponents(half, FLOAT16) == exponents_by_definition(half.astype(np.float32))
+    upper = (x.view(np.uint32) >> 16).astype(np.uint16)
+    assert exponents(upper, BFLOAT16) == exponents_by_definition((upper.astype(np.uint32) << 16).view(np.float32))
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_no_counter_of_exponents_overflows_in_a_large_array() -> None:
+    """More elements than are counted between two additions of the counters, and equal, so all of them in one counter."""
+    x = np.full((1 << 24) + 16_500, 0x3F80, dtype=np.uint16)
+    x[-1] = 0
+    counts = exponents(x, BFLOAT16)
+    assert (counts[0], counts[127]) == (1, x.size - 1)
 
 
 def test_zeros_have_no_sign() -> None:
