@@ -28,6 +28,7 @@ from monitor.stats.torch.tensors import (
     has_memory,
     is_plain,
     local_shard,
+    measured_shape,
     plain_address,
     unseen,
 )
@@ -402,8 +403,7 @@ class TorchTensorReader(Reader):
         return source is not None
 
     def _layout(self, x: Tensor) -> int:
-        local = local_shard(x)
-        return self._table.layout_of(x.shape if local is None else local.shape, x.dtype)
+        return self._table.layout_of(measured_shape(x), x.dtype)
 
     def _remember(self, x: Tensor, version: Version, row: int, layout: int) -> None:
         if len(self._seen) >= MAX_SEEN:

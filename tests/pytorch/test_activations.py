@@ -25,8 +25,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.func import functional_call
 from watching import Output, attached
 
+from monitor import read_manifest, read_series
 from monitor.pytorch import modules
 from monitor.stats.host.array_kernel import VARIABLE, NativeKernel, NumpyKernel
+from monitor.stats.table import TensorLayout
 
 
 def values(*shape: int) -> Tensor:
@@ -238,6 +240,19 @@ def test_sparse_and_complex_tensors_have_numbers(output: Output) -> None:
 
     expected = statistics(".output_0", dense) | statistics(".output_1", dense) | statistics(".output_2", complex_.abs())
     assert found == pytest.approx(expected)
+
+
+def test_a_jagged_tensor_has_the_numbers_and_the_shape_of_its_rows_together(output: Output) -> None:
+    """Its own shape has a symbol that is new for each tensor and cannot be written to a manifest."""
+    rows = [values(2, 3), values(4, 3)]
+    jagged = [torch.nested.nested_tensor(rows, layout=torch.jagged) for _ in range(2)]
+
+    found = activations(output, Returns(*jagged), ops=["norm", "shape"])
+
+    norm = pytest.approx(torch.cat(rows).norm().item())
+    assert [row.values for row in found.rows("actv")] == [{"norm": norm, "shape": "[6, 3]"}] * 2
+    manifest = read_manifest(found.directory / "manifest.json")
+    assert {one.layout for one in read_series(found.directory, manifest)} == {TensorLayout((6, 3), "torch.float64")}
 
 
 def test_an_empty_tensor_is_measured_and_has_no_mean(output: Output) -> None:

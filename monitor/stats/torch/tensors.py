@@ -122,6 +122,16 @@ def local_shard(x: Tensor) -> Tensor | None:
     return None if wrapper else x
 
 
+def measured_shape(x: Tensor) -> tuple[int, ...]:
+    """The shape of the elements of ``x`` on this rank. For a jagged tensor: that of all its rows. Its own shape has a symbol
+    in place of their lengths, a new one for each tensor.
+    """
+    if x.layout is torch.jagged:
+        return _stored(x).dense.shape
+    local = local_shard(x)
+    return x.shape if local is None else local.shape
+
+
 def _when_there(x: Any) -> Tensor | None:
     """The result of an ``AsyncCollectiveTensor``. The current stream waits for it, as it would at the first operation on it."""
     with torch.no_grad():
