@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from monitor.failures import Failures
 from monitor.pytorch.clipping import GradientClipping
@@ -126,6 +126,23 @@ HOST: Final = torch.device("cpu")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+class _HookOfAll:
+    """A hook that torch calls for all optimizers. One that is removed within such a call stays, and does nothing."""
+
+    def __init__(self, register: Callable[..., Removable], call: Callable[..., None]) -> None:
+        self._call: Callable[..., None] | None = call
+        self._handle = register(self)
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def remove(self) -> None:
+        self._call = None
+        if not _steps_within():
+            self._handle.remove()
+
+
 class OptimizerSteps(CallListener):
     """Reports the steps of optimizers to a listener.
 
@@ -167,7 +184,8 @@ class OptimizerSteps(CallListener):
         for wrapper, inner in wrappers.items():
             self._follow_wrapper(wrapper, inner)
         if not optimizers:
-            self._hooks.add(self._wait_for_optimizer())
+            self._at_every_step(register_optimizer_step_pre_hook, self._adopt_if_monitored, "finding the optimizer")
+        self._at_every_step(register_optimizer_step_post_hook, self._replaced_by, "looking for a replaced optimizer")
         self._hooks.add(GradientClipping(listener, failures))
         SCALER_PATCH.add(self)
 
@@ -206,24 +224,31 @@ class OptimizerSteps(CallListener):
         for register, hook in ((wrapper.register_step_pre_hook, begins), (wrapper.register_step_post_hook, ended)):
             self._hooks.add(register(torch.compiler.disable(self._guarded("following a wrapper", hook))))
 
-    def _wait_for_optimizer(self) -> Removable:
+    def _at_every_step(self, register: Callable[..., Removable], method: Callable[[Optimizer], None], where: str) -> None:
         """Register a hook of all optimizers. It references this object weakly, or torch would keep the model alive."""
-        adopt_if_monitored = weakref.WeakMethod(self._adopt_if_monitored)
+        weak = weakref.WeakMethod(method)
 
-        def look_at(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-            if (living := adopt_if_monitored()) is not None:
+        def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            if (living := weak()) is not None:
                 living(optimizer)
 
-        handle: Removable = register_optimizer_step_pre_hook(
-            torch.compiler.disable(self._guarded("finding the optimizer", look_at))
-        )
-        weakref.finalize(self, handle.remove).atexit = False
-        return handle
+        if not _steps_within():  # torch must not find its dictionary of hooks changed while it calls them
+            handle = _HookOfAll(register, torch.compiler.disable(self._guarded(where, hook)))
+            weakref.finalize(self, handle.remove).atexit = False
+            self._hooks.add(handle)
+
+    def _replaced_by(self, optimizer: Optimizer) -> None:
+        """Report an optimizer that has stepped all parameters of a known one."""
+        if not self._monitored((optimizer,)):
+            stepped = _ids(optimizer)
+            old = next((one for one in self.optimizers if stepped.issuperset(_ids(one) or {0})), None)
+            if old is not None:
+                self._listener.replaced(old, optimizer)
 
     def _adopt_if_monitored(self, optimizer: Optimizer) -> None:
         """Called before the optimizer's own hooks: an optimizer adopted here reports this step already."""
         if not self.optimizers:
-            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            stepped = _ids(optimizer)
             if any(id(p) in stepped for chunk in self._chunks for p in chunk.parameters()):
                 self._adopt(optimizer)
 
@@ -302,17 +327,26 @@ class OptimizerSteps(CallListener):
             self._listener.after_step(optimizer)
 
 
+def _ids(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def _within_a_step_of(optimizer: Optimizer) -> bool:
     """Whether a hook is called for a step inside a step. If a class's ``step`` calls its base's, torch runs the hooks for both.
     The stack shows the nesting, also after a step that raised.
     """
+    return _steps_within(optimizer) >= 2
+
+
+def _steps_within(optimizer: Optimizer | None = None) -> int:
+    """The number of steps in progress on this thread, of one optimizer or of all, with the hooks that they call."""
     frame: FrameType | None = sys._getframe(1)
     found = 0
-    while frame is not None and found < 2:
-        if frame.f_code is CALLS_HOOKS and frame.f_locals.get("self") is optimizer:
+    while frame is not None:
+        if frame.f_code is CALLS_HOOKS and optimizer in (None, frame.f_locals.get("self")):
             found += 1
         frame = frame.f_back
-    return found == 2
+    return found
 
 
 def _found_inf(optimizer: Optimizer) -> Tensor | None:

@@ -10,7 +10,7 @@ from typing import Any, Final, final
 from monitor.pipeline.process import PROCESS
 from monitor.recording import phases
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.attached_model import Attached, AttachmentSpec, Host, ModelNames, NamedModule
+from monitor.recording.attached_model import Attached, AttachmentSpec, Host, ModelNames, NamedModule, NamedParameter
 from monitor.recording.backend import HookSet
 from monitor.recording.features.collector import FeatureCollector
 from monitor.recording.module_info import StackCollector, StructureCollector
@@ -120,10 +120,6 @@ BATCH: Final = "batch"
 BETWEEN_STEPS: Final = (
     "log({names}) was called after optimizer.step() has ended a step, and before the next forward. It is not known to which of "
     "the two steps the numbers belong, and they are not recorded. Call log before optimizer.step()."
-)
-NEVER_STEPPED: Final = (
-    "no optimizer that was passed to set_monitor has stepped ({names}), so no step has ended. Pass the "
-    "optimizers whose step() the loop calls."
 )
 
 
@@ -365,6 +361,12 @@ class Attachment:
         if self._turns.begun:
             self._end_step(self._turns.status)
 
+    def replaced(self, old: Any, new: Any) -> None:
+        """End the step, unless the optimizers that were passed take part in it."""
+        if self.begun and not self._turns.begun:
+            self._failures.warn("replaced optimizer", phases.REPLACED.format(new=type(new).__name__, old=type(old).__name__))
+            self._end_step("complete")
+
     def _begin_turn(self, optimizer: Any) -> None:
         """End the step in progress if ``optimizer`` has had its turn in it."""
         self._now = None
@@ -454,10 +456,13 @@ class Attachment:
             last(phases.Collector.before_seal)
 
     def _report_optimizers(self) -> None:
-        """Note partly skipped steps in the manifest, and warn once about parameters that no optimizer steps."""
+        """Note partly skipped steps in the manifest. Warn about parameters that no optimizer steps, or that are new."""
         if self._turns.mixed:
             self.sealer.note("optimizers", phases.PARTLY_SKIPPED)
-        if self._unheld_reported or not self._needs_optimizers():
+        if said := self._held.unknown_warning(self._parameters_now):
+            self._failures.warn("new parameters", said)
+            self.sealer.note("new_parameters", said)
+        if self._unheld_reported or not phases.measures_optimizers(self.watch.config):
             return
         self._unheld_reported = True
         if said := self._held.unstepped_warning(self._steps.optimizers):
@@ -465,11 +470,8 @@ class Attachment:
             self._failures.warn("parameters of no optimizer", said)
             self.sealer.note("parameters", said)
 
-    def _needs_optimizers(self) -> bool:
-        config = self.watch.config
-        of_weights = config.wg_distribution or config.param_distribution or config.mv_distribution
-        of_updates = config.update_ratio or config.optimizer_health or config.mg_direction or config.ur_distribution
-        return of_weights or of_updates
+    def _parameters_now(self) -> Iterator[NamedParameter]:
+        return ModelNames([self._backend.modules.parts(one) for one in self.watch.chunks], self.watch.config).parameters()
 
     def _begin_step(self, *, before_a_turn: bool = False) -> None:
         self.begun = False
@@ -499,7 +501,7 @@ class Attachment:
         self._steps.remove()
         if keep and not self._any_turn and max(self.clock.forward) >= self.clock.micro_steps:
             names = ", ".join(dict.fromkeys(type(one).__name__ for one in self._steps.optimizers))
-            self._failures.warn("no optimizer's step", NEVER_STEPPED.format(names=names))
+            self._failures.warn("no optimizer's step", phases.NEVER_STEPPED.format(names=names))
         try:
             was_active = self._recorder.active
             self._before_seal()

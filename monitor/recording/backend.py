@@ -133,6 +133,9 @@ class StepListener(Protocol):
     def all_stepped(self) -> None:
         """The container of all optimizers has stepped: the step ends, even if some of them had no turn."""
 
+    def replaced(self, old: Any, new: Any) -> None:
+        """An optimizer that was not passed has stepped all parameters of one that was."""
+
     def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:
         """Called before the step: its gradients were computed from a loss multiplied by ``scale``.
 

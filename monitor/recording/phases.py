@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, final
 
+from monitor.config import MonitorConfig
 from monitor.recording.attached_model import NamedParameter, ParameterSubset
 from monitor.recording.recorder import Due
 from monitor.stats.table import Status
@@ -20,8 +22,35 @@ LEFT_OUT: Final = (
     "{twice} stepped twice before {once} stepped once: the step ended between the two. Rows measured between them are recorded "
     "in the step that ended. docs/optimizers.md shows the rows of such steps."
 )
+REPLACED: Final = (
+    "An optimizer that was not passed to set_monitor ({new}) has stepped all parameters of one that was ({old}). Its steps are "
+    "counted, but have no rows of reduced gradients, weights, moments and updates. Call set_monitor again with the optimizers "
+    "that step now."
+)
+NEVER_STEPPED: Final = (
+    "no optimizer that was passed to set_monitor has stepped ({names}), so no step has ended. Pass the "
+    "optimizers whose step() the loop calls."
+)
+UNKNOWN: Final = (
+    "Parameters were added to the model or replaced since set_monitor was called ({names}). They have no rows, and neither "
+    "have modules that were added or replaced. Call set_monitor again with the same model and optimizers."
+)
 NAMED: Final = 3
 """Parameters that a warning names."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and the number of the others."""
+    rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + rest
+
+
+def measures_optimizers(config: MonitorConfig) -> bool:
+    """Whether a configuration asks for kinds that are measured around an optimizer's step."""
+    of_weights = config.wg_distribution or config.param_distribution or config.mv_distribution
+    of_updates = config.update_ratio or config.optimizer_health or config.mg_direction or config.ur_distribution
+    return of_weights or of_updates
+
 
 UNSCALED: Final = "divided by loss_scale"
 STILL_SCALED: Final = "multiplied by loss_scale: the optimizer divides by it inside its step"
@@ -213,6 +242,7 @@ class OptimizerParameters:
         self._ids: dict[int, Collection[int] | None] = {}
         self._held: dict[int, ParameterSubset] = {}
         self._free: list[NamedParameter] = []
+        self._compared: list[Collection[int]] = []
 
     def by(self, optimizer: Any, optimizers: Sequence[Any]) -> ParameterSubset:
         """The parameters that ``optimizer`` steps, one of ``optimizers``; None for all recorded ones."""
@@ -232,15 +262,27 @@ class OptimizerParameters:
     def unstepped_warning(self, optimizers: Sequence[Any]) -> str:
         """The warning that no known optimizer steps some trained parameters; empty if each has an optimizer."""
         self._divide(optimizers)
-        count = len(self._free)
-        named = ", ".join(one.name for one in self._free[:NAMED])
-        rest = f" and {count - NAMED} more" if count > NAMED else ""
+        count, names = len(self._free), listed([one.name for one in self._free])
         said = (
             f"{count} of {len(self._parameters)} parameters belong to no optimizer that was passed to set_monitor "
-            f"({named}{rest}). They have no rows of reduced gradients, weights, moments and updates. Pass every optimizer of "
+            f"({names}). They have no rows of reduced gradients, weights, moments and updates. Pass every optimizer of "
             "the model: set_monitor(model, grad_acc_steps, [first, second])."
         )
         return said if count else ""
+
+    def unknown_warning(self, now: Callable[[], Iterable[NamedParameter]]) -> str:
+        """The warning that optimizers step parameters that the model has got since it was attached; mostly empty.
+
+        Args:
+            now: Returns the parameters of the model. Called if the parameter groups have changed.
+        """
+        ids = [one for one in self._ids.values() if one is not None]
+        if len(ids) == len(self._compared) and all(map(is_, ids, self._compared)):
+            return ""
+        self._compared = ids
+        new = frozenset[int]().union(*ids) - {id(one.tensor) for one in self._parameters}
+        names = [one.name for one in now() if id(one.tensor) in new] if new else []
+        return UNKNOWN.format(names=listed(names)) if names else ""
 
     def _called(self, optimizer: Any, optimizers: Sequence[Any]) -> str:
         """The description of an optimizer in messages: its class, and the first parameter that it steps."""

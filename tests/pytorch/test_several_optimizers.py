@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
-from watching import Output, assert_rows, attached, warnings_in
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
+from watching import Output, assert_rows, attached, train, warnings_in
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(7))
 EVERYTHING_OF_STEPS: dict[str, Any] = {
@@ -364,7 +365,7 @@ class TestWhenAStepEnds:
 
     def test_an_optimizer_that_never_steps_is_said(self, output: Output, caplog: pytest.LogCaptureFixture) -> None:
         model = small_model()
-        passed, stepping = SGD(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1)
+        passed, stepping = SGD(model.parameters(), lr=0.1), SGD(model[0].parameters(), lr=0.1)
         with attached(output, model, passed, **EVERYTHING_OF_STEPS):
             for _ in range(2):
                 model(X).square().sum().backward()
@@ -645,3 +646,105 @@ class TestStateThatIsNotTheParameters:
                     optimizer.state[p]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].float()
                     p.grad = None
         assert len(output.rows("exp_avg")) == 3
+
+
+# Optimizers and parameters that change while training runs.
+
+
+def test_an_optimizer_that_takes_the_place_of_another_ends_steps_until_it_is_passed(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_model()
+    first, second = AdamW(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1, momentum=0.9)
+    local: list[float] = []
+    with attached(output, model, first, wg_distribution=True, param_distribution=True, ops=["norm"], ndigits=17) as monitor:
+        for step, optimizer in enumerate((first, second, second, second)):
+            if step == 3:
+                monitor.set_monitor(model, grad_acc_steps=1, optimizer=second)
+            model(X).square().sum().backward()
+            local.append(model[0].weight.grad.norm().item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    rows = [row for row in output.rows("grad_unreduced") if row.name == "0.weight"]
+    assert [(row.step, row.values["norm"]) for row in rows] == [(n, pytest.approx(norm)) for n, norm in enumerate(local)]
+    assert {row.step for kind in ("grad_reduced", "param_updated") for row in output.rows(kind)} == {0, 3}
+    said = "not passed to set_monitor (SGD) has stepped all parameters of one that was (AdamW)"
+    assert [said in one for one in warnings_in(caplog)] == [True, False]
+
+
+def test_a_container_that_steps_the_passed_optimizers_takes_the_place_of_none(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Both(Optimizer):
+        def step(self, _closure: Any = None) -> None:
+            for one in pair:
+                one.step()
+
+    model = small_model()
+    pair = matrices_and_rest(model)
+    both = Both(model.parameters(), {})
+    with attached(output, model, list(pair), wg_distribution=True, ops=["norm"]):
+        for _ in range(3):
+            model(X).square().sum().backward()
+            both.step()
+    assert {row.step for row in output.rows("grad_reduced")} == {0, 1, 2}
+    assert warnings_in(caplog) == []
+
+
+def test_parameters_that_come_while_training_runs_are_named_and_have_rows_after_attaching_again(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with attached(output, model, optimizer, param_distribution=True, ops=["norm"], ndigits=17) as monitor:
+        for step in range(3):
+            if step == 1:
+                model.append(nn.Linear(4, 4))
+                optimizer.add_param_group({"params": [*model[3].parameters()]})
+            if step == 2:
+                monitor.set_monitor(model, grad_acc_steps=1, optimizer=optimizer)
+            model(X).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    rows = {(row.step, row.name): row.values["norm"] for row in output.rows("param_updated") if row.name.startswith("3.")}
+    expected = {(2, f"3.{name}"): p.detach().norm().item() for name, p in model[3].named_parameters()}
+    assert rows == pytest.approx(expected)
+    assert "(3.weight, 3.bias). They have no rows" in warnings_in(caplog)[0]
+    assert "3.weight, 3.bias" in output.manifest()["notes"]["new_parameters"]
+
+
+def test_a_monitor_may_be_attached_and_closed_in_a_hook_of_all_optimizers(output: Output) -> None:
+    """Torch iterates over a dictionary of hooks meanwhile."""
+    model = small_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    monitors: list[Any] = []
+
+    def attach_and_close(*_: Any) -> None:
+        for one in monitors:
+            one.close()
+        monitors[:] = [attached(output, model, optimizer, param_distribution=True, ops=["norm"])]
+
+    handle = register_optimizer_step_post_hook(attach_and_close)
+    try:
+        train(model, optimizer, 3, X)
+    finally:
+        handle.remove()
+    train(model, optimizer, 1, X)
+    monitors[0].close()
+    assert not _global_optimizer_post_hooks
+    assert len(output.directories()) == 3
+
+
+def test_a_monitor_that_is_closed_in_a_hook_of_all_optimizers_leaves_a_hook_that_does_nothing(output: Output) -> None:
+    model = small_model()
+    optimizer, other = (SGD(model.parameters(), lr=0.1) for _ in range(2))
+    monitor = attached(output, model, optimizer, wg_distribution=True, ops=["norm"])
+    handle = register_optimizer_step_post_hook(lambda *_: monitor.close())
+    try:
+        train(model, optimizer, 1, X)
+    finally:
+        handle.remove()
+    train(model, other, 2, X)
+    assert {row.step for row in output.rows("grad_reduced")} == {0}
