@@ -2,115 +2,26 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
 from monitor.failures import Failures
+from monitor.pytorch.clipping import ChangeDetector, GradientVersion
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.hooks import first_after_accumulation, loop_hooks, untraced, when_backward_ends
+from monitor.pytorch.hooks import first_after_accumulation, loop_hooks, untraced
 from monitor.pytorch.process_group import has_others, is_settled, stage_ranks
 from monitor.pytorch.reductions.memory import Groups, ReductionGroup
 from monitor.pytorch.reductions.seen import ObservedReductions
-from monitor.recording.attached_model import NamedParameter, ParameterSubset
+from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.parameters import NOT_ACCUMULATED, SUMMED_EARLY, GradientRows, Reading
 from monitor.recording.phases import STILL_SCALED, OptimizerTurn
 from monitor.series import Ranks
-
-# --- Changes of gradients between the end of backward and the optimizer's step, such as clipping. Gradients are read at the
-# step, so a loop that clips has done it by then. Most reducers write to gradients inside backward, which is no such change. So
-# a gradient's version is taken when backward, including its reducer, has ended.
-
-MAX_SENTINELS: Final = 4
-"""Gradients that are checked. A few suffice: clipping changes all of them."""
-
-
-class GradientVersion:
-    """A weak reference to a gradient and its version, to detect later whether it was replaced or changed.
-
-    Views are compared by their base: FSDP makes new views of one gradient after every micro-batch. Changes that bypass the
-    version (``p.grad.data``) are not detected.
-    """
-
-    __slots__ = ("_gradient", "_version")
-
-    def __init__(self, gradient: Tensor) -> None:
-        self._gradient = weakref.ref(_base_of(gradient))
-        self._version = gradient._version
-
-    def refers_to(self, gradient: Tensor | None) -> bool:
-        return gradient is not None and self._gradient() is _base_of(gradient)
-
-    def is_intact(self, gradient: Tensor | None) -> bool:
-        return gradient is not None and self.refers_to(gradient) and gradient._version == self._version
-
-
-class ChangeDetector:
-    """Follows the first and the last gradients of each backward of a step."""
-
-    def __init__(self, failures: Failures) -> None:
-        self._failures = failures
-        self._task = -1
-        self._latest: NamedParameter | None = None
-        self._sentinels: dict[NamedParameter, GradientVersion | None] = {}
-
-    def begin_step(self) -> None:
-        self._latest = None
-        self._sentinels.clear()
-
-    def arrived(self, parameter: NamedParameter) -> None:
-        """Backward has reached a parameter."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            self._sentinels = dict.fromkeys(self._sentinels)  # in case this backward does not end
-            self._add(parameter)
-            when_backward_ends(self._failures.guarded("following the gradients", self._ended, "Clipping may go unnoticed."))
-        self._latest = parameter
-
-    def changed(self, reduced: Callable[[NamedParameter], Tensor | None], held: ParameterSubset = None) -> bool:
-        """Whether a gradient that is about to be read was written to since backward ended.
-
-        Args:
-            reduced: Finds the tensor that is about to be read. If backward left another tensor, nothing is known.
-            held: The parameters that are about to be read.
-        """
-        for parameter, left in self._sentinels.items():
-            gradient = None if left is None or (held is not None and parameter not in held) else reduced(parameter)
-            if left is not None and left.refers_to(gradient) and not left.is_intact(gradient):
-                return True
-        return False
-
-    def intact(self, reduced: Callable[[NamedParameter], Tensor | None], held: ParameterSubset = None) -> bool:
-        """Whether all gradients that are checked, at least one, are as backward left them. Arguments as for ``changed``."""
-        left = [(one, version) for one, version in self._sentinels.items() if held is None or one in held]
-        return bool(left) and all(version is not None and version.is_intact(reduced(one)) for one, version in left)
-
-    def _add(self, parameter: NamedParameter) -> None:
-        if len(self._sentinels) < MAX_SENTINELS:
-            self._sentinels.setdefault(parameter)
-
-    def _ended(self) -> None:
-        """Take all versions again: later backwards of a step add to the gradients of earlier ones."""
-        self._task = -1
-        if self._latest is not None:
-            self._add(self._latest)
-        for parameter in self._sentinels:
-            gradient = parameter.tensor.grad
-            self._sentinels[parameter] = None if gradient is None else GradientVersion(gradient)
-
-
-def _base_of(gradient: Tensor) -> Tensor:
-    base: Tensor | None = gradient._base
-    return gradient if base is None else base
-
 
 # --- Whether a gradient is reduced when the optimizer's step begins: known from the framework, or observed, or assumed not to
 # be. Ranks that share parameters average their gradients inside backward (DistributedDataParallel and other frameworks),

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -270,7 +270,8 @@ class OptimizerSteps(CallListener):
         self._called.clear()
         for one in self._monitored(given):
             if scaler.is_enabled() and scaler._scale is not None:
-                self._listener.loss_scale(one, scaler._scale, self._scalers.setdefault(scaler, len(self._scalers)))
+                index, late = self._scalers.setdefault(scaler, len(self._scalers)), not _has_unscaled(scaler, optimizer)
+                self._listener.loss_scale(one, scaler._scale, index, late=late)
 
     def _scaler_ended(self, scaler: GradScaler, optimizer: Any, *_: Any, **__: Any) -> None:
         for one in self._monitored(optimizers_in(optimizer)) if scaler.is_enabled() else ():
@@ -325,6 +326,11 @@ class OptimizerSteps(CallListener):
             self._listener.step_skipped(optimizer)
         else:
             self._listener.after_step(optimizer)
+
+
+def _has_unscaled(scaler: GradScaler, optimizer: Any) -> bool:
+    """Whether the loop has called ``unscale_`` for this step. Otherwise ``step`` divides the gradients, after any clipping."""
+    return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED)
 
 
 def _ids(optimizer: Optimizer) -> set[int]:

@@ -315,9 +315,9 @@ class Attachment:
 
     # `StepListener`: the phases of an optimizer's step, in this order.
 
-    def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:
+    def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0, *, late: bool = False) -> None:
         self._begin_turn(optimizer)
-        self._scaling_said = phases.UNSCALED
+        self._scaling_said = phases.UNSCALED_LATE if late else phases.UNSCALED
         if self._records_scaled():
             self.sealer.note(
                 "loss_scale", "grad_unreduced and actv_grad are multiplied by the loss scale, whose rows are in `other`"

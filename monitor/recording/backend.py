@@ -136,11 +136,12 @@ class StepListener(Protocol):
     def replaced(self, old: Any, new: Any) -> None:
         """An optimizer that was not passed has stepped all parameters of one that was."""
 
-    def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0) -> None:
+    def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0, *, late: bool = False) -> None:
         """Called before the step: its gradients were computed from a loss multiplied by ``scale``.
 
         Args:
             scaler: Index of the scaler in the job.
+            late: Whether the gradients are still multiplied by it. They are divided before ``gradients_ready``.
         """
 
     def scales_itself(self, optimizer: Any, found_inf: Any, still_scaled: bool) -> None:

@@ -53,6 +53,7 @@ def measures_optimizers(config: MonitorConfig) -> bool:
 
 
 UNSCALED: Final = "divided by loss_scale"
+UNSCALED_LATE: Final = "divided by loss_scale in scaler.step()"
 STILL_SCALED: Final = "multiplied by loss_scale: the optimizer divides by it inside its step"
 
 
@@ -63,7 +64,7 @@ class OptimizerTurn:
     Attributes:
         optimizer: The optimizer; None if the framework has none on this rank.
         held: The recorded parameters that it steps; None if it steps all of them.
-        scaling: How the loss scale may have changed its gradients, for a note: ``UNSCALED``, ``STILL_SCALED`` or empty.
+        scaling: How the loss scale may have changed its gradients, for a note: one of the texts above, or empty.
         ids: The ids of all parameters that it steps; None if it steps all. Most steps have the same object.
     """
 
@@ -82,12 +83,14 @@ class Clipping:
         limit: The greatest norm that is left; None if nothing is clipped.
         of: The ids of the clipped parameters; None for all that the optimizers step.
         is_total: Whether the norm is known to be that of all ranks' gradients. Otherwise it is, if this rank has all of them.
+        intact: Returns whether the gradients are still as this clipping left them. None if that is not followed.
     """
 
     norm: Any
     limit: float | None = None
     of: frozenset[int] | None = None
     is_total: bool = False
+    intact: Callable[[], bool] | None = None
 
 
 class Collector:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import hypot
 from typing import Any, Final, final
 
 from monitor.recording.attached_model import Attached, NamedParameter
 from monitor.recording.parameters import GradientCollector
-from monitor.recording.phases import Clipping, Collector, OptimizerTurn
+from monitor.recording.phases import UNSCALED, Clipping, Collector, OptimizerTurn
 from monitor.recording.recorder import RecordedSeries
 from monitor.series import CLIPPED_NORM, GRAD_NORM, LEARNING_RATE, RUN_KIND, Placement, Series
 from monitor.stats.partials import COUNT, SUM
@@ -51,6 +52,7 @@ class RunNumbers(Collector):
         self._clippings: list[Clipping] = []
         self._turns: dict[int, Collection[int] | None] = {}
         self._whole: frozenset[int] | None = None
+        self._ids = frozenset[int]()
         self._all_here: bool | None = None
         self._norm_at: int | None = None
         self._covered: dict[int, tuple[Collection[int], bool]] = {}
@@ -89,6 +91,14 @@ class RunNumbers(Collector):
 
     def gradients_ready(self, turn: OptimizerTurn) -> None:
         self._turns[id(turn.optimizer)] = turn.ids
+        self._clippings = [self._checked(one, turn) for one in self._clippings]
+
+    def _checked(self, one: Clipping, turn: OptimizerTurn) -> Clipping:
+        """A clipping of gradients that an optimizer is about to receive: without its norm if they have changed since."""
+        if one.intact is None or (turn.ids is not None and one.of is not None and one.of.isdisjoint(turn.ids)):
+            return one
+        known = turn.scaling in ("", UNSCALED) and one.intact()
+        return replace(one, norm=one.norm if known else None, intact=None)
 
     def clipped(self, clipping: Clipping) -> None:
         """Take a snapshot of the norm: the loop may change its tensor."""
@@ -97,7 +107,7 @@ class RunNumbers(Collector):
 
     def _take_norm(self, clipping: Clipping) -> None:
         norm = None if clipping.norm is None else self._number(clipping.norm)
-        self._clippings.append(Clipping(norm, clipping.limit, clipping.of, clipping.is_total))
+        self._clippings.append(replace(clipping, norm=norm))
 
     def _take_rates(self, optimizer: Any) -> None:
         several = self._framework.optimizers if len(self._framework.optimizers) > 1 else ()
@@ -179,8 +189,14 @@ class RunNumbers(Collector):
             return found
         parts = [one.of for one in found if one.of is not None]
         covered = frozenset[int]().union(*parts)
-        once = len(parts) == len(found) and sum(map(len, parts)) == len(covered)
+        once = len(parts) == len(found) and sum(map(len, parts)) == len(covered) and self._are_of_model(covered)
         return found if once and stepped is not None and not self._have_gradients(stepped - covered) else []
+
+    def _are_of_model(self, ids: Collection[int]) -> bool:
+        """Whether the model has all these parameters. An optimizer may step others, too, whose gradients a norm includes."""
+        if not self._ids.issuperset(ids):  # walking over the names of a large model takes milliseconds
+            self._ids = frozenset(id(one.tensor) for one in self._parameters(trained=False))
+        return self._ids.issuperset(ids)
 
     def _stepped(self) -> frozenset[int] | None:
         """The ids of the parameters that optimizers have stepped in this step; None if they step all."""
@@ -230,11 +246,11 @@ class RunNumbers(Collector):
         is_whole = placement.shard is None and not placement.partial and not placement.differing and not placement.assumed
         return is_whole and len(ranks) == self._attached.watch.ownership.world_size
 
-    def _parameters(self) -> Iterator[NamedParameter]:
-        """All parameters of the model that are trained, whether they are recorded or not."""
+    def _parameters(self, *, trained: bool = True) -> Iterator[NamedParameter]:
+        """All parameters of the model, or all that are trained, whether they are recorded or not."""
         for chunk, root in enumerate(self._attached.watch.chunks):
             for name, tensor in self._attached.backend.modules.parts(root).parameters:
-                if tensor.requires_grad:
+                if tensor.requires_grad or not trained:
                     yield NamedParameter(chunk, name, tensor)
 
 

@@ -143,7 +143,7 @@ def test_a_skipped_step_ends_though_it_could_not_be_read() -> None:
         def gradients_ready(self, _: Optimizer) -> None:
             raise OSError
 
-        def loss_scale(self, _: Optimizer, scale: torch.Tensor, scaler: int) -> None: ...
+        def loss_scale(self, _: Optimizer, scale: torch.Tensor, scaler: int, *, late: bool) -> None: ...
 
         def step_skipped(self, _: Optimizer) -> None:
             self.skipped += 1

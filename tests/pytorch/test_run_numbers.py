@@ -13,6 +13,7 @@ import pytest
 import torch
 from pyarrow.parquet import read_table
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from watching import Output, attached, warnings_in
@@ -112,8 +113,9 @@ def test_the_norm_before_and_after_clipping_is_that_of_all_gradients(output: Out
         lambda model: clip_grad_norm_(model.parameters(), 1.0, norm_type=1),
         lambda model: clip_grad_norm_(model[0].parameters(), 1.0),
         lambda model: [clip_grad_norm_(model.parameters(), limit) for limit in (2.0, 1.0)],
+        lambda model: (clip_grad_norm_(model.parameters(), 1.0), model.eval(), backward(model)),
     ],
-    ids=["by value", "by hand", "past the version", "by another norm", "some", "twice"],
+    ids=["by value", "by hand", "past the version", "by another norm", "some", "twice", "before the last backward"],
 )
 def test_where_the_norm_before_is_not_known_only_the_norm_that_the_optimizer_received_has_a_row(
     output: Output, change: Clip
@@ -126,6 +128,38 @@ def test_where_the_norm_before_is_not_known_only_the_norm_that_the_optimizer_rec
         received = norm_of_gradients(model)
         optimizer.step()
     assert of_step(output, 0) == pytest.approx({"learning_rate.0": 0.01, "grad_norm_clipped": received}, rel=1e-12)
+
+
+@pytest.mark.parametrize(("unscales", "fused"), [(True, False), (False, False), (False, True)])
+def test_a_norm_of_gradients_that_are_still_multiplied_by_a_loss_scale_has_no_row(
+    output: Output, unscales: bool, fused: bool
+) -> None:
+    """Without ``unscale_`` a loop clips them: the norm is that many times too large."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    with attached(output, model, optimizer, **GRADIENTS):
+        scaler.scale(model(torch.randn(6, 5)).square().sum()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        norm = norm_of_gradients(model)
+        clip_grad_norm_(model.parameters(), 1.0)
+        clipped = norm_of_gradients(model)
+        scaler.step(optimizer)
+    found = {name: value for name, value in of_step(output, 0).items() if name != "learning_rate.0"}
+    expected = {"grad_norm": norm, "grad_norm_clipped": clipped} if unscales else {"grad_norm_clipped": clipped / 1024}
+    assert found == pytest.approx({} if fused else expected, rel=2e-6)
+
+
+def test_a_norm_that_includes_parameters_of_no_recorded_model_is_not_that_of_the_model(output: Output) -> None:
+    model, head = small_model(), nn.Linear(3, 2)
+    both = [*model.parameters(), *head.parameters()]
+    optimizer = torch.optim.SGD(both, lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS):
+        head(model(torch.randn(6, 5))).square().sum().backward()
+        clip_grad_norm_(both, 0.1)
+        optimizer.step()
+    assert of_step(output, 0) == {"learning_rate.0": 0.01}
 
 
 def test_a_norm_of_some_gradients_is_no_total_norm(output: Output) -> None:
