@@ -137,15 +137,16 @@ class PythonReader:
 
 
 class PythonReadTensor:
-    """A tensor that was read, and its row."""
+    """A tensor that was read, and its row. ``x.data = ...`` changes the address of its elements, and no version."""
 
-    __slots__ = ("layout", "row", "tensor", "version")
+    __slots__ = ("address", "layout", "row", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, version: object, row: int, layout: int) -> None:
+    def __init__(self, tensor: Tensor, version: object, row: int, layout: int, address: int) -> None:
         self.tensor = weakref.ref(tensor)
         self.version = version
         self.row = row
         self.layout = layout
+        self.address = address
 
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@
 typedef struct {
     PyObject_HEAD
     PyObject *tensor, *version; /* a weak reference; an int, or a tuple of compiled code */
-    int64_t row, layout;
+    int64_t row, layout, address; /* `address`: of its first element. `x.data = ...` changes it, and no version */
 } ReadTensor;
 
 static PyTypeObject *read_tensor_type, *writer_type;
@@ -24,7 +24,7 @@ static void free_object(PyObject *self) {
     Py_DECREF(type);
 }
 
-static PyObject *new_read_tensor(PyObject *x, PyObject *version, int64_t row, int64_t layout) {
+static PyObject *new_read_tensor(PyObject *x, PyObject *version, int64_t row, int64_t layout, int64_t address) {
     PyObject *weak = PyWeakref_NewRef(x, NULL);
     ReadTensor *made = weak == NULL ? NULL : (ReadTensor *)PyType_GenericAlloc(read_tensor_type, 0);
     if (made == NULL) {
@@ -35,15 +35,18 @@ static PyObject *new_read_tensor(PyObject *x, PyObject *version, int64_t row, in
     made->version = Py_NewRef(version);
     made->row = row;
     made->layout = layout;
+    made->address = address;
     return (PyObject *)made;
 }
 
 static PyObject *read_tensor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *x, *version;
-    long long row, layout;
+    long long row, layout, address;
     (void)type;
     (void)kwargs;
-    return PyArg_ParseTuple(args, "OOLL", &x, &version, &row, &layout) ? new_read_tensor(x, version, row, layout) : NULL;
+    return PyArg_ParseTuple(args, "OOLLL", &x, &version, &row, &layout, &address)
+               ? new_read_tensor(x, version, row, layout, address)
+               : NULL;
 }
 
 static void read_tensor_dealloc(PyObject *self) {
@@ -57,6 +60,7 @@ static PyMemberDef READ_TENSOR_MEMBERS[] = {
     {"version", T_OBJECT_EX, offsetof(ReadTensor, version), READONLY, "Its version when it was read."},
     {"row", T_LONGLONG, offsetof(ReadTensor, row), READONLY, "Its row."},
     {"layout", T_LONGLONG, offsetof(ReadTensor, layout), READONLY, "Its layout."},
+    {"address", T_LONGLONG, offsetof(ReadTensor, address), READONLY, "The address of its first element."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -155,20 +159,23 @@ static void note(const Cells *cells, int64_t row, int64_t layout, int64_t alias)
 }
 
 /* The entry for `x`, if it is unchanged since it was read; borrowed. */
-static ReadTensor *read_before(Reader *reader, PyObject *x, PyObject *key, PyObject *version) {
+static ReadTensor *read_before(Reader *reader, PyObject *x, PyObject *key, PyObject *version, const Elements *elements) {
     PyObject *found = PyDict_GetItemWithError(reader->seen, key);
     ReadTensor *known = (ReadTensor *)found;
     if (found == NULL || Py_TYPE(found) != read_tensor_type || PyWeakref_GetObject(known->tensor) != x) {
         return NULL;
     }
+    if (known->address != (int64_t)(intptr_t)elements->data) {
+        return NULL;
+    }
     return PyObject_RichCompareBool(known->version, version, Py_EQ) == 1 ? known : NULL;
 }
 
-static int remember(Reader *reader, PyObject *x, PyObject *key, PyObject *version, int64_t row, int64_t layout) {
+static int remember(Reader *reader, PyObject *x, PyObject *key, PyObject *version, int64_t row, int64_t layout, const Elements *elements) {
     if (PyDict_Size(reader->seen) >= reader->most_seen) {
         PyDict_Clear(reader->seen);
     }
-    PyObject *entry = new_read_tensor(x, version, row, layout);
+    PyObject *entry = new_read_tensor(x, version, row, layout, (int64_t)(intptr_t)elements->data);
     int done = entry == NULL ? -1 : PyDict_SetItem(reader->seen, key, entry);
     Py_XDECREF(entry);
     return done;
@@ -196,7 +203,7 @@ static int write_row(Reader *reader, PyObject *x, const Elements *elements, cons
     PyObject *key = version == NULL ? NULL : PyLong_FromVoidPtr(x);
     int done = NOT_DONE;
     if (copy_native(reader->table, &cells, sizeof cells) && (version == NULL || key != NULL)) {
-        ReadTensor *known = version == NULL ? NULL : read_before(reader, x, key, version);
+        ReadTensor *known = version == NULL ? NULL : read_before(reader, x, key, version, elements);
         if (known != NULL) {
             if (known->row != row) { /* else the row holds it already, and may have aliases */
                 note(&cells, row, known->layout, known->row);
@@ -205,7 +212,7 @@ static int write_row(Reader *reader, PyObject *x, const Elements *elements, cons
         } else if (!PyErr_Occurred() && (layout = layout_index(reader, x, elements)) >= 0 &&
                    reduce(reader, x, elements, slot, offset, wanted)) {
             note(&cells, row, layout, -1);
-            done = version == NULL || remember(reader, x, key, version, row, layout) == 0 ? DONE : FAILED;
+            done = version == NULL || remember(reader, x, key, version, row, layout, elements) == 0 ? DONE : FAILED;
         }
     }
     Py_XDECREF(key);

@@ -30,6 +30,7 @@ from monitor.stats.torch.tensors import (
     local_shard,
     measured_shape,
     plain_address,
+    start_of,
     unseen,
 )
 from monitor.stats.triton.launch import EVEN, FusedKernel, Kind, TensorGroup, is_listed
@@ -303,9 +304,10 @@ class TorchTensorReader(Reader):
             return
         slot, offset = self._slot(watched, HOST if address else x.device, micro_step)
         row = slot.row + offset
+        start = 0
         if version is not None:
-            seen = self._seen.get(id(x))
-            if seen is not None and seen.version == version and seen.tensor() is x:
+            seen, start = self._seen.get(id(x)), start_of(x)
+            if seen is not None and seen.version == version and seen.tensor() is x and seen.address == start:
                 if seen.row == row:  # this row holds it already, and may have aliases
                     return
                 self._table.note(row, seen.layout, alias=seen.row)
@@ -324,7 +326,7 @@ class TorchTensorReader(Reader):
                 return
         self._table.note(row, layout, NOT_AN_ALIAS)
         if version is not None:
-            self._remember(x, version, row, layout)
+            self._remember(x, version, row, layout, start)
 
     def _record_captured(self, watched: RecordedSeries, x: Tensor, tag: Tensor | None) -> None:
         """Capture a reduction into a row that the device selects at each replay. Tensors first seen in the capture have no
@@ -405,10 +407,10 @@ class TorchTensorReader(Reader):
     def _layout(self, x: Tensor) -> int:
         return self._table.layout_of(measured_shape(x), x.dtype)
 
-    def _remember(self, x: Tensor, version: Version, row: int, layout: int) -> None:
+    def _remember(self, x: Tensor, version: Version, row: int, layout: int, start: int) -> None:
         if len(self._seen) >= MAX_SEEN:
             self._seen.clear()
-        self._seen[id(x)] = ReadTensor(x, version, row, layout)
+        self._seen[id(x)] = ReadTensor(x, version, row, layout, start)
 
 
 def _new_memory(rows: int, device: Device, columns: int, cleared: int | slice) -> PageMemory:

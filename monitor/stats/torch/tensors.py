@@ -64,6 +64,16 @@ def address_of(x: Tensor) -> int:
     return base + start if base and x.untyped_storage().nbytes() >= start + length else 0
 
 
+def start_of(x: Tensor) -> int:
+    """The address of the first element of a strided tensor, or of its local part; 0 for others. Triggers no lazy copy."""
+    local = local_shard(x)
+    if local is None or local.layout is not torch.strided or local.is_nested or local.is_meta:
+        return 0
+    if _data_address is None:
+        return local.data_ptr()
+    return _data_address(local) + int(local.storage_offset()) * local.itemsize
+
+
 def magnitudes_of(piece: Tensor) -> Tensor:
     """The magnitudes, shape ``(elements,)``, in float32 or float64."""
     if piece.is_complex():
