@@ -158,7 +158,7 @@ class PlannedMerge:
         if not self.report.steps:
             whole = self.wanted.kinds is None and self.wanted.steps == ALL_STEPS and not self.report.set_aside
             job = self.plan.job
-            raise NothingRecordedError(_no_rows(job)) if whole else MergeError(_why_nothing(job, self.report))
+            raise NothingRecordedError(_no_rows(job, self.plan.runs)) if whole else MergeError(_why_nothing(job, self.report))
         return self.report
 
 
@@ -220,8 +220,11 @@ def planned(
     return plan, [one for first in sorted(findings) for one in findings[first].set_aside]
 
 
-def _no_rows(job: str) -> str:
-    return f'Job {job} recorded no rows, so there is nothing to merge. Switch a kind on, such as "wg_distribution": true.'
+def _no_rows(job: str, runs: Sequence[RankRun]) -> str:
+    said = f"Job {job} recorded no rows, so there is nothing to merge."
+    if any(run.manifest.steps.written.count for run in runs):
+        return f'{said} Switch a kind on, such as "wg_distribution": true.'
+    return f"{said} No collected step has ended: see start_step, step_interval and collect_times of its configuration."
 
 
 def _why_nothing(job: str, report: Report) -> str:

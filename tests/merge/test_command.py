@@ -97,9 +97,15 @@ def test_ops_that_were_not_recorded_are_named_in_one_line_with_the_remedy(tmp_pa
     assert "not combined" not in said
 
 
-def test_a_job_that_recorded_no_rows_is_reported_in_one_sentence(tmp_path: Path) -> None:
-    RecordedRank(tmp_path).close()
+@pytest.mark.parametrize(
+    ("steps", "advice"), [((), "No collected step has ended: see start_step"), ((0, 1), "Switch a kind on, such as")]
+)
+def test_a_job_that_recorded_no_rows_is_reported_in_one_sentence(steps: tuple[int, ...], advice: str, tmp_path: Path) -> None:
+    rank = RecordedRank(tmp_path)
+    for step in steps:
+        rank.write(step, {})
+    rank.close()
     result = CliRunner().invoke(app, [str(tmp_path)], env={"COLUMNS": "400"})
     assert result.exit_code == 1
-    assert "recorded no rows, so there is nothing to merge. Switch a kind on, such as" in " ".join(result.output.split())
+    assert f"recorded no rows, so there is nothing to merge. {advice}" in " ".join(result.output.split())
     assert "not looked at" not in result.output
