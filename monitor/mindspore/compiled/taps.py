@@ -365,10 +365,9 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
     def measured_with_names(self: Any, args: Any, kwargs: Any, constants: Any) -> Any:
         begin, slot, places = constants
         call = begin(none, slot, none)
-        named: Any = {}
-        count = len(args) + len(kwargs)
-        for key in kwargs.keys():
-            named[key] = tap(call, kwargs[key], named_place(self._monitored_as, key, len(args) + len(named), count))
+        names, before = tuple(kwargs.keys()), len(args)
+        # In a statement `for`, or in `Map`, the compiler would forget that constants, such as None, are constant.
+        named = {name: tap(call, kwargs[name], named_place(self._monitored_as, names, name, before)) for name in kwargs.keys()}
         return tap_result(self, self._unobserved(*each(partial(tap, call), args, places), **named), call)
 
     def tap_result(self: Any, x: Any, call: Any) -> Any:
@@ -376,8 +375,8 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         return function(x, place, call)
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def named_place(number: int, key: str, position: int, found: int) -> Any:
-        return Place(number, INPUT, "_" + key, position, found)
+    def named_place(number: int, names: Any, name: str, before: int) -> Any:
+        return Place(number, INPUT, "_" + name, before + names.index(name), before + len(names))
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def call_of(number: int, training: bool, count: int, named: int) -> Any:
