@@ -51,6 +51,8 @@ LACKING: Final = {
     "shape": "Compiled code has tensors of dynamic shape. MindSpore cannot measure these, and they have no rows. Compile with "
     "fixed shapes to record them.",
     "sparse": "Compiled code has sparse gradients, which have no rows.",
+    "reference": "Cells take or return Parameters, or views such as those of mint.transpose, in compiled code. These arguments "
+    "and results have no rows of actv and actv_grad: MindSpore would confuse Parameters.",
 }
 """What the monitor says of tensors that compiled code cannot measure."""
 

@@ -317,6 +317,9 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         if isinstance(kind, (typing.List, typing.Dict)) or (at.depth == 0 and (is_tuple or is_tensor)):
             known().hides(at.number)
             return as_given
+        if isinstance(kind, typing.RefType) and not (at.role == OUTPUT and known().is_root(at.number)):
+            known().lacks("reference")  # MindSpore would take one Parameter for another in ``_Back``
+            return as_given
         return of_tuples[at.depth] if is_tuple else tap_tensor if is_tensor else as_given
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]

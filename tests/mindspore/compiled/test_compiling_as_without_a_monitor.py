@@ -80,6 +80,75 @@ def test_nested_arguments_with_none_compile(how: str, output: Output) -> None:
     assert {"inner.input_0_0", "inner.input_0_1_0", "inner.w.output"} <= names
 
 
+class Product(nn.Cell):
+    """Takes its weight as an argument."""
+
+    def construct(self, x: Tensor, weight: Any) -> Tensor:
+        return ops.tanh(ops.matmul(x, weight))
+
+
+class Borrowing(nn.Cell):
+    """Calls one cell with one weight after another, as ``nn.LSTM`` and ``nn.GRU`` do for their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = ms.ParameterTuple([ms.Parameter(ops.zeros((4, 4)), name=f"w{i}") for i in range(3)])
+        self.product = Product()
+
+    def construct(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = self.product(x, weight)
+        return x.sum()
+
+
+@pytest.mark.parametrize("how", ["graph", "jit"])
+def test_parameters_as_arguments_have_no_rows_as_such_and_that_is_said_once(
+    how: str, output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    bits, rows = recorded(how, Borrowing, output)
+    assert bits == plain(how, Borrowing)
+    _, expected = recorded("dynamic", Borrowing, output)
+    without = {key: row for key, row in expected.items() if "product.input_1" not in key[1]}
+    assert_same(rows, without)
+    assert len(without) < len(expected)
+    assert len([said for said in warnings_in(caplog) if "take or return Parameters" in said]) == 1
+
+
+class Optional(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.norm = nn.Dense(4, 4), nn.LayerNorm((4,))
+
+    def construct(self, x: Tensor, mask: Any = None, scale: Any = None, both: bool = True, *, name: str = "") -> Any:
+        x = self.norm(self.w(x))
+        if mask is not None:
+            x = x + mask
+        if scale is not None and name == "scaled":
+            x = x * scale
+        return (x, x) if both else (x, None)
+
+
+class WithConstants(nn.Cell):
+    """Passes None, numbers and strings by name, as ``nn.TransformerEncoderLayer`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = Optional(), nn.LayerNorm((4,))
+
+    def construct(self, x: Tensor) -> Tensor:
+        y = self.norm(x + self.a(x, mask=None, scale=None, both=False)[0])
+        y = self.norm(y + self.a(y, scale=2.0, name="scaled", mask=x, both=False)[0])
+        return ops.tanh(self.norm(y + self.a(x=y, both=False, mask=None)[0])).sum()
+
+
+@pytest.mark.parametrize("how", ["graph", "jit"])
+def test_constants_as_keyword_arguments_compile(how: str, output: Output) -> None:
+    bits, rows = recorded(how, WithConstants, output)
+    assert bits == plain(how, WithConstants)
+    _, expected = recorded("dynamic", WithConstants, output)
+    assert_same(rows, expected, 1e-5)
+
+
 class Flat(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
