@@ -313,10 +313,18 @@ class ModuleCollector:
         gate: Takes the gradients of the modules that are watched now.
         depth: Number of watched calls in progress.
         nodes: What ``CallPlans`` know of the graph of these calls. It keeps the graph alive.
+        before_forward: Called before a root's forward is counted; may end the step.
     """
 
-    def __init__(self, recorder: Recorder, clock: Clock, failures: Failures, backend: RecordingBackend) -> None:
-        self.backend = backend
+    def __init__(
+        self,
+        recorder: Recorder,
+        clock: Clock,
+        failures: Failures,
+        backend: RecordingBackend,
+        before_forward: Callable[[], object],
+    ) -> None:
+        self.backend, self.before_forward = backend, before_forward
         self.recorder, self.due = recorder, recorder.due("xy_distribution")
         self.clock = clock
         self.failures = failures
@@ -438,6 +446,7 @@ class ModuleCollector:
         """Called before the root's forward."""
         if self._is_running is not None and self._open_roots[chunk] and not self._is_running(root, 2):
             self._forward_raised(chunk)  # of the two, one is the call that begins now
+        self.before_forward()
         counted = self.recorder.active or self.clock.learning
         if not counted or self._repeating() or root is not self.roots[chunk]:
             return

@@ -160,25 +160,20 @@ class Attachment:
         self.on_first_step: Callable[[], None] | None = None
         self.when_ended: Callable[[], object] | None = None
         self.at_boundary: Callable[[int], object] = _no_change
-        self.begun = False
         self.expected: set[str] = set()
-        self.collected = collected
-        self._batches = 0
+        self._batches, self._stepped_by_other = 0, ""
         self.last_collected: int | None = None
-        self.names = names
+        self.names, self.collected = names, collected
         self._scaling: dict[str, RecordedSeries] = {}
         self._turns = phases.OptimizerTurns()
         self._now: phases.OptimizerTurn | None = None
         self._scaling_said = ""
         self._numbers: RunNumbers | None = None
-        self._has_forwards = False
-        self._any_turn = False
-        self._unheld_reported = False
-        self.has_unheld = False
+        self.begun = self._has_forwards = self._any_turn = False
+        self._unheld_reported = self.has_unheld = False
         self.sealer = StepSealer(host, self.clock, watch, dataflow_written=collected > 0)
-        self._forks = PROCESS.forks
-        self._hooks = HookSet()
-        self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend)
+        self._forks, self._hooks = PROCESS.forks, HookSet()
+        self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend, self.settled)
         self.collectors = phases.Collectors()
         self._held = phases.OptimizerParameters((), watch.framework)
         try:
@@ -206,10 +201,9 @@ class Attachment:
         """Stop recording between two steps, until ``use``."""
         self.schedule, self._scaling_said = Schedule(self.clock.step, 1, 0), ""
         # Made before the other one is removed: in between, torch's compiler would not guard code against new hooks.
-        modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend)
+        modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend, self.settled)
         self._remove_hooks()
-        self.modules = modules
-        self.collectors, self._numbers = phases.Collectors(), None
+        self.modules, self.collectors, self._numbers = modules, phases.Collectors(), None
 
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
@@ -362,14 +356,20 @@ class Attachment:
             self._end_step(self._turns.status)
 
     def replaced(self, old: Any, new: Any) -> None:
-        """End the step, unless the optimizers that were passed take part in it."""
+        """End the step at the next forward, unless optimizers that were passed take part in it."""
         if self.begun and not self._turns.begun:
-            self._failures.warn("replaced optimizer", phases.REPLACED.format(new=type(new).__name__, old=type(old).__name__))
+            self._stepped_by_other = phases.REPLACED.format(new=type(new).__name__, old=type(old).__name__)
+
+    def settled(self) -> int:
+        """End the step if another optimizer has stepped it. Returns the number of the step in progress."""
+        if self._stepped_by_other:
+            self._failures.warn("replaced optimizer", self._stepped_by_other)
             self._end_step("complete")
+        return self.clock.step
 
     def _begin_turn(self, optimizer: Any) -> None:
         """End the step in progress if ``optimizer`` has had its turn in it."""
-        self._now = None
+        self._now, self._stepped_by_other = None, ""
         if self._turns.taken(optimizer):
             missing = next((one for one in self._steps.optimizers if not self._turns.taken(one)), None)
             self._failures.warn("optimizers of a step", self._held.left_out(optimizer, missing, self._steps.optimizers))
@@ -475,7 +475,7 @@ class Attachment:
 
     def _begin_step(self, *, before_a_turn: bool = False) -> None:
         self.begun = False
-        self._batches = 0
+        self._batches, self._stepped_by_other = 0, ""
         self._turns.clear()
         wanted = self._monitored and self.schedule.collects(self.clock.step, self.collected)
         self._recorder.activate(wanted, self._has)
@@ -499,6 +499,8 @@ class Attachment:
             keep: Write the step in progress as incomplete, since it may contain the fault. If false, it is discarded.
         """
         self._steps.remove()
+        if keep:
+            self.settled()
         if keep and not self._any_turn and max(self.clock.forward) >= self.clock.micro_steps:
             names = ", ".join(dict.fromkeys(type(one).__name__ for one in self._steps.optimizers))
             self._failures.warn("no optimizer's step", phases.NEVER_STEPPED.format(names=names))

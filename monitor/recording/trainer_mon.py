@@ -223,7 +223,7 @@ class ModelMonitor(DeprecatedMethods):
             if not {*map(id, shared.attachment.watch.framework.optimizers)} < {*map(id, framework.optimizers)}:
                 said = "set_monitor was called again for the same model or optimizer. It is attached again, at the same step."
                 self._failures.warn("attached twice", said)
-            self._hook(shared, watch, self._names(watch), start or shared.attachment.clock.step, watch_of)
+            self._hook(shared, watch, self._names(watch), start or shared.attachment.settled(), watch_of)
         elif watched is not None:
             self._begin(watch, groups, start, watched, watch_of)
 

@@ -673,6 +673,24 @@ def test_an_optimizer_that_takes_the_place_of_another_ends_steps_until_it_is_pas
     assert [said in one for one in warnings_in(caplog)] == [True, False]
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_another_optimizer_of_the_same_parameters_takes_no_place(
+    output: Output, caplog: pytest.LogCaptureFixture, first: bool
+) -> None:
+    """One that decays weights in the same step, before or after the one that was passed."""
+    model = small_model()
+    passed, decaying = AdamW(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    with attached(output, model, passed, wg_distribution=True, ops=["norm"]):
+        for _ in range(3):
+            model(X).square().sum().backward()
+            for one in (decaying, passed) if first else (passed, decaying):
+                one.step()
+            passed.zero_grad()
+    for kind in ("grad_unreduced", "grad_reduced"):
+        assert {row.step for row in output.rows(kind)} == {0, 1, 2}
+    assert warnings_in(caplog) == []
+
+
 def test_a_container_that_steps_the_passed_optimizers_takes_the_place_of_none(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -128,7 +128,7 @@ def exponents(x: np.ndarray, form: int = FLOAT32) -> list[int]:
 
 
 def exponents_by_definition(x: np.ndarray) -> list[int]:
-    """0 for a zero, 255 for Inf, 256 for NaN; else 127 more than the least exponent whose power of two is no less, at least 1."""
+    """0 for zero, 255 for Inf, 256 for NaN, else 127 more than the least exponent whose power of two is no less; at least 1."""
     with np.errstate(invalid="ignore"):  # some of the NaN are signalling ones
         mantissas, powers = np.frexp(np.abs(x.astype(np.float64)))
     places = np.maximum(powers - (mantissas == 0.5) + 127, 1)
