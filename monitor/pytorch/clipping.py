@@ -29,20 +29,21 @@ MAX_SENTINELS: Final = 4
 
 
 class GradientVersion:
-    """A weak reference to a gradient and its version, to detect later whether it was replaced or changed.
+    """The version of a gradient, to detect later whether it was replaced or changed.
 
-    Views are compared by their base: FSDP makes new views of one gradient after every micro-batch. Changes that bypass the
+    A gradient is known by its storage: FSDP makes new views of one gradient after every micro-batch. The storage is referenced
+    weakly. A weak reference to the tensor would make ``module.to`` fail where torch swaps tensors. Changes that bypass the
     version (``p.grad.data``) are not detected.
     """
 
-    __slots__ = ("_gradient", "_version")
+    __slots__ = ("_storage", "_version")
 
     def __init__(self, gradient: Tensor) -> None:
-        self._gradient = weakref.ref(_base_of(gradient))
+        self._storage: weakref.ref[Any] = weakref.ref(_storage_of(gradient))
         self._version = gradient._version
 
     def refers_to(self, gradient: Tensor | None) -> bool:
-        return gradient is not None and self._gradient() is _base_of(gradient)
+        return gradient is not None and self._storage() is _storage_of(gradient)
 
     def is_intact(self, gradient: Tensor | None) -> bool:
         return gradient is not None and self.refers_to(gradient) and gradient._version == self._version
@@ -103,9 +104,9 @@ class ChangeDetector:
             self._sentinels[parameter] = None if gradient is None else GradientVersion(gradient)
 
 
-def _base_of(gradient: Tensor) -> Tensor:
-    base: Tensor | None = gradient._base
-    return gradient if base is None else base
+def _storage_of(gradient: Tensor) -> Any:
+    """The storage, an object that lives as long as its memory; of a sparse tensor the tensor itself."""
+    return gradient.untyped_storage() if gradient.layout is torch.strided else gradient
 
 
 # --- The patches. ``clip_grad_norm_`` looks these two functions up at each call, however a loop has imported it. Loops that sum

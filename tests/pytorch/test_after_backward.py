@@ -186,3 +186,21 @@ def test_compiled_backwards_are_followed_as_far_as_an_engine_runs_them(
         optimizer.step()
     assert noted(output) is None
     assert warnings_in(caplog) == []
+
+
+def test_a_model_may_be_converted_between_backward_and_the_step_where_torch_swaps_tensors(output: Output) -> None:
+    """Torch refuses to swap a tensor that has a weak reference; it swaps gradients, too."""
+    model = nn.Linear(4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with attached(output, model, optimizer, 2, wg_distribution=True, run_numbers=True, ops=["norm"], ndigits=17):
+            for dtype in (torch.float32, torch.float64):
+                model.to(dtype)(torch.ones(2, 4, dtype=dtype)).square().sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            model.float()
+            norm = model.weight.grad.norm().item()
+            optimizer.step()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert {row.name: row.values["norm"] for row in output.rows("grad_reduced")}["weight"] == pytest.approx(norm, rel=1e-6)
