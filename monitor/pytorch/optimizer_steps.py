@@ -239,7 +239,7 @@ class OptimizerSteps(CallListener):
 
     def _replaced_by(self, optimizer: Optimizer) -> None:
         """Report an optimizer that has stepped all parameters of a known one."""
-        if not self._monitored((optimizer,)):
+        if optimizer not in self._called:  # a known one has called its own hooks
             stepped = _ids(optimizer)
             old = next((one for one in self.optimizers if stepped.issuperset(_ids(one) or {0})), None)
             if old is not None:
