@@ -278,7 +278,7 @@ class OptimizerSteps(CallListener):
             if one not in self._called:
                 self._guarded("reading before the step", self._listener.before_step)(one)
                 self._guarded("reading gradients", self._listener.gradients_ready)(one)
-                self._listener.step_skipped(one)
+                self._listener.after_step(one, skipped=True)
 
     def _monitored(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         return [one for one in optimizers if any(one is known for known in self.optimizers)]
@@ -322,10 +322,7 @@ class OptimizerSteps(CallListener):
             return
         if _within_a_step_of(optimizer) or self._is_captured(optimizer):
             return
-        if _skipped_itself(optimizer):
-            self._listener.step_skipped(optimizer)
-        else:
-            self._listener.after_step(optimizer)
+        self._listener.after_step(optimizer, skipped=_skipped_itself(optimizer))
 
 
 def _has_unscaled(scaler: GradScaler, optimizer: Any) -> bool:

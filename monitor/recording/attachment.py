@@ -342,13 +342,10 @@ class Attachment:
         if self._recorder.active:
             self.collectors.each(phases.Collector.clipped, clipping)
 
-    def after_step(self, optimizer: Any) -> None:
-        if self._recorder.active:
+    def after_step(self, optimizer: Any, *, skipped: bool = False) -> None:
+        if self._recorder.active and not skipped:
             self.collectors.each(phases.Collector.after_step, self._stepping(optimizer))
-        self._end_turn(optimizer)
-
-    def step_skipped(self, optimizer: Any) -> None:
-        self._end_turn(optimizer, skipped=True)
+        self._end_turn(optimizer, skipped=skipped)
 
     def all_stepped(self) -> None:
         """The container of the optimizers has stepped: optimizers without a turn in this step will have none."""
@@ -375,7 +372,7 @@ class Attachment:
             self._failures.warn("optimizers of a step", self._held.left_out(optimizer, missing, self._steps.optimizers))
             self._end_step(self._turns.status, before_a_turn=True)
 
-    def _end_turn(self, optimizer: Any, *, skipped: bool = False) -> None:
+    def _end_turn(self, optimizer: Any, *, skipped: bool) -> None:
         self._any_turn = True
         self._turns.take(optimizer, skipped=skipped)
         if self._turns.complete(self._steps.optimizers):

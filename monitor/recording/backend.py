@@ -122,10 +122,12 @@ class StepListener(Protocol):
     def gradients_ready(self, optimizer: Any) -> None:
         """Gradients are complete: at once, or after each backward of a closure that the optimizer calls."""
 
-    def after_step(self, optimizer: Any) -> None: ...
+    def after_step(self, optimizer: Any, *, skipped: bool = False) -> None:
+        """The turn of an optimizer ends.
 
-    def step_skipped(self, optimizer: Any) -> None:
-        """Called in place of ``after_step`` if the gradients were not finite and the optimizer was not called."""
+        Args:
+            skipped: Whether the gradients were not finite, and the optimizer was not called or has changed nothing.
+        """
 
     def clipped(self, clipping: Clipping) -> None:
         """Gradients were clipped by their total norm, or the norm was computed, before the end of an optimizer's step."""
@@ -134,7 +136,7 @@ class StepListener(Protocol):
         """The container of all optimizers has stepped: the step ends, even if some of them had no turn."""
 
     def replaced(self, old: Any, new: Any) -> None:
-        """An optimizer that was not passed has stepped all parameters of one that was."""
+        """An optimizer that was not passed has stepped all parameters of one that was, in its place or beside it."""
 
     def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0, *, late: bool = False) -> None:
         """Called before the step: its gradients were computed from a loss multiplied by ``scale``.

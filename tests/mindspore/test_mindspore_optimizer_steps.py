@@ -35,11 +35,8 @@ class Listener:
     def gradients_ready(self, _optimizer: nn.Cell) -> None:
         self.told.append("ready")
 
-    def after_step(self, _optimizer: nn.Cell) -> None:
-        self.told.append("after")
-
-    def step_skipped(self, _optimizer: nn.Cell) -> None:
-        self.told.append("skipped")
+    def after_step(self, _optimizer: nn.Cell, *, skipped: bool = False) -> None:
+        self.told.append("skipped" if skipped else "after")
 
 
 def outcome(name: str, groups: bool, hooked: bool) -> tuple[list[bytes], Listener]:

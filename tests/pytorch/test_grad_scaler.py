@@ -145,8 +145,8 @@ def test_a_skipped_step_ends_though_it_could_not_be_read() -> None:
 
         def loss_scale(self, _: Optimizer, scale: torch.Tensor, scaler: int, *, late: bool) -> None: ...
 
-        def step_skipped(self, _: Optimizer) -> None:
-            self.skipped += 1
+        def after_step(self, _: Optimizer, *, skipped: bool) -> None:
+            self.skipped += skipped
 
     model, listener, failures = small_model(), Listener(), Failures()
     optimizer = SGD(model.parameters(), lr=0.01)

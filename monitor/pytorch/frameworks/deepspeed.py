@@ -180,7 +180,7 @@ class EngineSteps(CallListener):
             self._guarded("reading the norm of gradients", self._report_norm)()
             self._listener.after_step(self._stepped)
         else:
-            self._listener.step_skipped(self._stepped)
+            self._listener.after_step(self._stepped, skipped=True)
 
     def _report_norm(self) -> None:
         """Report the total norm as DeepSpeed has computed it in this step. Without one there is 0 or None."""

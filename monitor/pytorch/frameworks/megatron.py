@@ -508,7 +508,7 @@ class MegatronSteps(CallListener):
                 self._listener.clipped(Clipping(result[1], limit if limit > 0 else None, is_total=True))
             self._listener.after_step(*self.optimizers)
         else:
-            self._listener.step_skipped(*self.optimizers)
+            self._listener.after_step(*self.optimizers, skipped=True)
 
 
 MEAN: Final = (
