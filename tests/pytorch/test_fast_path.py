@@ -507,13 +507,17 @@ def test_steps_leave_neither_memory_nor_references(output: Output) -> None:
         held, references = tracemalloc.get_traced_memory()[0], [sys.getrefcount(one) for one in watched]
         train(steps := examples(1000, 100_000))
         gc.collect()
-        bound, least, deadline = 250_000 + 10 * steps, math.inf, 0.0
-        while (grown := tracemalloc.get_traced_memory()[0] - held) >= bound and (grown < least or time.monotonic() < deadline):
-            if grown < least:  # steps still wait for the writer, which may have little of a busy machine
-                least, deadline = grown, time.monotonic() + 20
+        bound, most, least, deadline = 250_000 + 10 * steps, 500, math.inf, 0.0
+
+        def grown() -> tuple[int, int]:
+            more = [sys.getrefcount(one) - before for one, before in zip(watched, references, strict=True)]
+            return tracemalloc.get_traced_memory()[0] - held, max(more)
+
+        while not ((left := grown())[0] < bound and left[1] < most) and (left[0] < least or time.monotonic() < deadline):
+            if left[0] < least:  # steps still wait for the writer, which may have little of a busy machine
+                least, deadline = left[0], time.monotonic() + 20
             time.sleep(0.05)
         held_by = tracemalloc.take_snapshot().statistics("lineno")[:8]
         tracemalloc.stop()
-        more = [sys.getrefcount(one) - before for one, before in zip(watched, references, strict=True)]
-    assert grown < bound, held_by
-    assert max(more) < 500
+    assert left[0] < bound, held_by
+    assert left[1] < most
