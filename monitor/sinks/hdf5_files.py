@@ -313,6 +313,8 @@ def _content(group: h5g.GroupID) -> dict[str, Content]:
 
 def _column(name: str, content: Mapping[str, Content], group: h5g.GroupID, rows: slice, step: pa.Array) -> pa.Array:
     count, said = rows.stop - rows.start, content.get(name)
+    if said is None and name in COSTLY and not group.links.exists(name.encode()):
+        said = 0
     if name == "step":
         return step.slice(rows.start, count)
     if isinstance(said, dict):
@@ -324,8 +326,6 @@ def _column(name: str, content: Mapping[str, Content], group: h5g.GroupID, rows:
         return _all_alike(name, said).slice(0, count) if count <= CHUNK_ROWS else _repeated(name, said, count)
     if name == CALLS and not group.links.exists(CALLS.encode()):
         return pa.nulls(count, pa.int64())
-    if name in COSTLY and not group.links.exists(name.encode()):
-        return pa.array(np.zeros(count))
     return _read(name, group, rows, len(step))
 
 
