@@ -50,7 +50,7 @@ class WithPresets(build_py):
 # Vectors, and the same bits wherever they are computed: no product is fused into a sum, and nothing else is rearranged.
 KERNEL = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
-HEADERS = ("monitor/stats/host_kernel.h", "monitor/stats/host_pass.h", "monitor/stats/host_magnitudes.h")
+HEADERS = tuple(f"monitor/stats/host_{part}.h" for part in ("kernel", "pass", "moments", "magnitudes"))
 FAST_PATH = tuple(f"monitor/pytorch/fast_{part}.h" for part in ("tensors", "rows", "lists", "graph"))
 
 setup(

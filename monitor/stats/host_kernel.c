@@ -45,6 +45,13 @@ static INLINE float load_float(const unsigned char *x, size_t i) {
     return v;
 }
 
+/* The bits of a float32 without its sign: of two numbers the greater has the greater bits. */
+static INLINE uint32_t magnitude_bits(const unsigned char *x, size_t i) {
+    uint32_t bits;
+    memcpy(&bits, x + 4 * i, sizeof bits);
+    return bits & 0x7fffffffu;
+}
+
 static INLINE double load_double(const unsigned char *x, size_t i) {
     double v;
     memcpy(&v, x + 8 * i, sizeof v);
@@ -173,13 +180,19 @@ static INLINE int reduce_format(const void *x, size_t n, enum format format, dou
     }
 }
 
+#include "host_moments.h"
 #include "host_magnitudes.h"
 
 typedef int (*kernel)(const void *, size_t, enum format, double, int, double *);
+typedef void (*moments)(const void *, size_t, enum format, double *);
 typedef size_t (*magnitudes)(const void *, size_t, enum format, int64_t *, uint32_t, uint32_t);
 
 static int reduce_anywhere(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
     return reduce_format(x, n, format, bound, wanted, row);
+}
+
+static void moments_anywhere(const void *x, size_t n, enum format format, double *row) {
+    add_higher_moments(x, n, format, row);
 }
 
 static size_t magnitudes_anywhere(const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
@@ -196,6 +209,10 @@ __attribute__((target("avx2"))) static int reduce_avx2(
     return reduce_format(x, n, format, bound, wanted, row);
 }
 
+__attribute__((target("avx2"))) static void moments_avx2(const void *x, size_t n, enum format format, double *row) {
+    add_higher_moments(x, n, format, row);
+}
+
 __attribute__((target("avx2"))) static size_t magnitudes_avx2(
     const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
     return look_at_magnitudes(x, n, format, counts, low, high, 1);
@@ -204,6 +221,11 @@ __attribute__((target("avx2"))) static size_t magnitudes_avx2(
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static int reduce_avx512(
     const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
     return reduce_format(x, n, format, bound, wanted, row);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static void moments_avx512(
+    const void *x, size_t n, enum format format, double *row) {
+    add_higher_moments(x, n, format, row);
 }
 
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static size_t magnitudes_avx512(
@@ -215,13 +237,14 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static size_t magn
 static const struct {
     const char *name;
     kernel reduce;
+    moments add;
     magnitudes look;
 } KERNELS[] = {
 #if defined(__GNUC__) && defined(__x86_64__)
-    {"avx512", reduce_avx512, magnitudes_avx512},
-    {"avx2", reduce_avx2, magnitudes_avx2},
+    {"avx512", reduce_avx512, moments_avx512, magnitudes_avx512},
+    {"avx2", reduce_avx2, moments_avx2, magnitudes_avx2},
 #endif
-    {"any", reduce_anywhere, magnitudes_anywhere},
+    {"any", reduce_anywhere, moments_anywhere, magnitudes_anywhere},
 };
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
 
@@ -239,6 +262,7 @@ static int runs(const char *name) {
 }
 
 static kernel chosen = reduce_anywhere;
+static moments chosen_add = moments_anywhere;
 static magnitudes chosen_look = magnitudes_anywhere;
 
 static PyObject *kernels(PyObject *module, PyObject *unused) {
@@ -264,6 +288,7 @@ static PyObject *choose(PyObject *module, PyObject *name) {
     for (int i = 0; i < KERNEL_COUNT; i++) {
         if (!strcmp(KERNELS[i].name, wanted) && runs(wanted)) {
             chosen = KERNELS[i].reduce;
+            chosen_add = KERNELS[i].add;
             chosen_look = KERNELS[i].look;
             Py_RETURN_NONE;
         }
@@ -287,7 +312,15 @@ static double *row_of(Py_buffer *page, Py_ssize_t number) {
 
 static int reduce_unlocked(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
     double numbers[COLUMNS];
-    int done = chosen(x, n, format, bound, wanted, numbers);
+    int apart = wanted & HIGHER && format != FLOAT64;
+    int done = chosen(x, n, format, bound, apart ? wanted & ~HIGHER : wanted, numbers);
+    if (done && apart && numbers[MIN] == numbers[MAX]) {
+        add_of_constant(numbers);
+    } else if (done && apart && are_narrow(numbers)) {
+        chosen_add(x, n, format, numbers);
+    } else if (done && apart && numbers[MIN] < numbers[MAX]) {
+        done = chosen(x, n, format, bound, wanted, numbers);
+    }
     if (done) {
         memcpy(row, numbers, sizeof numbers);
     }
@@ -452,6 +485,7 @@ static int prepare(PyObject *module) {
     for (int i = 0; i < KERNEL_COUNT; i++) {
         if (runs(KERNELS[i].name)) {
             chosen = KERNELS[i].reduce;
+            chosen_add = KERNELS[i].add;
             chosen_look = KERNELS[i].look;
             break;
         }

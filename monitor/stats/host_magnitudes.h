@@ -1,7 +1,7 @@
-/* Histograms of magnitudes: how many elements have each exponent, and how many lie between two magnitudes. Included by host_kernel.c.
+/* Histograms of magnitudes: the elements of each exponent, and those between two magnitudes. Included by host_kernel.c.
  *
- * The bits of a float32 without its sign are its magnitude: of two numbers the greater has the greater bits. Adding the greatest
- * mantissa before the mantissa is shifted out counts a power of two to the numbers below it, which is the upper end of its bin.
+ * Adding the greatest mantissa to the bits of a magnitude, before the mantissa is shifted out, counts a power of two to the numbers
+ * below it: it is the upper end of its bin.
  *
  * Nearly all exponents of a tensor lie in a window of 31 of them. An exponent in it is a word with one bit set, and words are
  * counted by logic, 16 side by side: three bits of equal weight add to one of that weight and one of twice that, in each of the
@@ -19,12 +19,6 @@
 #define GROUP ((size_t)8 * LANES)
 #define LEVELS 18     /* enough for the groups of so many elements: */
 #define MOST ((size_t)1 << 24) /* elements after which counters are added up, so that none overflows */
-
-static INLINE uint32_t magnitude_bits(const unsigned char *piece, size_t j) {
-    uint32_t bits;
-    memcpy(&bits, piece + 4 * j, sizeof bits);
-    return bits & 0x7fffffffu;
-}
 
 static INLINE uint32_t exponent_of(const unsigned char *piece, size_t j) {
     return (magnitude_bits(piece, j) + 0x7fffffu) >> 23;
@@ -147,7 +141,7 @@ static INLINE void choose_window(window *w, const unsigned char *piece, size_t c
     for (int k = 0; k < LANES; k++) {
         bits = greatest[k] > bits ? greatest[k] : bits;
     }
-    uint32_t end = (bits >> 23) + 2 + HEADROOM; /* after the greatest exponent: a power of two, and most others, have one more */
+    uint32_t end = (bits >> 23) + 2 + HEADROOM; /* after the greatest exponent, of which the bits may be one less */
     w->low = bits == 0 ? USUAL : end > WINDOW ? end - WINDOW : 1; /* never 0: zeros are counted apart */
 }
 

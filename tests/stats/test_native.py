@@ -121,6 +121,70 @@ def test_every_processor_computes_the_same_bits() -> None:
             assert len(set(rows)) == 1
 
 
+def higher(x: np.ndarray, form: int = FLOAT32) -> np.ndarray:
+    page = np.zeros((1, len(COLUMNS)))
+    assert NativeKernel(EPS, higher=True).reduce_into(x, x.size, form, page, 0)
+    return page[0]
+
+
+def hard_arrays() -> dict[str, np.ndarray]:
+    """Where distances from the mean, their powers or their sums lose digits of float32 or leave its range."""
+    x = normal(40_037)
+    outlier, spread = x.copy(), np.float32(10.0) ** (3 * normal(len(x), seed=1))
+    outlier[77] = 1e6
+    mixed = x.copy()
+    mixed[::100], mixed[1::100], mixed[2::100] = math.nan, math.inf, -math.inf
+    return {
+        "normal": x,
+        "squares": np.square(x),
+        "a mean of 1e4 deviations": (100 + 0.01 * x).astype(np.float32),
+        "a mean of 1e6 deviations": (100 + 0.0001 * x).astype(np.float32),
+        "neighbouring numbers": np.where(x > 1, np.nextafter(np.float32(1), np.float32(2)), np.float32(1)),
+        "one outlier": outlier,
+        "one other element": np.where(np.arange(len(x)) == 4000, 0.1, 0.3).astype(np.float32),
+        "far apart": x * spread,
+        "1e-30": np.float32(1e-30) * x,
+        "1e-35": np.float32(1e-35) * x,
+        "subnormal": (1e-40 * x).astype(np.float32),
+        "1e29": np.float32(1e29) * x,
+        "1e37": np.float32(1e37) * x,
+        "large, and near each other": (2e38 + 1e33 * x).astype(np.float32),
+        "NaN and Inf": mixed,
+        "half zeros": np.maximum(x, 0),
+        "sorted": np.sort(x),
+        "few": x[:37],
+    }
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("what", hard_arrays())
+def test_ops_on_request_of_hard_arrays_are_right_to_a_hundred_thousandth(what: str) -> None:
+    x = hard_arrays()[what]
+    found, kept = derived(higher(x)), x[np.isfinite(x)].astype(np.longdouble)
+    off = kept - kept.mean()
+    deviation = np.sqrt(np.square(off).mean())
+    fourth, third = (off**4).mean() / deviation**4, (off**3).mean() / deviation**3
+    cubes = float((np.abs(off) ** 3).mean() / deviation**3)
+    assert found["kurtosis"] + 3 == pytest.approx(float(fourth), rel=1e-5)
+    assert found["skewness"] == pytest.approx(float(third), rel=0, abs=1e-5 * cubes)
+    assert found["smallest_nonzero"] == np.abs(kept[kept != 0]).min()
+    if np.isfinite(x).all():
+        assert found["absmean"] == pytest.approx(float(np.abs(kept).mean()), rel=1e-6)
+
+
+def test_every_processor_computes_the_same_bits_on_request() -> None:
+    for what, x in hard_arrays().items():
+        with np.errstate(all="ignore"):
+            half = x.astype(np.float16)
+        for elements, form in ((x, FLOAT32), (half, FLOAT16), ((x.view(np.uint32) >> 16).astype(np.uint16), BFLOAT16)):
+            rows = []
+            for name in KERNELS:
+                _host_kernel.choose(name)
+                rows.append(higher(elements, form).tobytes())
+            _host_kernel.choose(KERNELS[0])
+            assert len(set(rows)) == 1, what
+
+
 def exponents(x: np.ndarray, form: int = FLOAT32) -> list[int]:
     counts = np.zeros(EXPONENT_BINS, dtype=np.int64)
     _host_kernel.exponents(form, x, x.size, counts)
@@ -128,7 +192,7 @@ def exponents(x: np.ndarray, form: int = FLOAT32) -> list[int]:
 
 
 def exponents_by_definition(x: np.ndarray) -> list[int]:
-    """0 for zero, 255 for Inf, 256 for NaN, else 127 more than the least exponent whose power of two is no less; at least 1."""
+    """0 for a zero, 255 for Inf, 256 for NaN; else at least 1: 127 + the least exponent whose power of two is no less."""
     with np.errstate(invalid="ignore"):  # some of the NaN are signalling ones
         mantissas, powers = np.frexp(np.abs(x.astype(np.float64)))
     places = np.maximum(powers - (mantissas == 0.5) + 127, 1)
