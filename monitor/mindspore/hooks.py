@@ -18,7 +18,7 @@ from mindspore import Tensor, nn
 from mindspore.ops import constexpr
 
 from monitor.failures import LOGGER
-from monitor.mindspore.tape import follow_operator
+from monitor.mindspore.tape import COMPILED_VARIABLE, follow_operator
 from monitor.recording.backend import Removable
 
 _COMPILED: Final = False
@@ -158,7 +158,8 @@ def _warn_of_compiling() -> None:
 @cache
 def _warn_once() -> None:
     said = "Code that calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there"
-    LOGGER.warning("%s: such calls have no rows. Remove @jit from code that is to be recorded.", said)
+    to_do = f"Remove @jit from code that is to be recorded, or on a CPU set {COMPILED_VARIABLE}=1"
+    LOGGER.warning("%s: such calls have no rows. %s.", said, to_do)
 
 
 def _unchanged(gradient: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import mindspore as ms
 import pytest
 from attaching import EVERYTHING, Output, attached, footprint, step_with, steps_of, warnings_in, with_fixed_weights
@@ -10,12 +12,6 @@ from training import Net, Recurrent, array, inputs
 
 from monitor.mindspore import hooks
 from monitor.mindspore.tape import COMPILED_VARIABLE
-
-
-@pytest.fixture
-def no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on devices other than CPUs."""
-    monkeypatch.setenv(COMPILED_VARIABLE, "0")
 
 
 class Compiled(nn.Cell):
@@ -45,7 +41,6 @@ def weights_after(net: nn.Cell, optimizer: nn.Cell, steps: int = 3) -> list[byte
     return [array(parameter).tobytes() for parameter in net.get_parameters()]
 
 
-@pytest.mark.usefixtures("no_operators")
 def test_a_compiled_cell_has_rows_those_inside_have_not_and_training_has_the_same_bits(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,7 +73,6 @@ def compiled_losses(net: nn.Cell, optimizer: nn.Cell) -> list[bytes]:
     return [step(inputs(number)).asnumpy().tobytes() for number in range(3)]
 
 
-@pytest.mark.usefixtures("no_operators")
 def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_without_rows_and_that_is_said_once(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,7 +129,6 @@ def test_hooks_of_the_user_are_called_and_removed_beside_those_of_the_monitor(ou
     assert footprint(net, optimizer) == {}
 
 
-@pytest.mark.usefixtures("no_operators")
 def test_after_a_compiled_step_one_that_is_not_is_recorded(output: Output) -> None:
     net = Net()
     optimizer = nn.Adam(net.trainable_params(), 0.01)
@@ -145,17 +138,47 @@ def test_after_a_compiled_step_one_that_is_not_is_recorded(output: Output) -> No
     assert steps_of(output, "grad_unreduced") == steps_of(output, "actv") == [0]
 
 
-@pytest.mark.usefixtures("no_operators")
-def test_in_graph_mode_nothing_is_attached(output: Output) -> None:
+@pytest.fixture
+def graph_mode() -> Iterator[None]:
+    ms.set_context(mode=ms.GRAPH_MODE)
+    yield
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+class Step(nn.Cell):
+    def __init__(self, net: nn.Cell, optimizer: nn.Cell) -> None:
+        super().__init__()
+        self.net, self.optimizer = net, optimizer
+        self.gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
+
+    def construct(self, x: Tensor) -> Tensor:
+        loss, gradients = self.gradients_of(x)
+        self.optimizer(gradients)
+        return loss
+
+
+@pytest.mark.usefixtures("graph_mode")
+def test_graph_mode_is_recorded(output: Output) -> None:
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params())
+    step = Step(net, optimizer)
+    with attached(output, net, optimizer, **EVERYTHING):
+        for number in range(3):
+            step(inputs(number))
+    for kind in ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_updated"):
+        assert steps_of(output, kind) == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("graph_mode")
+def test_in_graph_mode_nothing_is_attached_if_operators_cannot_measure_it(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(COMPILED_VARIABLE, "0")
     net = Net()
     optimizer = nn.Adam(net.trainable_params())
     before = footprint(net, optimizer)
-    ms.set_context(mode=ms.GRAPH_MODE)
-    try:
-        with pytest.raises(ValueError, match="mode is GRAPH_MODE"):
-            attached(output, net, optimizer, **EVERYTHING)
-    finally:
-        ms.set_context(mode=ms.PYNATIVE_MODE)
+    with pytest.raises(ValueError, match="mode is GRAPH_MODE"):
+        attached(output, net, optimizer, **EVERYTHING)
     assert footprint(net, optimizer) == before
     assert output.directories() == []
 

@@ -48,11 +48,9 @@ UNEQUAL: Final = (
 
 def program_of(root: nn.Cell) -> Program | None:
     """The compiled code of a model, by its first chunk; None if compiled code cannot be observed."""
-    if follow_operator() is None:
-        return None
     attributes = vars(root)
     found: Program | None = attributes.get(_ATTRIBUTE)
-    if found is None:
+    if found is None and follow_operator() is not None:
         found = attributes[_ATTRIBUTE] = Program(replay)
     return found
 
