@@ -5,7 +5,6 @@ gradients between the end of backward and the optimizer's step.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,100 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from monitor.failures import Failures
-from monitor.pytorch.hooks import TorchCallPatch, when_backward_ends
-from monitor.recording.attached_model import NamedParameter, ParameterSubset
+from monitor.pytorch.hooks import GradientVersion, TorchCallPatch
 from monitor.recording.backend import StepListener
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.recording.phases import Clipping
-
-# --- Changes of gradients. Gradients are read at the step, so a loop that clips has done it by then. Most reducers write to
-# gradients inside backward, which is no such change. So a gradient's version is taken when backward, including its reducer, has
-# ended.
-
-MAX_SENTINELS: Final = 4
-"""Gradients that are checked. A few suffice: clipping changes all of them."""
-
-
-class GradientVersion:
-    """The version of a gradient, to detect later whether it was replaced or changed.
-
-    A gradient is known by its storage: FSDP makes new views of one gradient after every micro-batch. The storage is referenced
-    weakly. A weak reference to the tensor would make ``module.to`` fail where torch swaps tensors. Changes that bypass the
-    version (``p.grad.data``) are not detected.
-    """
-
-    __slots__ = ("_storage", "_version")
-
-    def __init__(self, gradient: Tensor) -> None:
-        self._storage: weakref.ref[Any] = weakref.ref(_storage_of(gradient))
-        self._version = gradient._version
-
-    def refers_to(self, gradient: Tensor | None) -> bool:
-        return gradient is not None and self._storage() is _storage_of(gradient)
-
-    def is_intact(self, gradient: Tensor | None) -> bool:
-        return gradient is not None and self.refers_to(gradient) and gradient._version == self._version
-
-
-class ChangeDetector:
-    """Follows the first and the last gradients of each backward of a step."""
-
-    def __init__(self, failures: Failures) -> None:
-        self._failures = failures
-        self._task = -1
-        self._latest: NamedParameter | None = None
-        self._sentinels: dict[NamedParameter, GradientVersion | None] = {}
-
-    def begin_step(self) -> None:
-        self._latest = None
-        self._sentinels.clear()
-
-    def arrived(self, parameter: NamedParameter) -> None:
-        """Backward has reached a parameter."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            self._sentinels = dict.fromkeys(self._sentinels)  # in case this backward does not end
-            self._add(parameter)
-            when_backward_ends(self._failures.guarded("following the gradients", self._ended, "Clipping may go unnoticed."))
-        self._latest = parameter
-
-    def changed(self, reduced: Callable[[NamedParameter], Tensor | None], held: ParameterSubset = None) -> bool:
-        """Whether a gradient that is about to be read was written to since backward ended.
-
-        Args:
-            reduced: Finds the tensor that is about to be read. If backward left another tensor, nothing is known.
-            held: The parameters that are about to be read.
-        """
-        for parameter, left in self._sentinels.items():
-            gradient = None if left is None or (held is not None and parameter not in held) else reduced(parameter)
-            if left is not None and left.refers_to(gradient) and not left.is_intact(gradient):
-                return True
-        return False
-
-    def intact(self, reduced: Callable[[NamedParameter], Tensor | None], held: ParameterSubset = None) -> bool:
-        """Whether all gradients that are checked, at least one, are as backward left them. Arguments as for ``changed``."""
-        left = [(one, version) for one, version in self._sentinels.items() if held is None or one in held]
-        return bool(left) and all(version is not None and version.is_intact(reduced(one)) for one, version in left)
-
-    def _add(self, parameter: NamedParameter) -> None:
-        if len(self._sentinels) < MAX_SENTINELS:
-            self._sentinels.setdefault(parameter)
-
-    def _ended(self) -> None:
-        """Take all versions again: later backwards of a step add to the gradients of earlier ones."""
-        self._task = -1
-        if self._latest is not None:
-            self._add(self._latest)
-        for parameter in self._sentinels:
-            gradient = parameter.tensor.grad
-            self._sentinels[parameter] = None if gradient is None else GradientVersion(gradient)
-
-
-def _storage_of(gradient: Tensor) -> Any:
-    """The storage, an object that lives as long as its memory; of a sparse tensor the tensor itself."""
-    return gradient.untyped_storage() if gradient.layout is torch.strided else gradient
-
 
 # --- The patches. ``clip_grad_norm_`` looks these two functions up at each call, however a loop has imported it. Loops that sum
 # the norm over ranks by themselves call the second one, under the name that ``torch.nn.utils`` gives it.

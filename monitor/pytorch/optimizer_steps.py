@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from monitor.failures import Failures
 from monitor.pytorch.clipping import GradientClipping
@@ -127,7 +132,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _HookOfAll:
-    """A hook that torch calls for all optimizers. One that is removed within such a call stays, and does nothing."""
+    """A hook that torch calls for all optimizers. One that is removed while torch calls these hooks stays, and does nothing:
+    torch must not find its dictionary of them changed.
+    """
 
     def __init__(self, register: Callable[..., Removable], call: Callable[..., None]) -> None:
         self._call: Callable[..., None] | None = call
@@ -139,7 +146,7 @@ class _HookOfAll:
 
     def remove(self) -> None:
         self._call = None
-        if not _steps_within():
+        if not _calls_hooks_of_all():
             self._handle.remove()
 
 
@@ -232,7 +239,7 @@ class OptimizerSteps(CallListener):
             if (living := weak()) is not None:
                 living(optimizer)
 
-        if not _steps_within():  # torch must not find its dictionary of hooks changed while it calls them
+        if not _calls_hooks_of_all():
             handle = _HookOfAll(register, torch.compiler.disable(self._guarded(where, hook)))
             weakref.finalize(self, handle.remove).atexit = False
             self._hooks.add(handle)
@@ -338,18 +345,23 @@ def _within_a_step_of(optimizer: Optimizer) -> bool:
     """Whether a hook is called for a step inside a step. If a class's ``step`` calls its base's, torch runs the hooks for both.
     The stack shows the nesting, also after a step that raised.
     """
-    return _steps_within(optimizer) >= 2
+    return sum(frame.f_locals.get("self") is optimizer for frame in _steps_within()) >= 2
 
 
-def _steps_within(optimizer: Optimizer | None = None) -> int:
-    """The number of steps in progress on this thread, of one optimizer or of all, with the hooks that they call."""
+def _calls_hooks_of_all() -> bool:
+    """Whether torch may be calling, on this thread, the hooks of all optimizers."""
+    of_all = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    called = [frame.f_locals.get("post_hook", frame.f_locals.get("pre_hook")) for frame in _steps_within()]
+    return any(hook is one for hook in called for one in of_all)
+
+
+def _steps_within() -> Iterator[FrameType]:
+    """The steps in progress on this thread, with the hooks that they call."""
     frame: FrameType | None = sys._getframe(1)
-    found = 0
     while frame is not None:
-        if frame.f_code is CALLS_HOOKS and optimizer in (None, frame.f_locals.get("self")):
-            found += 1
+        if frame.f_code is CALLS_HOOKS:
+            yield frame
         frame = frame.f_back
-    return found
 
 
 def _found_inf(optimizer: Optimizer) -> Tensor | None:

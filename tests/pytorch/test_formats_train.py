@@ -130,7 +130,7 @@ def test_kurtosis_is_the_same_in_every_format_and_as_the_definition_says(output:
     for name in ("0.weight", "2.weight"):
         off = weights[name].double() - weights[name].double().mean()
         expected = (off**4).mean() / off.square().mean().square() - 3
-        assert (found[name], exact[name]) == pytest.approx((expected.item(),) * 2, rel=1e-9)
+        assert found[name] == exact[name] == pytest.approx(expected.item(), rel=1e-6)  # float32 elements: decision 014
     assert sorted(shown) == pytest.approx(sorted(value for value in found.values() if value is not None), rel=1e-6)
 
 
