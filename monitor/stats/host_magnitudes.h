@@ -15,7 +15,7 @@
 #define USUAL 97      /* where a window begins that is chosen by zeros: it ends with magnitudes of 1 */
 #define LARGE ((size_t)1 << 14) /* the least number of elements that pay for a window */
 #define FEW 128       /* Windows are used while at most one in so many elements lies outside. */
-#define SHARE 4       /* Another window is chosen after a piece of which more than one in so many lies outside. */
+#define SHARE 4       /* Another window is chosen by a piece of which more than one in so many lies outside. */
 #define GROUP ((size_t)8 * LANES)
 #define LEVELS 18     /* enough for the groups of so many elements: */
 #define MOST ((size_t)1 << 24) /* elements after which counters are added up, so that none overflows */
@@ -208,8 +208,9 @@ static INLINE size_t count_by_windows(const unsigned char *x, size_t n, enum for
         }
         i += count;
         missed += left;
-        if (SHARE * left > count) { /* the next piece chooses another window */
+        if (SHARE * left > count) {
             empty_window(&w, counts);
+            choose_window(&w, piece, count); /* not by the next piece, which may be zeros again */
         }
     }
     empty_window(&w, counts);
