@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def test_dynamic_monitoring_switches_graph_mode_without_compiling(
         asked = compilations.count
         for wanted in (True, False):
             path.write_text(json.dumps({**RECORDED, "run_numbers": False, "dynamic_on": wanted}))
+            assert until(partial(has_taken, monitor, len(losses)), 60.0), "a thread takes the steps of compiled code"
             look_at_file(monitor)
             losses += [step(inputs(number)).asnumpy().tobytes() for number in range(len(losses), len(losses) + 3)]
         monitor.close()
@@ -115,11 +117,14 @@ def test_dynamic_monitoring_switches_graph_mode_without_compiling(
     assert_same(rows, {key: values for key, values in expected.items() if key[2] in steps})
 
 
+def has_taken(monitor: TrainerMon, steps: int) -> bool:
+    return monitor.step == steps
+
+
 def look_at_file(monitor: TrainerMon) -> None:
     """As the thread does once a second."""
     switching = monitor._recordings[0].switching
     assert switching is not None
-    assert until(lambda: switching._control is not None, 60.0), "the thread that takes steps of compiled code begins it"
     assert switching._control is not None
     assert switching._control._watching is not None
     switching._control._watching.turn()
