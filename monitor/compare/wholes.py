@@ -382,7 +382,8 @@ class LayoutComparison:
         scale, positions, before = self._scale(kind, firsts), self._positions(kind), self._comparison.compared
         every = sorted({step for one in self._sides for step in one.steps[kind]})
         size = max(1, BATCH_ROWS // max(1, *map(len, firsts)))
-        for some in (every[at : at + size] for at in range(0, len(every), size)):
+        for at in range(0, len(every), size):
+            some = every[at : at + size]
             tables = [one.rows(kind, some[0], some[-1]) for one in self._sides]
             if scale != 1:
                 factors = (max(1.0, scale), max(1.0, 1 / scale))  # sizes grow: what CSV has rounded must not look finer
@@ -390,7 +391,7 @@ class LayoutComparison:
             rounded = (one.is_rounded(kind) for one in self._sides)
             ready = [_identified(_without(table, dropped), positions, is_rounded=next(rounded)) for table in tables]
             self._comparison.add(kind, ready, self._ndigits)
-            self._comparison.progress(kind, min(len(every), every.index(some[-1]) + 1), len(every))
+            self._comparison.progress(kind, at + len(some), len(every))
         if self._comparison.compared == before:
             self._sides[0].side.miss(f"{kind}: no tensor has a number of the same op, name and step on both sides")
 
