@@ -27,7 +27,7 @@ from monitor.compare.rows import Row, RowComparison
 from monitor.compare.sides import ALL_RANKS, Choice, Side
 from monitor.compare.tolerances import AVERAGES, ELEMENTS, EXTREMES, GIVEN, HIGHER, SHARES, VALUE, Facts, SeriesFacts
 from monitor.merge.outputs import GLOBAL
-from monitor.merge.statistics import Flags, Index, Statistics, combined
+from monitor.merge.statistics import Flags, Index, PartialColumns, Statistics, combined
 from monitor.merge.tables import order_by, starts_of_runs
 from monitor.query.batches import IDENTITY, place_of
 from monitor.query.sources import ALL, QueryError, RowChoice
@@ -45,7 +45,7 @@ from monitor.series import (
 )
 from monitor.sinks.files import StepSpan
 from monitor.stats.ops import CALLS, INTEGER_OPS, TEXT_OPS
-from monitor.stats.partials import EMPTY, Floats, Partials
+from monitor.stats.partials import Floats
 
 COMBINED: Final = ACTIVATION_KINDS
 """Kinds with a row for each rank and micro-step, of which a step has a part of its batch each."""
@@ -272,12 +272,11 @@ def _statistics(rows: pa.Table, kind: str) -> Statistics:
     """Rows of whole tensors of which only ops are known. Those of parts do not make up higher moments."""
     without = (*GLOBAL.names, *TEXT_OPS, CALLS, *(HIGHER if kind in COMBINED else []))
     ops = tuple(one for one in rows.column_names if one not in without)
-    nothing = Partials(np.broadcast_to(np.array(EMPTY)[:, None], (len(EMPTY), len(rows))))
     count = rows["count"].cast(pa.float64()).fill_null(np.nan).to_numpy()
     values = np.array([rows[op].fill_null(0.0).to_numpy() for op in ops]).reshape(len(ops), len(rows))
     known = np.array([rows[op].is_valid().to_numpy() for op in ops], dtype=np.bool_).reshape(len(ops), len(rows))
     flags = np.zeros(len(rows), dtype=np.bool_)
-    return Statistics(ops, count, values, known, nothing, flags, np.zeros(len(rows), dtype=np.uint64))
+    return Statistics(ops, count, values, known, PartialColumns.unknown(len(rows)), flags, np.zeros(len(rows), dtype=np.uint64))
 
 
 # --- The comparison of both sides.

@@ -208,7 +208,7 @@ def _combine(piece: Piece, rows: Rows, statistics: Statistics, runs: pa.Table, o
     outcome.unplaced = Counter(written.rank[written.series == UNKNOWN].tolist()) if piece.kind != REPLICA_KIND else Counter()
     if outcome.rows:
         facts = _facts(written, outcome.steps)
-        piece.write(per_rank_rows(piece.columns, runs, written, statistics.take(own)), facts, piece.outputs[0])
+        piece.write(per_rank_rows(piece.columns, runs, written, statistics.ops_of(own)), facts, piece.outputs[0])
     del written
     if outcome.rows and piece.kind not in KINDS_OF_RANKS:
         tensors = _tensors(piece, rows, statistics, outcome)
@@ -333,7 +333,7 @@ def _compare_copies(piece: Piece, rows: Rows, statistics: Statistics, order: Ind
     if len(copies) == len(order) and not rows.replica.any():
         return differ
     of_copy = np.repeat(copies, np.diff(copies, append=len(order)))
-    rows, statistics = rows.only(order), statistics.take(order)
+    rows, statistics = rows.only(order), statistics.ops_of(order)
     held_against = references(rows, of_copy)
     outcome.not_compared = not_compared(rows, held_against)
     found = compare(piece.kind, rows, statistics, held_against, piece.ndigits)

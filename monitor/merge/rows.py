@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from monitor.coordinator.manifest_format import StepsRecord
 from monitor.merge.discovery import SetAside
-from monitor.merge.statistics import Flags, Index, Statistics
+from monitor.merge.statistics import Flags, Index, PartialColumns, Statistics, same_everywhere
 from monitor.merge.tables import Columns, ForeignError, Shard, Texts, order_by, read_batch, starts_of_runs, write_file
 from monitor.merge.tensors import UNKNOWN, Catalogue
 from monitor.series import DIRECTION_KIND, MICRO_STEP_KINDS, NO_MICRO_STEP
@@ -25,7 +25,7 @@ from monitor.sinks.files import StepSpan
 from monitor.stats.features import OF_ELEMENTS, own_columns
 from monitor.stats.histograms import BINS, MAGNITUDES, Counts
 from monitor.stats.ops import CALLS, CHECKSUM
-from monitor.stats.partials import COLUMNS, COUNT, EMPTY, PARTIAL_TABLE, PARTIALS, WRITES, Floats, Partials, Words
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, PARTIAL_TABLE, WRITES, Floats, Words
 
 # --- The rows of one kind that some directories have, each with its place in the job.
 #
@@ -355,6 +355,7 @@ class _Gathering:
 
     def __init__(self, tables: Sequence[pa.Table], names_of: Catalogue | None) -> None:
         self._tables = tables
+        self._rows = sum(map(len, tables))
         self._alike = _alike(tables)
         self._order: Index | slice = slice(None)
         keys = [self.column("step")]
@@ -367,7 +368,7 @@ class _Gathering:
     def column(self, name: str) -> Index:
         """Of whole numbers, also where it is left out."""
         if name in self._alike:
-            return np.full(sum(map(len, self._tables)), self._alike[name], dtype=np.int64)
+            return same_everywhere(int(self._alike[name]), self._rows)
         values: Index = self._joined(partial(_numbers, name), np.int64)
         return values
 
@@ -376,15 +377,10 @@ class _Gathering:
 
     def statistics(self, kept: Columns, elements: Index) -> Statistics:
         exact = self._joined(lambda table: np.full(len(table), _is_exact(table)), np.bool_)
-        partials = np.empty((len(COLUMNS), len(exact)))
-        partials[WRITES] = 1
-        for number, name in enumerate(PARTIALS, WRITES + 1):
-            if name in self._alike:
-                partials[number] = self._alike[name]
-            else:
-                self._joined(partial(_partial, name, number), np.float64, partials[number])
-        count = np.where(exact, partials[COUNT], np.where(elements < 0, np.nan, elements))
-        made = Statistics.derived(kept.ops, count, Partials(partials, self._histograms() if kept.histogram else None), exact)
+        histogram = self._histograms() if kept.histogram else None
+        partials = PartialColumns(tuple(map(self._partials, range(len(COLUMNS)))), histogram)
+        count = np.where(exact, partials.columns[COUNT], np.where(elements < 0, np.nan, elements))
+        made = Statistics.derived(kept.ops, count, partials, exact)
         if not exact.all():
             for op in kept.numbers:
                 made.set_op(op, self._joined(partial(_op, op), np.float64), self._joined(partial(_op_is_there, op), np.bool_))
@@ -395,23 +391,21 @@ class _Gathering:
                 made.set_op(MAGNITUDES, elements_counted, elements_counted > 0)
         return made
 
+    def _partials(self, number: int) -> Floats:
+        """One column of them."""
+        name = COLUMNS[number]
+        if number == WRITES or name in self._alike:
+            return same_everywhere(float(self._alike.get(name, 1.0)), self._rows)
+        values: Floats = self._joined(partial(_partial, name, number), np.float64)
+        return values
+
     def _histograms(self) -> Counts:
         nothing = np.empty((0, BINS), dtype=np.int64)
         counts: Counts = np.concatenate([nothing, *map(_counts, self._tables)])[self._order]
         return counts
 
-    def _joined(
-        self, of: Callable[[pa.Table], NDArray[Any]], kind: type[np.generic], output: NDArray[Any] | None = None
-    ) -> NDArray[Any]:
-        values = np.concatenate([np.empty(0, kind), *(of(table) for table in self._tables)], dtype=kind)
-        if isinstance(self._order, slice):
-            values = values[self._order]
-            if output is not None:
-                output[:] = values
-            return values
-        return np.take(
-            values, self._order, out=output, mode="clip"
-        )  # with the default mode, numpy would fill a copy of `output`
+    def _joined(self, of: Callable[[pa.Table], NDArray[Any]], kind: type[np.generic]) -> NDArray[Any]:
+        return np.concatenate([np.empty(0, kind), *map(of, self._tables)], dtype=kind)[self._order]
 
 
 def _alike(tables: Sequence[pa.Table]) -> dict[str, float]:

@@ -7,8 +7,9 @@ shares weighted with the number of elements, where that is known. What cannot be
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from monitor.series import KIND_TABLE
 from monitor.stats.histograms import LOSSES, MAGNITUDES, Counts
 from monitor.stats.ops import CHECKSUM, SPELLED_OPS, checksums, derive_all, has_histogram
-from monitor.stats.partials import COUNT, EMPTY, Floats, Partials, Words, combine_groups
+from monitor.stats.partials import COLUMNS, COUNT, EMPTY, Floats, Partials, Words, combine_groups
 
 Flags = NDArray[np.bool_]
 Index = NDArray[np.int64]
@@ -32,6 +33,48 @@ _RATIO: Final = ("update_norm", "weight_norm")
 _OTHERS: Final = ("ratio", "sum", "max")
 FROM_EXPERTS: Final = tuple(name for name, how in _COMBINES.items() if how == "experts")
 """Of the load of experts: computed anew from the counts of all ranks (``monitor/merge/expert_loads.py``)."""
+
+
+TABLE_ROWS: Final = 16_384
+"""A table of partials is made of so many rows at a time: it is larger than all else that is known of a row."""
+
+
+def same_everywhere(number: float, rows: int) -> NDArray[Any]:
+    """A column in which all rows have the same number. It takes no memory."""
+    return np.broadcast_to(np.asarray(number), (rows,))
+
+
+@dataclass(frozen=True, slots=True)
+class PartialColumns:
+    """Partials of many rows, of which tables are made for some of them.
+
+    Attributes:
+        columns: In the order of ``monitor.stats.partials.COLUMNS``, float64, shape ``(rows,)``. Of a job that has no check sums
+            and no numbers that are not finite, about half are of ``same_everywhere``.
+        histogram: See ``monitor.stats.partials.Partials``.
+    """
+
+    columns: tuple[Floats, ...]
+    histogram: Counts | None
+
+    @classmethod
+    def unknown(cls, rows: int, histogram: Counts | None = None) -> PartialColumns:
+        """Of rows of which only ops are known, and perhaps a histogram."""
+        return cls(tuple(same_everywhere(number, rows) for number in EMPTY), histogram)
+
+    @classmethod
+    def of(cls, partials: Partials) -> PartialColumns:
+        return cls(tuple(partials.columns), partials.histogram)
+
+    def __len__(self) -> int:
+        return len(self.columns[COUNT])
+
+    def only(self, rows: Index | Flags | slice) -> PartialColumns:
+        histogram = None if self.histogram is None else self.histogram[rows]
+        return PartialColumns(tuple(column[rows] for column in self.columns), histogram)
+
+    def table(self) -> Partials:
+        return Partials(np.stack(self.columns), self.histogram)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +94,32 @@ class Statistics:
     count: Floats
     values: Floats
     known: Flags
-    partials: Partials
+    partials: PartialColumns
     exact: Flags
     checksums: Words
 
     @classmethod
-    def derived(cls, ops: tuple[str, ...], count: Floats, partials: Partials, exact: Flags) -> Statistics:
+    def derived(cls, ops: tuple[str, ...], count: Floats, partials: PartialColumns, exact: Flags) -> Statistics:
         """Ops of the rows that are ``exact``, from their partials."""
-        values, known = np.empty((len(ops), len(exact))), np.empty((len(ops), len(exact)), dtype=np.bool_)
-        sums = checksums(partials) if CHECKSUM in ops else np.zeros(len(exact), dtype=np.uint64)
-        sums[~exact] = 0
-        numbers = derive_all([op for op in ops if op not in SPELLED_OPS], partials)
-        for index, op in enumerate(ops):
+        rows = len(exact)
+        values, known = np.empty((len(ops), rows)), np.empty((len(ops), rows), dtype=np.bool_)
+        made = cls(ops, count, values, known, partials, exact, np.zeros(rows, dtype=np.uint64))
+        for first in range(0, rows, TABLE_ROWS):
+            made._derive(slice(first, first + TABLE_ROWS))
+        return made
+
+    def _derive(self, rows: slice) -> None:
+        partials, exact = self.partials.only(rows).table(), self.exact[rows]
+        if CHECKSUM in self.ops:
+            self.checksums[rows] = np.where(exact, checksums(partials), np.uint64(0))
+        numbers = derive_all([op for op in self.ops if op not in SPELLED_OPS], partials)
+        for index, op in enumerate(self.ops):
             if op == CHECKSUM:
-                values[index], there = 0.0, sums > 0
+                values, there = np.zeros(len(exact)), self.checksums[rows] > 0
             else:
-                values[index], there = _counted(partials) if op == MAGNITUDES else numbers.pop(op)
-            np.logical_and(there, exact, out=known[index])
-        return cls(ops, count, values, known, partials, exact, sums)
+                values, there = _counted(partials) if op == MAGNITUDES else numbers[op]
+            self.values[index, rows] = values
+            np.logical_and(there, exact, out=self.known[index, rows])
 
     def set_op(self, op: str, values: Floats, known: Flags) -> None:
         """Values of an op, in place of those of the rows that are not ``exact``."""
@@ -85,14 +136,14 @@ class Statistics:
         return len(self.count)
 
     def take(self, rows: Index | Flags | slice) -> Statistics:
-        return self._of(rows, self.partials.take(rows))
+        return self._of(rows, self.partials.only(rows))
 
-    def ops_of(self, rows: Index | slice) -> Statistics:
+    def ops_of(self, rows: Index | Flags | slice) -> Statistics:
         """The same without partials, which are more than half of all, but for histograms."""
         histogram = self.partials.histogram
-        return self._of(rows, _nothing(len(self.count[rows]), None if histogram is None else histogram[rows]))
+        return self._of(rows, PartialColumns.unknown(len(self.count[rows]), None if histogram is None else histogram[rows]))
 
-    def _of(self, rows: Index | Flags | slice, partials: Partials) -> Statistics:
+    def _of(self, rows: Index | Flags | slice, partials: PartialColumns) -> Statistics:
         columns = self.count[rows], self.values[:, rows], self.known[:, rows]
         return Statistics(self.ops, *columns, partials, self.exact[rows], self.checksums[rows])
 
@@ -113,20 +164,15 @@ def combined(rows: Statistics, order: Index | slice, starts: Index, begins: Inde
     """
     if len(starts) == len(rows.count[order]):
         return rows.ops_of(order)
-    parts = rows.take(order)
-    exact = np.logical_and.reduceat(parts.exact, starts)
+    exact = np.logical_and.reduceat(rows.exact[order], starts)
     if exact.all():
-        return _of_partials(parts, starts, begins)
+        return _of_partials(rows.ops, rows.partials.only(order), starts, begins)
+    parts = rows.take(order)
     in_exact = np.repeat(exact, np.diff(starts, append=len(parts)))
     own = None if begins is None else begins[in_exact]
-    from_partials = _of_partials(parts.take(in_exact), _starts_among(starts, exact, len(parts)), own)
+    from_partials = _of_partials(rows.ops, parts.partials.only(in_exact), _starts_among(starts, exact, len(parts)), own)
     from_ops = _of_ops(parts.take(~in_exact), _starts_among(starts, ~exact, len(parts)))
     return _interleaved(from_partials, from_ops, exact)
-
-
-def _nothing(rows: int, histogram: Counts | None) -> Partials:
-    """Placeholders for unknown partials. They take no memory."""
-    return Partials(np.broadcast_to(np.array(EMPTY)[:, None], (len(EMPTY), rows)), histogram)
 
 
 def _counted(partials: Partials) -> tuple[Floats, Flags]:
@@ -143,12 +189,23 @@ def _starts_among(starts: Index, chosen: Flags, length: int) -> Index:
     return first
 
 
-def _of_partials(parts: Statistics, starts: Index, begins: Index | None) -> Statistics:
-    if not len(starts):
-        return parts
+def _of_partials(ops: tuple[str, ...], parts: PartialColumns, starts: Index, begins: Index | None) -> Statistics:
+    made = [Partials(np.empty((len(COLUMNS), 0)))]
     with np.errstate(invalid="ignore", over="ignore"):  # the sums of features may be of any sort
-        partials = combine_groups(parts.partials, starts, begins)
-    return Statistics.derived(parts.ops, partials.columns[COUNT], partials, np.ones(len(starts), dtype=np.bool_))
+        for runs, rows in _some_runs(starts, len(parts)):
+            own = None if begins is None else begins[rows]
+            made.append(combine_groups(parts.only(rows).table(), starts[runs] - rows.start, own))
+    partials = Partials.joined(made)
+    return Statistics.derived(ops, partials.columns[COUNT], PartialColumns.of(partials), np.ones(len(starts), dtype=np.bool_))
+
+
+def _some_runs(starts: Index, rows: int) -> Iterator[tuple[slice, slice]]:
+    """Some runs at a time, whole ones, and the rows of these."""
+    first = 0
+    while first < len(starts):
+        end = max(first + 1, int(np.searchsorted(starts, starts[first] + TABLE_ROWS)))
+        yield slice(first, end), slice(int(starts[first]), int(starts[end]) if end < len(starts) else rows)
+        first = end
 
 
 def _of_ops(parts: Statistics, starts: Index) -> Statistics:
@@ -161,7 +218,7 @@ def _of_ops(parts: Statistics, starts: Index) -> Statistics:
     values, known = (np.array([one[which] for one in columns]) for which in (0, 1))
     values[:, alone], known[:, alone] = parts.values[:, starts[alone]], parts.known[:, starts[alone]]
     histogram, exact = parts.partials.histogram, np.zeros(len(starts), dtype=np.bool_)
-    partials = _nothing(len(starts), None if histogram is None else np.add.reduceat(histogram, starts, axis=0))
+    partials = PartialColumns.unknown(len(starts), None if histogram is None else np.add.reduceat(histogram, starts, axis=0))
     sums = np.where(alone, parts.checksums[starts], np.uint64(0))
     return Statistics(parts.ops, np.add.reduceat(parts.count, starts), values, known, partials, exact, sums)
 
@@ -291,7 +348,7 @@ def _interleaved(exact: Statistics, others: Statistics, which: Flags) -> Statist
         np.concatenate([exact.count, others.count]),
         np.concatenate([exact.values, others.values], axis=1),
         np.concatenate([exact.known, others.known], axis=1),
-        Partials.joined([exact.partials, others.partials]),
+        PartialColumns.of(Partials.joined([exact.partials.table(), others.partials.table()])),
         np.concatenate([exact.exact, others.exact]),
         np.concatenate([exact.checksums, others.checksums]),
     ).take(order)

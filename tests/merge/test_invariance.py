@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 from recorded_job import EXACT_AND_ROUNDED, FORMATS, RecordedRank, files, merged, table, tensors
 from sink_rows import Measured, partials_of
 
-from monitor.merge import execution
+from monitor.merge import execution, statistics
 from monitor.series import LOCAL, Placement, Shard
 from monitor.stats.ops import NUMERIC_OPS, derive
 from monitor.stats.partials import M2, M4, Partials
@@ -185,6 +185,25 @@ def test_the_number_of_workers_changes_no_byte(
     merged(base, "one", rows=rows, format=format)
     merged(base, "many", rows=rows, format=format, workers=workers)
     assert files(base / "one") == files(base / "many")
+    shutil.rmtree(base)
+
+
+@few
+@given(job=jobs(), rows=st.integers(1, 12))
+@pytest.mark.parametrize("format", EXACT_AND_ROUNDED)
+def test_how_many_rows_a_table_of_partials_has_changes_no_byte(
+    tmp_path_factory: pytest.TempPathFactory,
+    format: str,  # noqa: A002
+    job: Job,
+    rows: int,
+) -> None:
+    base = tmp_path_factory.mktemp("job")
+    job.record(base, format)
+    merged(base, "large")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(statistics, "TABLE_ROWS", rows)
+        merged(base, "small")
+    assert files(base / "large") == files(base / "small")
     shutil.rmtree(base)
 
 
