@@ -207,10 +207,13 @@ def _write_parquet(rows: pa.Table, path: Path) -> None:
 
 def _row_groups(rows: pa.Table, order: Index | None) -> Iterator[pa.Table]:
     """Each with no other text than its own: all text of a dictionary is written into each row group."""
+    texts = {name: Texts.of(rows[name].chunks) for name in rows.column_names if pa.types.is_dictionary(rows[name].type)}
+    alike = {name: text.in_use() for name, text in texts.items() if (text.codes == text.codes[:1]).all()}
     for first in range(0, len(rows), ROW_GROUP):
-        group = rows.slice(first, ROW_GROUP) if order is None else rows.take(pa.array(order[first : first + ROW_GROUP]))
-        columns = [Texts.of(one.chunks).in_use() if pa.types.is_dictionary(one.type) else one for one in group.columns]
-        yield pa.table(columns, names=rows.column_names)
+        which = slice(first, first + ROW_GROUP) if order is None else order[first : first + ROW_GROUP]
+        group = rows.slice(first, ROW_GROUP) if order is None else rows.take(pa.array(which))
+        some = {name: alike[name][: len(group)] if name in alike else text.take(which).in_use() for name, text in texts.items()}
+        yield pa.table([some.get(name, group[name]) for name in rows.column_names], names=rows.column_names)
 
 
 def _in_numbers(column: pa.ChunkedArray) -> Index:
