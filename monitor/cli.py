@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, NamedTuple
 
 import typer
 from typer.core import TyperCommand
 
 import monitor
 
-# --- Arguments that the commands share, so that they have the same meaning and help in all commands.
+# --- What commands are.
+
+
+class Command(typer.Typer):
+    """A command. Its help is plain text, the same in a log and in a terminal."""
+
+    is_process: ClassVar[bool] = False
+    """Whether this process runs a command and nothing else: one was called with the arguments of the process."""
+
+    def __init__(self) -> None:
+        super().__init__(add_completion=False, rich_markup_mode=None)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Run it, and end the process.
+
+        Args:
+            args: None, or a list of the command's arguments. Without it they are those of the process.
+        """
+        Command.is_process |= not args
+        if Command.is_process and "pyarrow" in sys.modules:  # most commands work with Arrow
+            arrow: Any = import_module("monitor.sinks.arrow")
+            arrow.do_without_pandas()
+        return super().__call__(*args, **options)
 
 
 def command_app() -> typer.Typer:
-    """An empty command. Its help is plain text, the same in a log and in a terminal."""
-    return typer.Typer(add_completion=False, rich_markup_mode=None)
+    """An empty command."""
+    return Command()
+
+
+# --- Arguments that the commands share, so that they have the same meaning and help in all commands.
 
 
 @contextmanager

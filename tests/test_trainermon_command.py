@@ -38,6 +38,20 @@ finally:
 """
 
 
+THEN_AN_ARRAY = """
+import sys
+from {module} import app
+sys.argv = {arguments}
+try:
+    app({given})
+except SystemExit:
+    pass
+import pyarrow
+pyarrow.array([0])
+print("imported:", "pandas" in sys.modules)
+"""
+
+
 def app_of(script: str) -> Typer:
     module, _, name = SCRIPTS[script].partition(":")
     found = getattr(importlib.import_module(module), name)
@@ -157,3 +171,25 @@ def test_ctl_says_which_word_is_wrong(arguments: list[str], said: str, tmp_path:
 def test_the_readme_lists_every_command() -> None:
     table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Commands")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `trainermon ([\w-]+) ", table, re.MULTILINE) == list(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [("monitor.query.cli", ["monitor-query", "nowhere"]), ("monitor.cli", ["trainermon", "query", "nowhere"])],
+)
+def test_a_process_of_a_command_does_not_import_pandas(module: str, arguments: Sequence[str]) -> None:
+    pytest.importorskip("pandas")
+    assert imported_pandas(THEN_AN_ARRAY.format(module=module, arguments=arguments, given="")) is False
+
+
+def test_a_program_that_calls_a_command_keeps_pandas() -> None:
+    pytest.importorskip("pandas")
+    script = THEN_AN_ARRAY.format(module="monitor.query.cli", arguments=["a program"], given=["nowhere"])
+    assert imported_pandas(script) is True
+
+
+def imported_pandas(script: str) -> bool:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # without what hides pandas from tests' processes
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.rpartition("imported: ")[2].strip() == "True"

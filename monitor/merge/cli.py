@@ -155,10 +155,11 @@ def _followed(wanted: Wanted, options: FollowOptions, part: str | None, console:
 
 @contextmanager
 def _bar(console: Console, *more: ProgressColumn) -> Iterator[Progress]:
-    """A progress bar, and what moves it."""
-    with Bar("merging", BarColumn(), MofNCompleteColumn(), *more, console=console, transient=True) as bar:
+    """A progress bar, and what moves it. It has no thread, so that workers can be copies of this process."""
+    columns = BarColumn(), MofNCompleteColumn(), *more
+    with Bar("merging", *columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda done, total: bar.update(task, completed=done, total=total, refresh=True)
 
 
 def _print(told: Mapping[str, Any], output: str, console: Console) -> None:

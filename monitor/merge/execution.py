@@ -20,12 +20,15 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import islice
 from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 from weakref import WeakSet
 
 from filelock import FileLock, Timeout
 from pyarrow import set_memory_pool, system_memory_pool
+
+from monitor.sinks.arrow import do_without_pandas
 
 # --- What stops a merge.
 
@@ -196,10 +199,8 @@ def engine(workers: int = 1, dask: str | None = None, needs: str = "json") -> It
 
 @contextmanager
 def _pool(workers: int, needs: str) -> Iterator[Executor]:
-    # A forked child of a process with threads may hang; a new interpreter does not.
-    context = multiprocessing.get_context("spawn")
     try:
-        with Pool(workers, mp_context=context, initializer=_begin_work, initargs=(needs,)) as pool:
+        with Pool(workers, mp_context=_beginning(), initializer=_begin_work, initargs=(needs,)) as pool:
             try:
                 for _ in range(workers):  # each starts a process, which gets ready while this one looks for work
                     pool.submit(os.getpid)
@@ -211,23 +212,24 @@ def _pool(workers: int, needs: str) -> Iterator[Executor]:
         raise MergeError(f"{_DIED} Try fewer --workers.") from error
 
 
+def _beginning() -> BaseContext:
+    """How processes begin: as copies of this one, which have imported everything, or as new interpreters.
+
+    A copy has none of the other threads. It may wait without end for a lock that one of them held. Arrow and OpenBLAS, which
+    begin threads of their own when they are imported, put their locks in order in a copy.
+    """
+    copies = sys.platform == "linux" and threading.active_count() == 1
+    return multiprocessing.get_context("fork" if copies else "spawn")
+
+
 _DIED: Final = "a process that did the work has died: most often the system ends one when memory runs out."
 
 
 def _begin_work(needs: str) -> None:
     _follow_parent()
     keep_freed_memory()
-    sys.meta_path.insert(0, _NoPandas)
+    do_without_pandas()
     import_module(needs)
-
-
-class _NoPandas:
-    """Hides pandas, which Arrow imports with the first array where it is installed: 0.3 s and 40 MB, and no worker needs it."""
-
-    @staticmethod
-    def find_spec(name: str, _path: Any = None, _target: Any = None) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError(name)
 
 
 def keep_freed_memory() -> None:
@@ -252,6 +254,7 @@ def _follow_parent() -> None:
     work forever.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a copy of a command has its handler
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()

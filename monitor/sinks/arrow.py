@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -391,3 +392,27 @@ class ShardMetadata:
         fields = json.loads(metadata[METADATA])
         lists = {name: tuple(fields[name]) for name in ("ops", "skipped", "incomplete")}
         return cls(fields["rank"], fields["eps"], **lists, world_size=fields.get("world_size"))
+
+
+# --- Arrow without pandas.
+
+
+def do_without_pandas() -> None:
+    """Have Arrow find no pandas in this process, from now on.
+
+    It looks for pandas once, with its first array. Where pandas is installed, that takes 0.2 to 0.3 s and 40 MB.
+    """
+    sys.meta_path.insert(0, _NoPandas)
+    try:
+        pa.array([0])
+    finally:
+        sys.meta_path.remove(_NoPandas)
+
+
+class _NoPandas:
+    """A finder of modules that says that there is no pandas."""
+
+    @staticmethod
+    def find_spec(name: str, _path: Any = None, _target: Any = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("Arrow needs no pandas here", name=name)

@@ -253,23 +253,27 @@ class TestArguments:
         assert made.endswith(ending)
         assert at_time(made.removesuffix(ending))
 
-    def test_a_script_without_a_guard_gets_a_message_that_says_so(self, tmp_path: Path) -> None:
-        plain(tmp_path / "run")
-        call = "csv2tensorboard_by_step('run', None, None, process_num=2, output_dirpath='curves')"
-        (tmp_path / "script.py").write_text(f"from monitor.convert import csv2tensorboard_by_step\n{call}\n")
-        plain(tmp_path / "run", 1)
-        ended = subprocess.run(
-            [sys.executable, "script.py"],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+    def test_a_script_with_a_thread_and_without_a_guard_gets_a_message_that_says_so(self, tmp_path: Path) -> None:
+        thread = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        ended = self.converted_by_a_script_without_a_guard(tmp_path, thread)
         assert ended.returncode == 1
         assert "has to stand under `if __name__ == '__main__':`" in ended.stderr.splitlines()[-1]
         assert [name for name in files(tmp_path) if "curves" in name] == []
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="a process is copied on Linux alone")
+    def test_a_script_without_threads_needs_no_guard(self, tmp_path: Path) -> None:
+        ended = self.converted_by_a_script_without_a_guard(tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        assert [name for name in files(tmp_path) if "curves" in name] != []
+
+    @staticmethod
+    def converted_by_a_script_without_a_guard(directory: Path, first: str = "") -> subprocess.CompletedProcess[str]:
+        plain(directory / "run")
+        plain(directory / "run", 1)
+        call = "csv2tensorboard_by_step('run', None, None, process_num=2, output_dirpath='curves')"
+        (directory / "script.py").write_text(f"{first}from monitor.convert import csv2tensorboard_by_step\n{call}\n")
+        command, environment = [sys.executable, "script.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def at_time(timestamp: str) -> bool:

@@ -165,8 +165,8 @@ def test_where_a_worker_dies_that_is_said_and_nothing_is_left(job: Path) -> None
 class InterruptedPool(execution.Pool):
     """Interrupted when its first worker waits for work, and nothing would end that worker yet."""
 
-    def _adjust_process_count(self) -> None:
-        super()._adjust_process_count()  # type: ignore[misc]
+    def _spawn_process(self) -> None:
+        super()._spawn_process()  # type: ignore[misc]
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)
 
