@@ -47,7 +47,8 @@ def step(training: dict[str, Any]) -> None:
 def test_two_ranks_record_what_the_page_says(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     (tmp_path / "config.json").write_text('{"wg_distribution": true}')
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir", os.devnull]
+    command = [*torchrun, "--nproc-per-node", "2", "train.py"]
     ended = subprocess.run(
         command,
         cwd=tmp_path,

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RUN: Final = [sys.executable, "-m", "monitor.launching.cli"]
-TORCHRUN: Final = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN: Final = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir", os.devnull, "--nproc-per-node=2"]
 
 Ended = subprocess.CompletedProcess[str]
 

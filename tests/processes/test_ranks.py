@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Job:
     results = [directory / "plain", directory / "monitored"]
     for result in results:
         result.mkdir()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--log-dir", os.devnull, "--nproc-per-node", "2")
     started = [
         launcher.start_interpreter("ranks.py", results[1], config=CONFIG, module=torchrun),
         *launcher.start_ranks(2, "ranks.py", results[0]),
