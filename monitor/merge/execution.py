@@ -216,10 +216,10 @@ def _beginning() -> BaseContext:
     """How processes begin: as copies of this one, which have imported everything, or as new interpreters.
 
     A copy has none of the other threads. It may wait without end for a lock that one of them held. Arrow and OpenBLAS, which
-    begin threads of their own when they are imported, put their locks in order in a copy.
+    begin threads of their own when they are imported, put their locks in order in a copy; frameworks may not.
     """
-    copies = sys.platform == "linux" and threading.active_count() == 1
-    return multiprocessing.get_context("fork" if copies else "spawn")
+    alone = threading.active_count() == 1 and sys.modules.keys().isdisjoint(("torch", "mindspore"))
+    return multiprocessing.get_context("fork" if alone and sys.platform == "linux" else "spawn")
 
 
 _DIED: Final = "a process that did the work has died: most often the system ends one when memory runs out."

@@ -10,14 +10,10 @@ import pytest
 WORKERS = """
 import sys, threading
 from monitor.merge import execution
-
+{first}
 sys.mark = "made before the workers"
-over = threading.Event()
-if {other_thread}:
-    threading.Thread(target=over.wait).start()
 with execution.engine(2) as (executor, _):
     print(executor.submit(eval, "getattr(__import__('sys'), 'mark', None)").result())
-over.set()
 """
 
 
@@ -28,11 +24,14 @@ def said_by(script: str) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a process is copied on Linux alone")
 def test_without_other_threads_workers_are_copies_of_the_process() -> None:
-    assert said_by(WORKERS.format(other_thread=False)) == "made before the workers"
+    assert said_by(WORKERS.format(first="")) == "made before the workers"
 
 
-def test_beside_another_thread_workers_are_new_interpreters() -> None:
-    assert said_by(WORKERS.format(other_thread=True)) == "None"
+@pytest.mark.parametrize("first", ["threading.Thread(target=threading.Event().wait, daemon=True).start()", "import torch"])
+def test_beside_another_thread_or_a_framework_workers_are_new_interpreters(first: str) -> None:
+    if first == "import torch":
+        pytest.importorskip("torch")
+    assert said_by(WORKERS.format(first=first)) == "None"
 
 
 def test_the_progress_bar_of_the_command_is_no_thread() -> None:
