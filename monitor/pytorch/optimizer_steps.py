@@ -192,7 +192,7 @@ class OptimizerSteps(CallListener):
             self._follow_wrapper(wrapper, inner)
         if not optimizers:
             self._at_every_step(register_optimizer_step_pre_hook, self._adopt_if_monitored, "finding the optimizer")
-        self._at_every_step(register_optimizer_step_post_hook, self._replaced_by, "looking for a replaced optimizer")
+        self._at_every_step(register_optimizer_step_post_hook, self._is_other, "looking for a replaced optimizer")
         self._hooks.add(GradientClipping(listener, failures))
         SCALER_PATCH.add(self)
 
@@ -244,13 +244,12 @@ class OptimizerSteps(CallListener):
             weakref.finalize(self, handle.remove).atexit = False
             self._hooks.add(handle)
 
-    def _replaced_by(self, optimizer: Optimizer) -> None:
-        """Report an optimizer that has stepped all parameters of a known one."""
+    def _is_other(self, optimizer: Optimizer) -> None:
+        """Report an optimizer that is none of the known ones, and a known one of which it has stepped all parameters."""
         if optimizer not in self._called:  # a known one has called its own hooks
             stepped = _ids(optimizer)
             old = next((one for one in self.optimizers if stepped.issuperset(_ids(one) or {0})), None)
-            if old is not None:
-                self._listener.replaced(old, optimizer)
+            self._listener.others_stepped(old, optimizer, stepped)
 
     def _adopt_if_monitored(self, optimizer: Optimizer) -> None:
         """Called before the optimizer's own hooks: an optimizer adopted here reports this step already."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, final
@@ -161,16 +161,14 @@ class Attachment:
         self.when_ended: Callable[[], object] | None = None
         self.at_boundary: Callable[[int], object] = _no_change
         self.expected: set[str] = set()
-        self._batches, self._stepped_by_other = 0, ""
         self.last_collected: int | None = None
         self.names, self.collected = names, collected
         self._scaling: dict[str, RecordedSeries] = {}
-        self._turns = phases.OptimizerTurns()
+        self._turns, self._others = phases.OptimizerTurns(), phases.OtherOptimizers()
         self._now: phases.OptimizerTurn | None = None
         self._scaling_said = ""
         self._numbers: RunNumbers | None = None
-        self.begun = self._has_forwards = self._any_turn = False
-        self._unheld_reported = self.has_unheld = False
+        self.begun = self._has_forwards = self._any_turn = self._unheld_reported = self.has_unheld = False
         self.sealer = StepSealer(host, self.clock, watch, dataflow_written=collected > 0)
         self._forks, self._hooks = PROCESS.forks, HookSet()
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend, self.settled)
@@ -289,8 +287,8 @@ class Attachment:
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
         self._failures.reraise_deferred()
         trains = self._backend.modules.trains(root)
-        self.begun = self.begun or trains
-        self._has_forwards = self._has_forwards or trains
+        self.begun, self._has_forwards = self.begun or trains, self._has_forwards or trains
+        self._others.forwards += trains and root is self.watch.chunks[0]
         if not self._steps.evaluating:
             self.collectors.all(phases.Collector.end_turn, None)  # data of a step that raised
         if trains and self._recorder.active:
@@ -352,21 +350,25 @@ class Attachment:
         if self._turns.begun:
             self._end_step(self._turns.status)
 
-    def replaced(self, old: Any, new: Any) -> None:
+    def others_stepped(self, old: Any, new: Any, stepped: Collection[int]) -> None:
         """End the step at the next forward, unless optimizers that were passed take part in it."""
         if self.begun and not self._turns.begun:
-            self._stepped_by_other = phases.REPLACED.format(new=type(new).__name__, old=type(old).__name__)
+            self._others.stepped(old, new, stepped)
 
     def settled(self) -> int:
         """End the step if another optimizer has stepped it. Returns the number of the step in progress."""
-        if self._stepped_by_other:
-            self._failures.warn("replaced optimizer", self._stepped_by_other)
+        parts = self._backend.modules.parts
+        if said := self._others.in_place(
+            self.clock, lambda: (p for one in self.watch.chunks for _, p in parts(one).parameters)
+        ):
+            self._failures.warn("replaced optimizer", said)
             self._end_step("complete")
         return self.clock.step
 
     def _begin_turn(self, optimizer: Any) -> None:
         """End the step in progress if ``optimizer`` has had its turn in it."""
-        self._now, self._stepped_by_other = None, ""
+        self._now = None
+        self._others.clear()
         if self._turns.taken(optimizer):
             missing = next((one for one in self._steps.optimizers if not self._turns.taken(one)), None)
             self._failures.warn("optimizers of a step", self._held.left_out(optimizer, missing, self._steps.optimizers))
@@ -471,9 +473,9 @@ class Attachment:
         return ModelNames([self._backend.modules.parts(one) for one in self.watch.chunks], self.watch.config).parameters()
 
     def _begin_step(self, *, before_a_turn: bool = False) -> None:
-        self.begun = False
-        self._batches, self._stepped_by_other = 0, ""
+        self.begun, self._batches = False, 0
         self._turns.clear()
+        self._others.restart()
         wanted = self._monitored and self.schedule.collects(self.clock.step, self.collected)
         self._recorder.activate(wanted, self._has)
         if self._recorder.active and not before_a_turn:

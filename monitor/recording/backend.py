@@ -135,8 +135,13 @@ class StepListener(Protocol):
     def all_stepped(self) -> None:
         """The container of all optimizers has stepped: the step ends, even if some of them had no turn."""
 
-    def replaced(self, old: Any, new: Any) -> None:
-        """An optimizer that was not passed has stepped all parameters of one that was, in its place or beside it."""
+    def others_stepped(self, old: Any, new: Any, stepped: Collection[int]) -> None:
+        """An optimizer that was not passed has stepped: in the place of one that was, beside it, or in another model.
+
+        Args:
+            old: An optimizer that was passed, of which ``new`` has stepped all parameters; None if there is none.
+            stepped: The ids of the parameters that ``new`` has stepped.
+        """
 
     def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0, *, late: bool = False) -> None:
         """Called before the step: its gradients were computed from a loss multiplied by ``scale``.

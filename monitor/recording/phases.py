@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Final, ParamSpec, Protocol, final
 from monitor.config import MonitorConfig
 from monitor.recording.attached_model import NamedParameter, ParameterSubset
 from monitor.recording.recorder import Due
+from monitor.recording.step_clock import Clock
 from monitor.stats.table import Status
 
 P = ParamSpec("P")
@@ -26,6 +27,11 @@ REPLACED: Final = (
     "An optimizer that was not passed to set_monitor ({new}) has stepped all parameters of one that was ({old}). Its steps are "
     "counted, but have no rows of reduced gradients, weights, moments and updates. Call set_monitor again with the optimizers "
     "that step now."
+)
+IN_PLACE: Final = (
+    "All {forwards} forwards of a step were made, and only an optimizer that was not passed to set_monitor ({new}) has stepped "
+    "parameters of the model. Its steps are counted, but have no rows of reduced gradients, weights, moments and updates. Call "
+    "set_monitor again with the optimizers that step now. If a step has more forwards, pass their number as grad_acc_steps."
 )
 NEVER_STEPPED: Final = (
     "no optimizer that was passed to set_monitor has stepped ({names}), so no step has ended. Pass the "
@@ -223,6 +229,51 @@ class OptimizerTurns:
     def clear(self) -> None:
         self._stepped.clear()
         self._skipped.clear()
+
+
+class OtherOptimizers:
+    """Optimizers that were not passed, and have stepped in the step in progress. One may have taken the place of a passed one.
+
+    Attributes:
+        forwards: The training forwards of the step so far.
+    """
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """An optimizer that was passed takes part in the step: the others have stepped beside it."""
+        self._replaced = ""
+        self._stepped: dict[str, set[int]] = {}
+
+    def restart(self) -> None:
+        """A step begins."""
+        self.forwards = 0
+        self.clear()
+
+    def stepped(self, old: Any, new: Any, ids: Collection[int]) -> None:
+        """An optimizer has stepped the parameters with these ids; all of ``old``, unless that is None."""
+        name = type(new).__name__
+        self._stepped.setdefault(name, set()).update(ids)
+        if old is not None:
+            self._replaced = REPLACED.format(new=name, old=type(old).__name__)
+
+    def in_place(self, clock: Clock, now: Callable[[], Iterable[Any]]) -> str:
+        """The warning that one has taken the place of a passed one; mostly empty.
+
+        It has stepped all parameters of that one. Or all forwards were made, and it has stepped parameters of the model.
+
+        Args:
+            now: Returns the parameters of the model. Called if another optimizer has stepped and all forwards were made.
+        """
+        all_made = clock.known and not clock.learning and self.forwards >= clock.micro_steps
+        if self._replaced or not self._stepped or not all_made:
+            return self._replaced
+        of_model = set(map(id, now()))
+        new = next((name for name, ids in self._stepped.items() if not ids.isdisjoint(of_model)), "")
+        self.clear()
+        return IN_PLACE.format(new=new, forwards=clock.micro_steps) if new else ""
 
 
 class OptimizerIndex(Protocol):

@@ -365,11 +365,12 @@ class TestWhenAStepEnds:
 
     def test_an_optimizer_that_never_steps_is_said(self, output: Output, caplog: pytest.LogCaptureFixture) -> None:
         model = small_model()
-        passed, stepping = SGD(model.parameters(), lr=0.1), SGD(model[0].parameters(), lr=0.1)
+        passed = SGD(model.parameters(), lr=0.1)
         with attached(output, model, passed, **EVERYTHING_OF_STEPS):
             for _ in range(2):
                 model(X).square().sum().backward()
-                stepping.step()
+                with torch.no_grad():
+                    model[0].weight -= 0.1 * model[0].weight.grad
         assert [said for said in warnings_in(caplog) if "no optimizer that was passed to set_monitor has stepped (SGD)" in said]
 
 
@@ -671,6 +672,73 @@ def test_an_optimizer_that_takes_the_place_of_another_ends_steps_until_it_is_pas
     assert {row.step for kind in ("grad_reduced", "param_updated") for row in output.rows(kind)} == {0, 3}
     said = "not passed to set_monitor (SGD) has stepped all parameters of one that was (AdamW)"
     assert [said in one for one in warnings_in(caplog)] == [True, False]
+
+
+def frozen_in_part(model: nn.Sequential) -> list[Optimizer]:
+    model[0].requires_grad_(False)
+    return [AdamW(model[2].parameters(), lr=0.1)]
+
+
+def one_for_each_layer(model: nn.Sequential) -> list[Optimizer]:
+    return [SGD(model[0].parameters(), lr=0.1), AdamW(model[2].parameters(), lr=0.1)]
+
+
+def of_new_parameters(model: nn.Sequential) -> list[Optimizer]:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return [AdamW(model.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize("replacement", [frozen_in_part, one_for_each_layer, of_new_parameters])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_optimizers_of_some_or_of_new_parameters_take_the_place_of_one(
+    output: Output,
+    caplog: pytest.LogCaptureFixture,
+    replacement: Callable[[nn.Sequential], list[Optimizer]],
+    interval: int,
+) -> None:
+    model = small_model()
+    optimizers: list[Optimizer] = [AdamW(model.parameters(), lr=0.1)]
+    outputs: dict[int, float] = {}
+    with attached(
+        output, model, optimizers[0], grad_acc_steps=2, xy_distribution=True, param_distribution=True, ops=["norm"], ndigits=17,
+        step_interval=interval, targets={"0": {}}, all_xy=True,
+    ):  # fmt: skip
+        for step in range(6):
+            if step == 3:
+                optimizers = replacement(model)
+            for _ in range(2):
+                out = model(X)
+                out.square().sum().backward()
+            outputs[step] = out.detach().norm().item()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    rows = [row for row in output.rows("actv") if row.name == ".output" and row.micro_step == 1]
+    collected = range(0, 6, interval)
+    assert [(row.step, row.values["norm"]) for row in rows] == [(step, pytest.approx(outputs[step])) for step in collected]
+    assert {row.step for row in output.rows("param_updated")} == set(collected) & {0, 1, 2}
+    (said,) = warnings_in(caplog)
+    assert "All 2 forwards of a step were made, and only an optimizer that was not passed" in said
+
+
+def test_optimizers_of_other_models_and_of_a_part_beside_the_passed_one_take_no_place(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = small_model(), small_model()
+    passed, of_part, of_other = SGD(model[0].parameters(), lr=0.1), SGD(model[2].parameters(), lr=0.1), SGD(other.parameters())
+    with attached(output, model, passed, xy_distribution=True, ops=["norm"]):
+        for _ in range(3):
+            model(X).square().sum().backward()
+            of_part.step()
+            of_other.step()
+            with torch.no_grad():
+                other(X)
+            passed.step()
+            passed.zero_grad()
+    assert {row.step for row in output.rows("actv")} == {0, 1, 2}
+    assert {row.micro_step for row in output.rows("actv")} == {0}
+    assert warnings_in(caplog) == []
 
 
 @pytest.mark.parametrize("first", [False, True])
