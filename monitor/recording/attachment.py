@@ -173,7 +173,7 @@ class Attachment:
         self._forks, self._hooks = PROCESS.forks, HookSet()
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend, self.settled)
         self.collectors = phases.Collectors()
-        self._held = phases.OptimizerParameters((), watch.framework)
+        self._held = phases.OptimizerParameters((), watch.framework, self._parameters_now)
         try:
             self._attach()
             self._steps = watch.framework.steps(self, self._failures)
@@ -212,7 +212,7 @@ class Attachment:
             self.modules.watch_root(chunk, root)
         if config.xy_distribution:
             self.watch_activations(modules)
-        self._held = phases.OptimizerParameters(parameters, watch.framework)
+        self._held = phases.OptimizerParameters(parameters, watch.framework, self._parameters_now)
         attached = Attached(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self.sealer.note)
         for field, collector in self._configured(attached, modules):
             self.collectors.add(collector, self._recorder.due(field))
@@ -458,7 +458,7 @@ class Attachment:
         """Note partly skipped steps in the manifest. Warn about parameters that no optimizer steps, or that are new."""
         if self._turns.mixed:
             self.sealer.note("optimizers", phases.PARTLY_SKIPPED)
-        if said := self._held.unknown_warning(self._parameters_now):
+        if said := self._held.unknown_warning():
             self._failures.warn("new parameters", said)
             self.sealer.note("new_parameters", said)
         if self._unheld_reported or not phases.measures_optimizers(self.watch.config):

@@ -287,11 +287,16 @@ class OptimizerParameters:
     """The recorded parameters of each optimizer, read in every step, since parameter groups may change.
 
     A parameter of several optimizers belongs to the first of them. A frozen parameter without an optimizer belongs to the
-    first of all optimizers.
+    first of all optimizers. A parameter that has left the model belongs to none: its name may be that of another one.
+
+    Args:
+        now: Returns the parameters of the model. Called if the parameter groups have changed.
     """
 
-    def __init__(self, parameters: Sequence[NamedParameter], framework: OptimizerIndex) -> None:
-        self._parameters = parameters
+    def __init__(
+        self, parameters: Sequence[NamedParameter], framework: OptimizerIndex, now: Callable[[], Iterable[NamedParameter]]
+    ) -> None:
+        self._parameters, self._now = parameters, now
         self._framework = framework
         self._ids: dict[int, Collection[int] | None] = {}
         self._held: dict[int, ParameterSubset] = {}
@@ -324,19 +329,26 @@ class OptimizerParameters:
         )
         return said if count else ""
 
-    def unknown_warning(self, now: Callable[[], Iterable[NamedParameter]]) -> str:
-        """The warning that optimizers step parameters that the model has got since it was attached; mostly empty.
-
-        Args:
-            now: Returns the parameters of the model. Called if the parameter groups have changed.
-        """
+    def unknown_warning(self) -> str:
+        """The warning that optimizers step parameters that the model has got since it was attached; mostly empty."""
         ids = [one for one in self._ids.values() if one is not None]
         if len(ids) == len(self._compared) and all(map(is_, ids, self._compared)):
             return ""
         self._compared = ids
-        new = frozenset[int]().union(*ids) - {id(one.tensor) for one in self._parameters}
-        names = [one.name for one in now() if id(one.tensor) in new] if new else []
+        new = self._new()
+        names = [one.name for one in self._now() if id(one.tensor) in new] if new else []
         return UNKNOWN.format(names=listed(names)) if names else ""
+
+    def _new(self) -> set[int]:
+        """The ids of tensors that optimizers step, and that the model did not have when it was attached."""
+        return {one for ids in self._ids.values() for one in ids or ()} - {id(one.tensor) for one in self._parameters}
+
+    def _left(self) -> Sequence[NamedParameter]:
+        """The recorded parameters that are still in the model."""
+        if not self._new():
+            return self._parameters
+        now = {id(one.tensor) for one in self._now()}
+        return [one for one in self._parameters if id(one.tensor) in now]
 
     def _called(self, optimizer: Any, optimizers: Sequence[Any]) -> str:
         """The description of an optimizer in messages: its class, and the first parameter that it steps."""
@@ -351,7 +363,7 @@ class OptimizerParameters:
             return
         owner = {one: of for of, ids in reversed(self._ids.items()) for one in ids or ()}
         held: dict[int, dict[NamedParameter, None]] = {of: {} for of in self._ids}
-        for parameter in self._parameters:
+        for parameter in self._left():
             of = owner.get(id(parameter.tensor))
             if of is None and parameter.tensor.requires_grad:
                 self._free.append(parameter)

@@ -801,6 +801,22 @@ def test_parameters_that_come_while_training_runs_are_named_and_have_rows_after_
     assert "3.weight, 3.bias" in output.manifest()["notes"]["new_parameters"]
 
 
+def test_a_parameter_that_was_replaced_has_no_rows_under_the_name_of_the_new_one(output: Output) -> None:
+    model = small_model()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+        for step in range(3):
+            if step == 1:
+                model[2] = nn.Linear(4, 4)
+                optimizer.add_param_group({"params": [*model[2].parameters()]})
+            model(X).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = {(row.step, row.name) for kind in (*KINDS, "update_ratio") for row in output.rows(kind)}
+    names = {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert rows == {(step, name) for step in range(3) for name in names} | {(0, "2.weight"), (0, "2.bias")}
+
+
 def test_a_monitor_may_be_attached_and_closed_in_a_hook_of_all_optimizers(output: Output) -> None:
     """Torch iterates over a dictionary of hooks meanwhile."""
     model = small_model()
