@@ -51,15 +51,21 @@ class TorchWeightCopies:
 
     def usable(self, weight: Tensor) -> Tensor | None:
         held = local_shard(weight)
-        usable = held is not None and held.layout is torch.strided and held.is_floating_point() and held.numel()
-        return held.detach() if usable and held is not None else None
+        if held is None or held.layout is not torch.strided or not held.numel():
+            return None
+        return held.detach() if held.is_floating_point() or held.is_complex() else None
 
     def copy(self, usable: Tensor) -> Tensor:
         return torch.clone(usable)
 
     def squares(self, after: Tensor, before: Tensor) -> tuple[Tensor, Tensor] | None:
         same = after.shape == before.shape and after.device == before.device
-        return squares_of_update(after, before) if same else None
+        return squares_of_update(_real(after), _real(before)) if same else None
+
+
+def _real(x: Tensor) -> Tensor:
+    """The real and imaginary parts of a complex tensor, as they are in memory; other tensors as they are."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 # --- How many steps an optimizer has made with a parameter. An unchanged number means that it has skipped this step.

@@ -173,6 +173,27 @@ def test_a_weight_that_rounding_holds_where_it_is_has_an_update_of_zero(output: 
     assert len(rows) == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_the_update_of_a_complex_weight_counts_real_and_imaginary_parts(output: Output, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4, dtype=dtype)
+    optimizer = Adam(model.parameters(), lr=0.01)
+    expected = {}
+    with attached(output, model, optimizer, update_ratio=True, optimizer_health=True, ndigits=17):
+        for step in range(2):
+            before = {name: p.detach().to(torch.complex128, copy=True) for name, p in model.named_parameters()}
+            model(X.to(dtype)).abs().sum().backward()
+            optimizer.step()
+            for name, p in model.named_parameters():
+                changed, weight = (p.detach().to(torch.complex128) - before[name]).abs(), before[name].abs()
+                expected[name, step] = [changed.square().sum().sqrt().item(), weight.square().sum().sqrt().item()]
+    rows = found(output, "update_ratio")
+    assert rows.keys() == expected.keys()
+    for place, norms in expected.items():
+        assert [rows[place]["update_norm"], rows[place]["weight_norm"]] == pytest.approx(norms, rel=1e-12)
+    assert output.rows("optimizer_health") == []
+
+
 def test_only_the_parameters_of_the_targets_have_rows(output: Output) -> None:
     model = small_model()
     optimizer = Adam(model.parameters())
