@@ -425,13 +425,14 @@ def _in_model_order(tensor: Index, stage: Index, order: Index, rank: Index) -> I
 
 
 def _global_names(series: pa.Table, names: LayerNames) -> pa.DictionaryArray:
-    stage, codes = series["stage"].to_numpy(), _codes(series["name"])
+    stage, chunk, codes = series["stage"].to_numpy(), series["vpp_stage"].to_numpy(), _codes(series["name"])
     texts = series["name"].chunk(0).dictionary.to_pylist()
-    place = _dense([stage, codes])
+    chunk = np.where(stage == UNKNOWN, chunk, 0)
+    place = _dense([stage, chunk, codes])
     _, first = np.unique(place, return_index=True)
     spelled = (
-        texts[code] if which == UNKNOWN else names.of(which, texts[code])
-        for which, code in zip(stage[first].tolist(), codes[first].tolist(), strict=True)
+        names.of(which, texts[code]) if which != UNKNOWN else f"chunk{model}:{texts[code]}" if model else texts[code]
+        for which, model, code in zip(*(column[first].tolist() for column in (stage, chunk, codes)), strict=True)
     )
     each = pa.array(spelled, type=pa.string()).dictionary_encode()
     return pa.DictionaryArray.from_arrays(pa.array(each.indices.to_numpy()[place]), each.dictionary)

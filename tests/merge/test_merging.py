@@ -38,6 +38,20 @@ def test_the_norm_of_a_tensor_that_is_cut_is_its_true_norm(tmp_path: Path, forma
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_tensors_of_several_models_of_a_rank_have_different_names(tmp_path: Path, format: str) -> None:  # noqa: A002
+    one = RecordedRank(tmp_path, format=format)
+    for step in range(2):
+        rows = [Measured("w", [3.0]), Measured("w", [4.0], vpp_stage=1), Measured("v", [5.0], vpp_stage=1)]
+        one.write(step, {"param_origin": rows})
+    one.close()
+    assert merged(tmp_path).clean
+    found = [(row["step"], row["name"], row["norm"]) for row in tensors(tmp_path, "param_origin")]
+    assert sorted(found) == [(n, *row) for n in range(2) for row in (("chunk1:v", 5.0), ("chunk1:w", 4.0), ("w", 3.0))]
+    per_rank = {(row["name"], row["global_name"]) for row in table(tmp_path, "per_rank", "param_origin").to_pylist()}
+    assert per_rank == {("w", "w"), ("w", "chunk1:w"), ("v", "chunk1:v")}
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_complete_job_is_clean(tmp_path: Path, format: str) -> None:  # noqa: A002
     sharded(tmp_path, format)
     assert merged(tmp_path).clean
