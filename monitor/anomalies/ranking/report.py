@@ -348,13 +348,13 @@ def _deviation(one: Ranked, around: Surroundings) -> str:
     if around.tensors == 1:
         again = f" It deviates in {around.steps:,} steps." if around.steps > 1 else ""
         return (
-            f"No other tensor deviates in step {one.step}.{again} Look at its norm in the steps before: growth over many steps "
-            "is an instability, a single jump is often the data of the step."
+            f"No other tensor of forward and backward deviates in step {one.step}.{again} Look at its norm in the steps "
+            "before: growth over many steps is an instability, a single jump is often the data of the step."
         )
     on = f" on {'all ' if around.all_ranks else ''}{around.ranks:,} ranks" if around.ranks > 1 else ""
     return (
-        f"{around.tensors:,} tensors deviate in step {one.step}{on}: look at the loss, at the learning rate and at the data of "
-        f"this step. If they are as usual, the threshold of the rule is too low.{_weights_unseen(one)}"
+        f"{around.tensors:,} tensors of forward and backward deviate in step {one.step}{on}: look at the loss, at the learning "
+        f"rate and at the data of this step. If they are as usual, the threshold of the rule is too low.{_weights_unseen(one)}"
     )
 
 

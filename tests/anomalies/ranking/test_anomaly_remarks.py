@@ -297,7 +297,7 @@ def test_turbulence_of_many_tensors_on_all_ranks_is_no_matter_of_one_device(tmp_
     """By the table of the docs: the data of this step, or a threshold that is too low. Look at the loss."""
     ranks = deviating(replicas(), "b.weight", "a.x.weight", kind="grad_unreduced")
     told = advice(ranked(tmp_path, *ranks))
-    assert "2 tensors deviate in step 1 on all 2 ranks: look at the loss" in told
+    assert "2 tensors of forward and backward deviate in step 1 on all 2 ranks: look at the loss" in told
     assert "the threshold of the rule is too low" in told
     assert "device" not in told
 
@@ -314,7 +314,7 @@ def test_so_it_is_where_the_first_tensor_deviates_on_one_rank_alone_and_others_o
     ranks = deviating(replicas(), "b.output", kind="actv_grad")
     told = advice(ranked(tmp_path, *deviating(ranks[:1], "a.x.output"), ranks[1]))
     assert told.startswith("First came a.x.output on rank 0")
-    assert "2 tensors deviate in step 1 on all 2 ranks" in told
+    assert "2 tensors of forward and backward deviate in step 1 on all 2 ranks" in told
     assert "device" not in told
 
 
@@ -329,9 +329,15 @@ def test_of_one_tensor_that_deviates_over_many_steps_its_history_is_asked_for(tm
     for step in range(2, 7):
         deviating([rank], "b.output", step=step)
     told = advice(ranked(tmp_path, rank))
-    assert "No other tensor deviates in step 2. It deviates in 5 steps." in told
+    assert "No other tensor of forward and backward deviates in step 2. It deviates in 5 steps." in told
     assert "growth over many steps is an instability" in told
     assert "device" not in told
+
+
+def test_moments_that_deviate_in_the_step_do_not_contradict_what_is_said_of_other_tensors(tmp_path):
+    rank = deviating([PlayedRank()], "b.weight", kind="grad_unreduced")
+    told = advice(ranked(tmp_path, *deviating(rank, "a.x.weight", kind="exp_avg")))
+    assert "No other tensor of forward and backward deviates in step 1." in told
 
 
 def test_a_deviation_is_reported_with_the_running_mean_in_the_advice_and_in_the_table(tmp_path):
