@@ -329,9 +329,9 @@ def _monitor(facts: Facts) -> CheckFinding:
         f"rank {rank}: {cause} ({count})" for rank, one in facts.manifests.items() for cause, count in one.failures.items()
     ]
     return (
-        CheckFinding(BAD, f"Parts of monitoring failed: {_few(failed, len(failed))}.")
+        CheckFinding(BAD, f"The monitor warned or failed, its log says why: {_few(failed, len(failed))}.")
         if failed
-        else CheckFinding(GOOD, "It had no failure.")
+        else CheckFinding(GOOD, "It had no warning and no failure.")
     )
 
 
