@@ -480,23 +480,18 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
     def tie_gradient(call: Any, x: Any) -> Any:
         return tying_gradient(typeof(x))(x, none, call)
 
-    def first_of_all(gradients: Any) -> Any:
-        return first_if_fixed(shape_of(gradients[0]))(gradients)
-
-    def first_of(gradients: Any) -> Any:
-        return gradients[0]
-
-    def no_gradient(_gradients: Any) -> Any:
-        return none
+    def values_of(x: Any) -> Any:
+        return having_values(typeof(x))(x)
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def first_if_fixed(shape: Any) -> Any:
-        return first_of if known().has_fixed(shape, gradient=True) else no_gradient
+    def having_values(kind: Any) -> Any:
+        return whole if isinstance(kind, typing.TensorType) else of_sparse
 
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def start_of(kinds: Any) -> Any:
-        """What a turn begins at. No gradient if one is sparse: MindSpore would drop the optimizer's step."""
-        return first_of_all if all(isinstance(kind, typing.TensorType) for kind in kinds) else no_gradient
+    def whole(x: Any) -> Any:
+        return x
+
+    def of_sparse(x: Any) -> Any:
+        return x.values
 
     def of_optimizer(number: int, state: tuple[Parameter, ...]) -> Callable[[bool], Construct]:  # noqa: C901 (likewise)
         reduce = measured_as(number, REDUCED)
@@ -532,14 +527,14 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         def observed_step(self: Any, gradients: Any, args: Any, kwargs: Any, slots: Any) -> Any:
             begin, of_state, of_new_state, end = slots
             gradients = tuple(gradients)
-            start = start_of(each(typeof, gradients))(gradients)
-            call = follow(ops.stop_gradient(start), begin, none)
+            call = follow(depend(none, each(values_of, gradients)), begin, none)
             measured = each(partial(reduce_one, call), gradients, positions(len(gradients)))
             measured = measured + each(partial(before, call), state[: len(of_state)], of_state)
-            given = each(partial(tie_gradient, depend(depend(start, call), measured)), gradients)
+            ready = depend(call, measured)
+            given = each(partial(tie_gradient, ready), gradients)
             result = self._unobserved(given, *args, **kwargs)
             each(partial(after, call), state[: len(of_new_state)], of_new_state)
-            ordered(call, end, call)
+            ordered(ready, end, call)
             return result
 
         def construct(self: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
