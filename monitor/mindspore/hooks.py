@@ -56,10 +56,11 @@ def after_forward(
         compiled: No effect: compiled code contains no hooks of the monitor.
     """
     del always, compiled
+    in_compiled_code = _replaced if follow_operator() is not None else _warn_of_compiling
 
     def hook(cell: nn.Cell, args: Any, *rest: Any) -> Any:
         if len(rest) == 1:
-            return _warn_of_compiling()
+            return in_compiled_code()
         return _discard(work(cell, args, *rest))
 
     handle: Removable = cell.register_forward_hook(hook, with_kwargs=True)
@@ -148,17 +149,20 @@ def takes_hooks(cell: nn.Cell) -> bool:
     return not getattr(cell, "has_bprop", False) and getattr(cell, "_saved_tensors_pack_hook", None) is None
 
 
+def _replaced() -> None:
+    """Operators measure in compiled code: they could be used when the hook was registered."""
+
+
 @constexpr(check=False)  # type: ignore[untyped-decorator]
 def _warn_of_compiling() -> None:
-    """The compiler runs this in Python, since it evaluates constants when it compiles. Operators replace hooks if they can."""
-    if follow_operator() is None:
-        _warn_once()
+    """The compiler runs this in Python, since it evaluates constants when it compiles."""
+    _warn_once()
 
 
 @cache
 def _warn_once() -> None:
-    said = "Code that calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there"
-    to_do = f"Remove @jit from code that is to be recorded, or on a CPU set {COMPILED_VARIABLE}=1"
+    said = "Code that calls a monitored cell is compiled (@jit or GRAPH_MODE), and MindSpore calls no hooks there"
+    to_do = f"Train in the mode in which you call set_monitor, without @jit, or on a CPU set {COMPILED_VARIABLE}=1"
     LOGGER.warning("%s: such calls have no rows. %s.", said, to_do)
 
 

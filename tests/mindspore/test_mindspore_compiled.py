@@ -85,7 +85,9 @@ def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_without_rows
         assert compiled_losses(net, optimizer) == expected
     assert list(output.directory().glob("*.csv")) == []
     (said,) = warnings_in(caplog)
-    assert said.startswith("Code that calls a monitored cell is compiled (@jit), and MindSpore calls no hooks there")
+    assert said.startswith(
+        "Code that calls a monitored cell is compiled (@jit or GRAPH_MODE), and MindSpore calls no hooks there"
+    )
 
 
 class Rnn(nn.Cell):
@@ -167,6 +169,40 @@ def test_graph_mode_is_recorded(output: Output) -> None:
             step(inputs(number))
     for kind in ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_updated"):
         assert steps_of(output, kind) == [0, 1, 2]
+
+
+def test_a_model_that_is_attached_in_the_dynamic_graph_has_no_rows_of_graph_mode_and_that_is_said_once(
+    output: Output, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    hooks._warn_once.cache_clear()
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params())
+    with attached(output, net, optimizer, **EVERYTHING):
+        step_with(net, optimizer)
+        request.getfixturevalue("graph_mode")
+        step = Step(net, optimizer)
+        for number in range(3):
+            step(inputs(number))
+    assert steps_of(output, "actv") == [0]
+    (said,) = warnings_in(caplog)
+    assert said.startswith("Code that calls a monitored cell is compiled (@jit or GRAPH_MODE)")
+
+
+@pytest.mark.usefixtures("graph_mode")
+def test_steps_of_both_modes_are_recorded_if_the_model_is_attached_in_graph_mode(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks._warn_once.cache_clear()
+    net = Net()
+    optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
+    step = Step(net, optimizer)
+    with attached(output, net, optimizer, **EVERYTHING):
+        for number, mode in enumerate((ms.GRAPH_MODE, ms.PYNATIVE_MODE, ms.GRAPH_MODE)):
+            ms.set_context(mode=mode)
+            step(inputs(number))
+    for kind in ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_updated"):
+        assert steps_of(output, kind) == [0, 1, 2]
+    assert warnings_in(caplog) == []
 
 
 @pytest.mark.usefixtures("graph_mode")
