@@ -8,6 +8,7 @@ the error that it has without a monitor.
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections import deque
@@ -16,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final
 
+import mindspore as ms
 from mindspore import Parameter
 from mindspore.nn.cell import _cell_graph_executor
 
@@ -45,6 +47,10 @@ LOST: Final = {
 OVERTAKEN: Final = (
     "A hook was registered after the monitor's for a parameter of compiled code. The monitor's cannot be put back before it, "
     "so grad_unreduced has no rows of such parameters. Register hooks before set_monitor."
+)
+UNCACHED: Final = (
+    "MindSpore's compile cache is not used while this monitor is attached. Code from the cache would have no rows, or those of "
+    "another process. So code is compiled in each run."
 )
 MOST_CHARACTERS: Final = 200
 
@@ -169,7 +175,8 @@ class _CompilerPatch(CallPatch):
         def patched(*args: Any, **kwargs: Any) -> Any:
             listeners: Any = self._listeners if self._ours is patched else ()
             living = [fallback for known in listeners if (fallback := known()) is not None]
-            result = _compiled(living, partial(original, *args, **kwargs))
+            with _without_cache(living):
+                result = _compiled(living, partial(original, *args, **kwargs))
             for one in living:
                 one.succeeded(living, args[0], result)
             return result
@@ -186,6 +193,27 @@ def _compilers() -> Iterator[_CompilerPatch]:
 
 
 COMPILERS: Final = tuple(_compilers())
+
+
+@contextmanager
+def _without_cache(programs: Sequence[Fallback]) -> Iterator[None]:
+    """A while in which MindSpore neither reads nor writes its compile cache, if models are observed."""
+    known = [program for one in programs if (program := one._known()) is not None]
+    if not known or not _caches():
+        yield
+        return
+    for program in known:
+        program.warn("compile cache", UNCACHED)
+    ms.set_context(enable_compile_cache=False)
+    try:
+        yield
+    finally:
+        ms.set_context(enable_compile_cache=True)
+
+
+def _caches() -> bool:
+    asked = ms.get_context("enable_compile_cache")
+    return bool(asked) or (asked is None and os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1")
 
 
 def _compiled(programs: Sequence[Fallback], compile_: Callable[[], Any]) -> Any:
