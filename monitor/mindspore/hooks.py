@@ -8,6 +8,7 @@ parameters, and of arguments of a compiled cell) are called alike in both cases.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 from mindspore import Tensor, nn
 from mindspore.ops import constexpr
+from mindspore.train import serialization
 
 from monitor.failures import LOGGER
 from monitor.mindspore.tape import COMPILED_VARIABLE, follow_operator
@@ -156,7 +158,18 @@ def _replaced() -> None:
 @constexpr(check=False)  # type: ignore[untyped-decorator]
 def _warn_of_compiling() -> None:
     """The compiler runs this in Python, since it evaluates constants when it compiles."""
-    _warn_once()
+    if not is_exporting():
+        _warn_once()
+
+
+def is_exporting() -> bool:
+    """Whether MindSpore compiles a file. It must not hold operators of the monitor, and has no rows in any case."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == serialization.__name__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 @cache

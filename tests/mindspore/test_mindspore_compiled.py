@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import mindspore as ms
 import pytest
@@ -186,6 +187,14 @@ def test_a_model_that_is_attached_in_the_dynamic_graph_has_no_rows_of_graph_mode
     assert steps_of(output, "actv") == [0]
     (said,) = warnings_in(caplog)
     assert said.startswith("Code that calls a monitored cell is compiled (@jit or GRAPH_MODE)")
+
+
+def test_nothing_is_said_of_a_model_that_is_exported(output: Output, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    hooks._warn_once.cache_clear()
+    net = Net()
+    with attached(output, net, nn.Adam(net.trainable_params()), **EVERYTHING):
+        ms.export(net, inputs(0), file_name=str(tmp_path / "net"), file_format="MINDIR")
+    assert warnings_in(caplog) == []
 
 
 @pytest.mark.usefixtures("graph_mode")

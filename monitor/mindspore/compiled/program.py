@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from typing import Any, Final, NamedTuple
 
 from mindspore import Parameter, Tensor, nn
 from mindspore.nn.cell import _pynative_executor
-from mindspore.train import serialization
 
 from monitor.failures import Failures
 from monitor.mindspore.compiled import taps as roles
@@ -23,6 +21,7 @@ from monitor.mindspore.compiled.absences import UNREACHED, Absences
 from monitor.mindspore.compiled.bytecode import BytecodeRuns
 from monitor.mindspore.compiled.fallback import Fallback
 from monitor.mindspore.compiled.taps import functions_of, has_taps, install, is_installed, uninstall
+from monitor.mindspore.hooks import is_exporting
 from monitor.mindspore.tape import Tape, new_tape, wait_for_turn
 from monitor.recording.backend import Removable
 from monitor.recording.recorder import Recorder
@@ -228,7 +227,7 @@ class Program:
     def has_tape(self) -> bool:
         """Whether compiled code can make entries. A process has a limited number of tapes, so the first tap opens one."""
         self.fallback.takes_part = True
-        if _is_exporting() or self._is_taken or self.bytecode.depth:
+        if is_exporting() or self._is_taken or self.bytecode.depth:
             return False
         if self.tape is None:
             self.tape = new_tape()
@@ -485,16 +484,6 @@ def _follow(known: weakref.ref[Program], number: int, replay: Callable[[Program]
             return
         replay(program)
         del program  # or it would live until the next step
-
-
-def _is_exporting() -> bool:
-    """Whether MindSpore compiles a file. It must not hold operators of the monitor."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == serialization.__name__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _ignore(_: Any) -> None:
