@@ -338,7 +338,7 @@ class MergedSet:
     def _of_parquet(self, file: MergedFile, choice: RowChoice) -> Iterator[pa.Table]:
         """The row groups that may have rows, and of these the columns that are needed."""
         with self._parquet(file) as parquet:
-            columns, groups = choice.read_columns(parquet.schema.names), list(_row_groups(parquet.metadata, choice))
+            columns, groups = choice.read_columns(parquet.schema_arrow.names), list(_row_groups(parquet.metadata, choice))
             if groups:
                 rows = parquet.read_row_groups(groups, columns=columns, use_threads=False)  # type: ignore[no-untyped-call]
                 for name in set(columns).intersection(_TEXTS[file.path.partition("/")[0]]):
@@ -388,9 +388,13 @@ class MergedScan(NamedTuple):
 
 
 def _row_groups(footer: Any, choice: RowChoice) -> Iterator[int]:
-    """The row groups that may have rows. Those of a name stand together in a file that says that it is in order of names."""
+    """The row groups that may have rows. Those of a name stand together in a file that says that it is in order of names.
+
+    Args:
+        footer: Its ``schema`` is not looked at: then it would stay in memory until Python's next collection.
+    """
     every, columns = range(footer.num_row_groups), choice.constrained
-    places = {name: place for place, name in enumerate(footer.schema.names) if name in columns}
+    places = {footer.row_group(0).column(i).path_in_schema: i for i in range(footer.num_columns if every else 0)}
 
     def bounds(number: int, columns: Collection[str] = columns) -> dict[str, tuple[Any, Any]]:
         """The least and the greatest value of these columns, where the footer has them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -364,3 +365,21 @@ def test_what_is_no_file_is_not_opened_and_the_error_names_it(
         open_run(merged).rows("actv", per_rank=True)
     with pytest.raises((QueryError, OSError), match=re.escape(file.name)):
         open_run(merged).sql("select count(*) from actv")
+
+
+def footers() -> int:
+    return sum(isinstance(one, pyarrow.parquet.FileMetaData) for one in gc.get_objects())
+
+
+def test_footers_of_a_run_are_freed_with_it_and_wait_for_no_collection(base: Path) -> None:
+    gc.collect()
+    before = footers()
+    gc.disable()
+    try:
+        run = open_run(base / "merged-parquet")
+        assert run.rows("actv", name="*").num_rows
+        assert footers() > before
+        del run
+        assert footers() == before
+    finally:
+        gc.enable()
