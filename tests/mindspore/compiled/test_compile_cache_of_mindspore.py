@@ -9,12 +9,14 @@ import mindspore as ms
 import pytest
 from attaching import Output, warnings_in
 from compiled_steps import Deep, plain, recorded
+from mindspore.graph import api
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Path]:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     place = tmp_path / "cache"
     place.mkdir()
+    monkeypatch.setattr(api, "entry_script_path", __file__)  # MindSpore reads the program, and a worker of tests has no file
     ms.set_context(enable_compile_cache=True, compile_cache_path=str(place))
     yield place
     ms.set_context(enable_compile_cache=False)
