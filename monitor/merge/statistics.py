@@ -70,8 +70,12 @@ class PartialColumns:
         return len(self.columns[COUNT])
 
     def only(self, rows: Index | Flags | slice) -> PartialColumns:
+        """Some of the rows, each once."""
         histogram = None if self.histogram is None else self.histogram[rows]
-        return PartialColumns(tuple(column[rows] for column in self.columns), histogram)
+        here = len(self.columns[COUNT][rows])
+        alike = (column.strides == (0,) for column in self.columns)  # indexing would fill them
+        columns = (column[:here] if same else column[rows] for column, same in zip(self.columns, alike, strict=True))
+        return PartialColumns(tuple(columns), histogram)
 
     def table(self) -> Partials:
         return Partials(np.stack(self.columns), self.histogram)
