@@ -5,8 +5,9 @@
 
 The questions: the curve of one tensor over all steps and ranks, the 20 largest gradients of a step, and how far ranks differ
 in a step. The files are those of ``bench/merge.py``, merged into each format. Every reader answers every question in turn,
-for some rounds, in this process, whose libraries are loaded before: the figures are CPU time of all threads. "ours" opens the
-run anew for each question; "ours, again" asks a run that has answered a question before.
+for some rounds, in a process of its own: some libraries return memory to the system, and others would have to ask for it again.
+The figures are CPU time of all threads, medians of the rounds; only the first answers load libraries. "ours" opens the run
+anew for each question; "ours, again" asks a run that has answered a question before.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -166,18 +171,34 @@ def paths(pattern: str) -> list[Path]:
     return sorted(Path(pattern).parent.glob(Path(pattern).name))
 
 
-def measured(answers: dict[str, Answer], rounds: int, progress: Progress) -> list[Answered]:
+ANSWERS: list[Answer] = []
+"""Of the reader, in its process."""
+
+
+def begin(reader: str, files: Files) -> None:
+    ANSWERS.extend(make() for name, _, make in readers(files) if name == reader)
+
+
+def timed(question: str) -> tuple[float, int]:
+    """Seconds of CPU time, and rows of the answer."""
+    begun = time.process_time()
+    rows = ANSWERS[0](question)
+    return time.process_time() - begun, rows
+
+
+def measured(names: Sequence[str], files: Files, rounds: int, progress: Progress) -> list[Answered]:
     """Every reader answers every question in each round."""
-    times: dict[tuple[str, str], list[float]] = {}
-    rows: dict[tuple[str, str], int] = {}
-    for number in range(rounds):
-        for question in QUESTIONS:
-            for reader, answer in answers.items():
-                progress.show("asking", f"round {number + 1} of {rounds}: {reader}, {question}")
-                begun = time.process_time()
-                rows[reader, question] = answer(question)
-                times.setdefault((reader, question), []).append(time.process_time() - begun)
-    return [Answered(*key, median(each), rows[key]) for key, each in times.items()]
+    found: dict[tuple[str, str], list[tuple[float, int]]] = {}
+    with ExitStack() as stack:
+        executor = partial(ProcessPoolExecutor, 1, get_context("spawn"), begin)
+        processes = {name: stack.enter_context(executor((name, files))) for name in names}
+        for number in range(rounds):
+            for question in QUESTIONS:
+                for name, process in processes.items():
+                    progress.show("asking", f"round {number + 1} of {rounds}: {name}, {question}")
+                    answered = process.submit(timed, question).result()
+                    found.setdefault((name, question), []).append(answered)
+    return [Answered(*key, median(cpu for cpu, _ in each), each[0][1]) for key, each in found.items()]
 
 
 def main() -> None:
@@ -194,7 +215,7 @@ def main() -> None:
             files.sets[format] = Path(directory) / format
             merge(Wanted(files.ranks, files.sets[format], kinds=[SHARDED], format=format, workers=options.workers))
         sizes = {name: size(path) for name, path in {"ranks, hdf5": files.ranks, **files.sets}.items()}
-        found = measured({name: make() for name, _, make in chosen}, options.rounds, progress)
+        found = measured([name for name, _, _ in chosen], files, options.rounds, progress)
     progress.end()
     print(f"{job.ranks * job.series * job.steps:,} rows of {SHARDED}, Python {sys.version.split()[0]}. CPU milliseconds:\n")
     print(table(found))

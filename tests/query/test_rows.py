@@ -368,7 +368,7 @@ def test_what_is_no_file_is_not_opened_and_the_error_names_it(
 
 
 def footers() -> int:
-    return sum(isinstance(one, pyarrow.parquet.FileMetaData) for one in gc.get_objects())
+    return sum(type(one) is pyarrow.parquet.FileMetaData for one in gc.get_objects())
 
 
 def test_footers_of_a_run_are_freed_with_it_and_wait_for_no_collection(base: Path) -> None:
