@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sqlite3
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -171,14 +172,18 @@ def test_a_full_disk_leaves_nothing_and_is_said_in_one_sentence(tmp_path: Path) 
     assert files(tmp_path) == before
 
 
-def _killed_in_the_middle(base: Path) -> None:
+def _killed_in_the_middle(base: Path, temporary: Path) -> None:
+    tempfile.tempdir = str(temporary)  # a process that is killed leaves what it has there
     sqlite.MetricTables.make = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     converted(base)
 
 
-def test_a_conversion_that_is_killed_leaves_nothing_under_the_name_and_the_next_one_succeeds(tmp_path: Path) -> None:
+def test_a_conversion_that_is_killed_leaves_nothing_under_the_name_and_the_next_one_succeeds(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     plain(tmp_path)
-    process = multiprocessing.get_context("spawn").Process(target=_killed_in_the_middle, args=(tmp_path,))
+    arguments = (tmp_path, tmp_path_factory.mktemp("temporary"))
+    process = multiprocessing.get_context("spawn").Process(target=_killed_in_the_middle, args=arguments)
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
