@@ -36,14 +36,10 @@ class Command(typer.Typer):
         """
         Command.is_process |= not args
         if Command.is_process and "pyarrow" in sys.modules:  # most commands work with Arrow
-            arrow: Any = import_module("monitor.sinks.arrow")
-            arrow.do_without_pandas()
+            from monitor.sinks.arrow import do_without_pandas
+
+            do_without_pandas()
         return super().__call__(*args, **options)
-
-
-def command_app() -> typer.Typer:
-    """An empty command."""
-    return Command()
 
 
 # --- Arguments that the commands share, so that they have the same meaning and help in all commands.
@@ -152,7 +148,7 @@ class Subcommand(TyperCommand):
         return ctx.args
 
 
-app: Final = command_app()
+app: Final = Command()
 
 
 @app.callback(no_args_is_help=True)

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from monitor.bars import Progress, bars, silent
-from monitor.cli import Tolerances, Version, Whole, command_app, interruptible
+from monitor.cli import Command, Tolerances, Version, Whole, interruptible
 from monitor.compare import dumps, runs
 from monitor.compare.runs import How
 from monitor.compare.tolerances import Limits
@@ -155,7 +155,7 @@ def _text(text: str) -> str:
 
 # --- The command.
 
-app: Final = command_app()
+app: Final = Command()
 
 
 @app.command()

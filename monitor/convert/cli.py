@@ -44,9 +44,9 @@ Output = Annotated[
 Kinds = Annotated[str | None, typer.Option(help=f"Only these kinds, separated by commas: {', '.join(SHOWN_KINDS)}.")]
 StepPartition = Annotated[int, typer.Option(min=1, help="The number of steps in a table of the database.")]
 
-app = cli.command_app()
-tensorboard_app = cli.command_app()
-database_app = cli.command_app()
+app = cli.Command()
+tensorboard_app = cli.Command()
+database_app = cli.Command()
 
 
 @app.command()

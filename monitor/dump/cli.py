@@ -9,7 +9,7 @@ from typing import Annotated, Final, NamedTuple
 import typer
 from rich.console import Console
 
-from monitor.cli import DirectoryOption, Version, command_app, one_directory
+from monitor.cli import Command, DirectoryOption, Version, one_directory
 from monitor.coordinator.output import remove_drafts
 from monitor.dump.files import DATA, FILE, OtherDumpError, damage_found, finish, is_being_written, is_directory
 from monitor.terminal import CLEAN, FLAWED, NOTHING, say
@@ -57,7 +57,7 @@ def _recover_one(records: Path) -> RecoveryResult:
 COMPLETE: Final = ("dump.json", "debug.json")
 """A completed dump has one of these files."""
 
-app: Final = command_app()
+app: Final = Command()
 
 
 @app.command()

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from monitor.cli import DirectoryOption, Job, Version, command_app, one_directory
+from monitor.cli import Command, DirectoryOption, Job, Version, one_directory
 from monitor.config import ConfigError, MonitorConfig
 from monitor.config.jsonc import JsonError, Path as FieldPath, parse
 from monitor.config.loading import config_in, content_of
@@ -156,7 +156,7 @@ class Action(StrEnum):
     status = "status"
 
 
-app = command_app()
+app = Command()
 
 
 @app.command()

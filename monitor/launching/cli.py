@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from monitor.attaching import HEALTH, configured
-from monitor.cli import Version, command_app
+from monitor.cli import Command, Version
 from monitor.config.loading import ConfigError, load_config
 from monitor.launching.imports import CONFIG_VARIABLE
 
-app = command_app()
+app = Command()
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, ProgressColumn, TimeRemainingColumn
 
 from monitor.cli import (
+    Command,
     Directory,
     DirectoryOption,
     Job,
@@ -21,7 +22,6 @@ from monitor.cli import (
     TimeStart,
     Version,
     Workers,
-    command_app,
     interruptible,
     one_directory,
 )
@@ -43,7 +43,7 @@ class FormatName(StrEnum):
     csv = "csv"
 
 
-app = command_app()
+app = Command()
 
 
 @app.command()

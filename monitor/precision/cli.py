@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from monitor.bars import bars
-from monitor.cli import Job, Version, command_app
+from monitor.cli import Command, Job, Version
 from monitor.precision import advice
 from monitor.precision.judging import CASTINGS, CURRENT, DELAYED, LIMITS, Casting, Scaling
 from monitor.precision.operands import OPERANDS
@@ -27,7 +27,7 @@ MOST_SAID: Final = 20
 _SHOWN: Final = {advice.SAFE: "FP8", advice.KEEP: "keep in bf16", advice.NOT_LOOKED_AT: "not looked at"}
 _HEADER: Final = ("layer", "verdict", *OPERANDS, "worst operand", "to zero", "error", "step", "loss", "why")
 
-app: Final = command_app()
+app: Final = Command()
 
 
 @app.command()

@@ -12,7 +12,7 @@ import pyarrow as pa
 import typer
 from rich.console import Console
 
-from monitor.cli import Job, Version, command_app
+from monitor.cli import Command, Job, Version
 from monitor.query.opened import OpenedRun, open_run
 from monitor.terminal import CLEAN, FLAWED, NOTHING, in_json, plain, say
 
@@ -24,7 +24,7 @@ MOST_SAID: Final = 20
 
 MOST_NOTES: Final = 5
 
-app: Final = command_app()
+app: Final = Command()
 
 
 @app.command()

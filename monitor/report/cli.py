@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from monitor.bars import bars
-from monitor.cli import Job, Tolerances, Version, Whole, Workers, command_app
+from monitor.cli import Command, Job, Tolerances, Version, Whole, Workers
 from monitor.compare.runs import How
 from monitor.compare.tolerances import Limits
 from monitor.compare.values import ComparisonError
@@ -31,7 +31,7 @@ _STYLES: Final = {GOOD: "green", BAD: "red"}
 _LAST: Final = (GOOD, NOT_LOOKED_AT, BAD)
 _SIGNS: Final = {GOOD: "good          ", BAD: "bad           "}
 
-app = command_app()
+app = Command()
 
 
 @app.command()

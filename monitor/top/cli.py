@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from monitor.cli import Directory, DirectoryOption, Job, Version, command_app, one_directory
+from monitor.cli import Command, Directory, DirectoryOption, Job, Version, one_directory
 from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.series import CLIPPED_NORM, GRAD_NORM
 from monitor.terminal import CLEAN, FLAWED, NOTHING, in_json, plain, say
@@ -29,7 +29,7 @@ MOST_LISTED: Final = 12
 
 _URGENT: Final = (SILENT, WAITING, UNKNOWN, RUNNING, ENDED)
 
-app = command_app()
+app = Command()
 
 
 @app.command()

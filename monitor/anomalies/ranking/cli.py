@@ -17,7 +17,7 @@ from monitor.anomalies.ranking.coverage import StepFilter
 from monitor.anomalies.ranking.loading import NothingReadError, folder_of
 from monitor.anomalies.ranking.ranking import Ranking, entries_of, ranking_of
 from monitor.anomalies.ranking.report import advice, counts, listing, notes
-from monitor.cli import Version, command_app, one_directory
+from monitor.cli import Command, Version, one_directory
 from monitor.coordinator.output import write_whole
 from monitor.merge.execution import MergeError
 from monitor.terminal import CLEAN, FLAWED, NOTHING, say
@@ -29,7 +29,7 @@ _RANGE: Final = re.compile(r"(\d{1,18})(?:(:)(\d{1,18})?(?::([1-9]\d{0,17}))?)?"
 _WIDTH: Final = 240
 """Characters of a line if the terminal's width is unknown, or there is no terminal."""
 
-app = command_app()
+app = Command()
 
 
 @app.command()
