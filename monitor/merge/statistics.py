@@ -73,8 +73,8 @@ class PartialColumns:
         """Some of the rows, each once."""
         histogram = None if self.histogram is None else self.histogram[rows]
         here = len(self.columns[COUNT][rows])
-        alike = (column.strides == (0,) for column in self.columns)  # indexing would fill them
-        columns = (column[:here] if same else column[rows] for column, same in zip(self.columns, alike, strict=True))
+        # Indexing would fill a column that holds one number.
+        columns = (column[:here] if column.strides == (0,) else column[rows] for column in self.columns)
         return PartialColumns(tuple(columns), histogram)
 
     def table(self) -> Partials:
