@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from two_ranks import TORCHRUN
 
 from monitor.coordinator.series_file import PlacementRecord, ShardRecord
 from monitor.pytorch import TrainerMon
@@ -47,10 +48,8 @@ def step(training: dict[str, Any]) -> None:
 def test_two_ranks_record_what_the_page_says(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     (tmp_path / "config.json").write_text('{"wg_distribution": true}')
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir", os.devnull]
-    command = [*torchrun, "--nproc-per-node", "2", "train.py"]
     ended = subprocess.run(
-        command,
+        [sys.executable, *TORCHRUN, "train.py"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MONITOR_OUTPUT_DIR": "monitor_output"},
         capture_output=True,

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow.parquet as pq
+from two_ranks import TORCHRUN
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RUN: Final = [sys.executable, "-m", "monitor.launching.cli"]
-TORCHRUN: Final = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir", os.devnull, "--nproc-per-node=2"]
+WITH_TORCHRUN: Final = [sys.executable, *TORCHRUN]
 
 Ended = subprocess.CompletedProcess[str]
 

@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import pytest
 from evidence import PROVES
-from launched import ROOT, RUN, TORCHRUN, Ended, ended, rows, weights
+from launched import ROOT, RUN, WITH_TORCHRUN, Ended, ended, rows, weights
 
 import monitor
 
 EXAMPLES = ROOT / "docs" / "examples"
 PYTHON = [sys.executable]
 SCRIPTS = Path(__file__).with_name("scripts")
-WITHOUT_CUDA = [*TORCHRUN, str(SCRIPTS / "without_cuda.py")]
-TITAN_WITHOUT_CUDA = [*TORCHRUN, str(SCRIPTS / "titan_without_cuda.py")]
+WITHOUT_CUDA = [*WITH_TORCHRUN, str(SCRIPTS / "without_cuda.py")]
+TITAN_WITHOUT_CUDA = [*WITH_TORCHRUN, str(SCRIPTS / "titan_without_cuda.py")]
 DEEPSPEED = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "2"}
 FIRST = 1
 """The first step that ``trainermon run`` records."""
@@ -40,7 +40,7 @@ class Example(NamedTuple):
     script: str
     steps: int
     lost: int = 0
-    command: list[str] = TORCHRUN
+    command: list[str] = WITH_TORCHRUN
     variables: tuple[tuple[str, str], ...] = ()
     quick: bool = False
     close: float = 1e-5

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from launched import ROOT, RUN, TORCHRUN, ended, rows, weights
+from launched import ROOT, RUN, WITH_TORCHRUN, ended, rows, weights
 
 import monitor
 
@@ -28,7 +28,7 @@ FIRST = 2
     ],
 )
 def test_the_rows_are_those_of_a_line_in_the_program(how: str, recordings: int, tmp_path: Path) -> None:
-    python = TORCHRUN if how == "ranks" else [sys.executable]
+    python = WITH_TORCHRUN if how == "ranks" else [sys.executable]
     program = [*python, str(LOOPS), how]
     plain, by_hand = ended(program, tmp_path), ended(program, tmp_path, BY_HAND="1", MONITOR_OUTPUT_DIR="by_hand")
     launched = ended([*RUN, *program], tmp_path)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from launching import EVERY_STEP, Launcher, Nursery
 from recorded import Recorded, rank_directories
+from two_ranks import TORCHRUN
 
 CONFIG: dict[str, Any] = EVERY_STEP | {"mv_distribution": True, "ndigits": 17}
 AVERAGED = ["early", "views", "accumulated", "accumulated-views"]
@@ -38,9 +38,8 @@ def job(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Job:
     results = [directory / "plain", directory / "monitored"]
     for result in results:
         result.mkdir()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--log-dir", os.devnull, "--nproc-per-node", "2")
     started = [
-        launcher.start_interpreter("ranks.py", results[1], config=CONFIG, module=torchrun),
+        launcher.start_interpreter("ranks.py", results[1], config=CONFIG, module=TORCHRUN),
         *launcher.start_ranks(2, "ranks.py", results[0]),
     ]
     ends = [one.end() for one in started]

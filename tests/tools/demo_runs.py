@@ -9,7 +9,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "tools" / "demo"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--log-dir", os.devnull, "--nproc-per-node", "2")
 
 
 def run_python(base: Path, *arguments: str, together: bool = False) -> subprocess.CompletedProcess[str]:

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from demo_runs import DEMO, TORCHRUN, run_python
+from demo_runs import DEMO, run_python
 from recorded_job import RecordedRank
 from rich.console import Console
 from rich.measure import Measurement
 from sink_rows import Measured
+from two_ranks import TORCHRUN
 
 from monitor.merge.discovery import choose, discover, runs_of
 from monitor.merge.outputs import read_merged

@@ -16,8 +16,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from demo_runs import DEMO, ROOT, TORCHRUN, run_python
+from demo_runs import DEMO, ROOT, run_python
 from torch import Tensor, nn
+from two_ranks import TORCHRUN
 from typer.testing import CliRunner
 
 from monitor.anomalies.callbacks import AlertEvent
