@@ -315,13 +315,13 @@ class MomentCollector(Collector):
         self._record(self._left, turn)
 
     def _record(self, of_kinds: Mapping[str, ParameterSeries], turn: OptimizerTurn) -> None:
-        stepped = self._framework.held(turn.optimizer)
+        ids, optimizer, moment_of = turn.ids, turn.optimizer, self._framework.moment
         for kind, series in of_kinds.items():
 
             def moment(parameter: NamedParameter, kind: str = kind) -> Any:
-                if stepped is not None and id(parameter.tensor) not in stepped:
+                if ids is not None and id(parameter.tensor) not in ids:
                     return None  # frozen: its state is from earlier steps
-                return self._framework.moment(kind, parameter, turn.optimizer)
+                return moment_of(kind, parameter, optimizer)
 
             series.record_all(moment, turn.held)
 
