@@ -18,6 +18,7 @@ from monitor.config.loading import DYNAMIC_VARIABLE
 from monitor.failures import LOGGER, Failures
 from monitor.mindspore import autograd, hooks as cell_hooks
 from monitor.mindspore.compiled import taps as compiled_taps
+from monitor.mindspore.compiled.constructs import original_construct
 from monitor.mindspore.compiled.program import Handle, Handles, ObservedCell, Program
 from monitor.mindspore.compiled.replay import REPLAYING, flush, join, program_of
 from monitor.mindspore.tape import COMPILED_VARIABLE, follow_operator
@@ -267,7 +268,7 @@ def refuse_graph_mode() -> None:
 
 def compiled(cell: nn.Cell) -> bool:
     """Whether ``jit`` is around the cell's ``construct``. A compiled function that calls the cell is not detected."""
-    return bool(getattr(compiled_taps.original_construct(cell), "__wrapped_by_jit__", False))
+    return bool(getattr(original_construct(cell), "__wrapped_by_jit__", False))
 
 
 def observable(root: nn.Cell, *, by_operators: bool = False) -> Observable:

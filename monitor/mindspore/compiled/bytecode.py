@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
-from monitor.mindspore.compiled.taps import unobserved
+from monitor.mindspore.compiled.constructs import unobserved
 from monitor.mindspore.dump.jit import BytecodeContext
 from monitor.recording.patches import CallListener, CallPatch
 

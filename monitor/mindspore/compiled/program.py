@@ -19,8 +19,9 @@ from monitor.failures import Failures
 from monitor.mindspore.compiled import taps as roles
 from monitor.mindspore.compiled.absences import UNREACHED, Absences
 from monitor.mindspore.compiled.bytecode import BytecodeRuns
+from monitor.mindspore.compiled.constructs import has_taps, install, is_installed, uninstall
 from monitor.mindspore.compiled.fallback import Fallback
-from monitor.mindspore.compiled.taps import functions_of, has_taps, install, is_installed, uninstall
+from monitor.mindspore.compiled.taps import functions_of
 from monitor.mindspore.hooks import is_exporting
 from monitor.mindspore.tape import Tape, new_tape, wait_for_turn
 from monitor.recording.backend import Removable

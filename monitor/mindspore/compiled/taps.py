@@ -15,11 +15,8 @@ The compiler runs functions that are marked ``constexpr`` in Python, while it co
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import MethodType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -31,6 +28,7 @@ from mindspore.ops.composite import Map
 from mindspore.ops.functional import is_sequence_shape_unknown
 
 from monitor.mindspore.autograd import recording
+from monitor.mindspore.compiled.constructs import Construct, call_from_python
 from monitor.mindspore.features.reading import FLOATS
 from monitor.mindspore.tape import NO_TAPE, follow_operator, numbering_operator, ordered_follow_operator
 
@@ -55,121 +53,6 @@ TURN_ENDS: Final = "turn ends"
 
 MARKS: Final = frozenset({BEGIN, EVALUATION, TURN_BEGINS, TURN_ENDS})
 """Roles whose entries hold no measurements, and are made in every step."""
-
-
-# --- The attribute ``construct`` of an observed cell.
-
-Construct = Callable[..., Any]
-
-
-class _Number(int):
-    """The number of an observed cell, which copies of the cell do not have: theirs is 0.
-
-    Attributes:
-        functions: The functions with which compiled code measures the cell.
-    """
-
-    functions: Any = None
-
-    def __deepcopy__(self, memo: Any) -> int:
-        del memo
-        return 0
-
-
-def install(cell: nn.Cell, number: int, construct: Construct, functions: Any) -> None:
-    """Let compiled code observe a cell, unless another model's does. A ``construct`` that the user has put around the monitor's
-    stays there.
-    """
-    attributes = vars(cell)
-    marked = _Number(number)
-    marked.functions = functions
-    if attributes.get("_monitored_as"):
-        return
-    if "_monitored_as" in attributes and not _is_ours(attributes.get("construct")):
-        if getattr(attributes["_monitored_as"], "functions", None) is functions:
-            attributes["_monitored_as"] = marked
-        return
-    uninstall(cell)  # a copy of an observed cell
-    own = attributes.get("construct")
-    plain = cell.construct
-    function = construct(_is_compiled_by_itself(plain))
-    function.__signature__ = _with_self(inspect.signature(plain))
-    function._of_monitor = True
-    attributes["_monitored_as"] = marked
-    attributes["_unobserved"] = plain
-    attributes["_had_construct"] = own is not None
-    attributes["construct"] = MethodType(function, cell)
-
-
-def _with_self(signature: inspect.Signature) -> inspect.Signature:
-    """The signature of a method before it is bound."""
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    return signature.replace(parameters=[first, *signature.parameters.values()])
-
-
-def uninstall(cell: nn.Cell) -> None:
-    attributes = vars(cell)
-    if "_monitored_as" not in attributes:
-        return
-    now = attributes.get("construct")
-    if not _is_ours(now) and now not in (None, attributes.get("_unobserved")):  # the user's, which may call the monitor's
-        rested = _Number(0)
-        rested.functions = getattr(attributes["_monitored_as"], "functions", None)
-        attributes["_monitored_as"] = rested
-        return
-    if attributes["_had_construct"]:
-        attributes["construct"] = attributes["_unobserved"]
-    else:
-        attributes.pop("construct", None)
-    for name in ("_monitored_as", "_unobserved", "_had_construct"):
-        attributes.pop(name)
-
-
-def is_installed(cell: nn.Cell, functions: Any) -> bool:
-    """Whether compiled code observes a cell with these functions."""
-    marked = vars(cell).get("_monitored_as")
-    return bool(marked) and getattr(marked, "functions", None) is functions
-
-
-def has_taps(cell: nn.Cell) -> bool:
-    """Whether the ``construct`` of a cell is the monitor's: not taken out, and not inside one of the user's."""
-    return _is_ours(vars(cell).get("construct"))
-
-
-def _is_ours(construct: Any) -> bool:
-    return getattr(getattr(construct, "__func__", None), "_of_monitor", False)
-
-
-def _is_compiled_by_itself(construct: Any) -> bool:
-    return bool(getattr(construct, "__wrapped_by_jit__", False))
-
-
-def original_construct(cell: nn.Cell) -> Any:
-    """The method ``construct`` of a cell, observed or not."""
-    return vars(cell).get("_unobserved", cell.construct)
-
-
-@contextmanager
-def unobserved(cell: nn.Cell) -> Iterator[None]:
-    """A while in which a cell with taps has the ``construct`` that it has without the monitor."""
-    attributes = vars(cell)
-    mine = attributes.pop("construct", None)
-    if attributes.get("_had_construct"):
-        attributes["construct"] = attributes["_unobserved"]
-    try:
-        yield
-    finally:
-        if mine is not None and "_monitored_as" in attributes:  # else another thread calls it, or the monitor was closed
-            attributes["construct"] = mine
-
-
-def _call_from_python(cell: nn.Cell, args: Any, kwargs: Any) -> Any:
-    """Call a compiled ``construct``. Its hooks see the call, so it must be compiled without taps of its own."""
-    with unobserved(cell):
-        return cell.construct(*args, **kwargs)
-
-
-# --- What the compiler compiles.
 
 ORDERED: Final = 1
 UNORDERED: Final = 0
@@ -418,7 +301,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         def construct_of_compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
             if _COMPILED:  # @jit.cond: True
                 return observed_call(self, args, kwargs)
-            return _call_from_python(self, args, kwargs)
+            return call_from_python(self, args, kwargs)
 
         return construct_of_compiled if by_itself else construct
 
@@ -541,7 +424,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
             if _COMPILED:  # @jit.cond: True
                 function, slots = step_of()
                 return function(self, gradients, args, kwargs, slots)
-            return _call_from_python(self, (gradients, *args), kwargs)
+            return call_from_python(self, (gradients, *args), kwargs)
 
         return lambda _by_itself: construct
 
