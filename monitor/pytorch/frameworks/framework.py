@@ -150,7 +150,7 @@ class SteppedTensor:
     Attributes:
         key: The tensor in the optimizer.
         group: Its hyperparameters, if the optimizer's groups do not list it between steps.
-        known: By kind, the moment that was found last. It needs no second look: that waits for nothing, but takes a microsecond.
+        known: By kind, the moment that was found last. While it is the same tensor, it is not examined again.
     """
 
     optimizer: Optimizer
