@@ -11,7 +11,7 @@ calls of one cell can be distinguished whatever the order of execution is.
 The compiler runs functions that are marked ``constexpr`` in Python, while it compiles. Of Python it knows a part only: no
 ``del``, no starred items in tuples.
 """
-# ruff: noqa: ARG002, SIM118
+# ruff: noqa: ARG001, ARG002, SIM118
 
 from __future__ import annotations
 
@@ -57,6 +57,15 @@ MARKS: Final = frozenset({BEGIN, EVALUATION, TURN_BEGINS, TURN_ENDS})
 ORDERED: Final = 1
 UNORDERED: Final = 0
 """Whether calls begin in the order of the program, in place of the position of a tensor."""
+
+
+ABSENT: Final = "the monitor: no argument"
+"""In place of an argument that a call does not have."""
+
+
+def given(*arguments: Any) -> tuple[Any, ...]:
+    """The arguments that a call has."""
+    return tuple(one for one in arguments if one is not ABSENT)
 
 
 class _Back(nn.Cell):  # type: ignore[misc]
@@ -227,16 +236,51 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         place = Place(number, OUTPUT)
         return tap_results if isinstance(kind, typing.Tuple) else choose(place, kind), place
 
-    # Calls of cells.
+    # Calls of cells with up to four arguments and no names. At a tuple or a dictionary of arguments, differentiation reaches
+    # all of them at once: then it adds up the gradients of shared weights in another order.
+
+    def call_1(self: Any, on: Any, at: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        return self._unobserved(on(a, at[0]))
+
+    def call_2(self: Any, on: Any, at: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        return self._unobserved(on(a, at[0]), on(b, at[1]))
+
+    def call_3(self: Any, on: Any, at: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        return self._unobserved(on(a, at[0]), on(b, at[1]), on(c, at[2]))
+
+    def call_4(self: Any, on: Any, at: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        return self._unobserved(on(a, at[0]), on(b, at[1]), on(c, at[2]), on(d, at[3]))
+
+    def unobserved_few(self: Any, constants: Any, a: Any, b: Any, c: Any, d: Any, rest: Any, kwargs: Any) -> Any:
+        call, places = constants
+        return call(self, as_is, places, a, b, c, d)
+
+    def as_is(x: Any, place: Any) -> Any:
+        return x
+
+    def evaluated_few(self: Any, constants: Any, a: Any, b: Any, c: Any, d: Any, rest: Any, kwargs: Any) -> Any:
+        call, places, begin, slot = constants
+        return call(self, partial(tie, begin(none, slot, none)), places, a, b, c, d)
+
+    def measured_few(self: Any, constants: Any, a: Any, b: Any, c: Any, d: Any, rest: Any, kwargs: Any) -> Any:
+        call_few, places, begin, slot = constants
+        call = begin(none, slot, none)
+        return tap_result(self, call_few(self, partial(tap, call), places, a, b, c, d), call)
+
+    # Other calls of cells.
+
+    def together(self: Any, constants: Any, a: Any, b: Any, c: Any, d: Any, rest: Any, kwargs: Any) -> Any:
+        function, count, others = constants
+        return function(self, (a, b, c, d)[:count] + rest, kwargs, others)
 
     def unobserved(self: Any, args: Any, kwargs: Any, _constants: Any) -> Any:
         return self._unobserved(*args, **kwargs)
 
     def evaluated(self: Any, args: Any, kwargs: Any, constants: Any) -> Any:
         begin, slot = constants
-        return self._unobserved(*each(partial(tie, begin(none, slot, none)), args), **kwargs)
+        return self._unobserved(*each(partial(tie, begin(none, slot, none)), args, args), **kwargs)
 
-    def tie(call: Any, x: Any) -> Any:
+    def tie(call: Any, x: Any, _place: Any) -> Any:
         return tying(typeof(x))(x, none, call)
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
@@ -264,19 +308,39 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
     def named_place(number: int, names: Any, name: str, before: int) -> Any:
         return Place(number, INPUT, "_" + name, before + names.index(name), before + len(names))
 
+    # Which of them a call is.
+
     @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def call_of(number: int, training: bool, count: int, named: int) -> Any:
-        """What a call of a cell is, and its constants."""
-        program = known()
+    def call_of(number: int, training: bool, count: int, more: int, named: int) -> Any:
+        """The function for a call, and its constants. ``count``: arguments that are passed one by one."""
+        few = (call_1, call_2, call_3, call_4)[count - 1] if count and not more and not named else None
+        program, total = known(), count + more
+        places = tuple(Place(number, INPUT, f"_{i}", i, total + named) for i in range(total))
         if program is None or not program.observes(number):
-            return unobserved, ()
+            return (unobserved_few, (few, places)) if few else (together, (unobserved, count, ()))
         if program.evaluates(number, training):
-            return evaluated, begin(program, number, EVALUATION)
-        if count == 1 and not named:
-            places: Any = (Place(number, INPUT, depth=_DEEPEST + 2),)
-        else:
-            places = tuple(Place(number, INPUT, f"_{i}", i, count + named) for i in range(count))
-        return measured_with_names if named else measured, (*begin(program, number, BEGIN), places)
+            begins = begin(program, number, EVALUATION)
+            return (evaluated_few, (few, places, *begins)) if few else (together, (evaluated, count, begins))
+        begins = begin(program, number, BEGIN)
+        if total == 1 and not named:
+            places = (Place(number, INPUT, depth=_DEEPEST + 2),)
+        if few:
+            return measured_few, (few, places, *begins)
+        return together, (measured_with_names if named else measured, count, (*begins, places))
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def counting(kind: Any) -> Any:
+        return one_unless_absent if isinstance(kind, typing.String) else one
+
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def one_unless_absent(text: str) -> int:
+        return int(text != ABSENT)
+
+    def one(_x: Any) -> int:
+        return 1
+
+    def number_of(x: Any) -> Any:
+        return counting(typeof(x))(x)
 
     def begin(program: Program, number: int, role: str) -> Any:
         """The operator that begins a call, and its slot. Its result, the number of the call, depends on no tensor: that would
@@ -288,20 +352,25 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
             return ordered, program.slot(number, role, "", ORDERED, 1)
         return numbered, program.slot(number, role, "", UNORDERED, 1)
 
-    def observed_call(self: Any, args: Any, kwargs: Any) -> Any:
-        function, constants = call_of(self._monitored_as, self.training, len(args), len(kwargs))
-        return function(self, args, kwargs, constants)
+    def observed_call(self: Any, a: Any, b: Any, c: Any, d: Any, rest: Any, kwargs: Any) -> Any:
+        count = number_of(a) + number_of(b) + number_of(c) + number_of(d)
+        function, constants = call_of(self._monitored_as, self.training, count, len(rest), len(kwargs))
+        return function(self, constants, a, b, c, d, rest, kwargs)
 
     def of_cell(by_itself: bool) -> Construct:
-        def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def construct(
+            self: Any, _0: Any = ABSENT, _1: Any = ABSENT, _2: Any = ABSENT, _3: Any = ABSENT, *rest: Any, **kwargs: Any
+        ) -> Any:
             if _COMPILED:  # @jit.cond: True
-                return observed_call(self, args, kwargs)
-            return self._unobserved(*args, **kwargs)
+                return observed_call(self, _0, _1, _2, _3, rest, kwargs)
+            return self._unobserved(*given(_0, _1, _2, _3), *rest, **kwargs)
 
-        def construct_of_compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def construct_of_compiled(
+            self: Any, _0: Any = ABSENT, _1: Any = ABSENT, _2: Any = ABSENT, _3: Any = ABSENT, *rest: Any, **kwargs: Any
+        ) -> Any:
             if _COMPILED:  # @jit.cond: True
-                return observed_call(self, args, kwargs)
-            return call_from_python(self, args, kwargs)
+                return observed_call(self, _0, _1, _2, _3, rest, kwargs)
+            return call_from_python(self, (*given(_0, _1, _2, _3), *rest), kwargs)
 
         return construct_of_compiled if by_itself else construct
 

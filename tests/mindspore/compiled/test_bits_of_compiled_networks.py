@@ -137,6 +137,8 @@ NETWORKS = {
     "rnn": lambda: Rnn(Recurrent(SIZE)),
     "lstm": lambda: Lstm(Gated()),
     "crossed": lambda: Crossed(Late()),
+    "GRU cell": lambda: Rnn(nn.GRUCell(SIZE, SIZE)),
+    "LSTM cell": lambda: Lstm(nn.LSTMCell(SIZE, SIZE)),
     "loop": lambda: Whole(Recurrent(SIZE)),
     "tree": lambda: Tree(Recurrent(SIZE)),
     "residual": Residual,
@@ -144,7 +146,7 @@ NETWORKS = {
     "siamese": Siamese,
     "mixed precision": lambda: ms.amp.auto_mixed_precision(Rnn(Recurrent(SIZE)), "O2"),
 }
-SHARING = ("rnn", "lstm", "crossed")
+SHARING = ("rnn", "lstm", "crossed", "GRU cell", "LSTM cell")
 """Networks in which the order of adding gradients up shows in the bits."""
 
 
