@@ -25,7 +25,7 @@ from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher
 from monitor.recording.attached_model import NamedParts
 from monitor.recording.backend import HookSet, Removable, Shown
-from monitor.recording.module_calls import CallIndex, ModuleCall
+from monitor.recording.module_calls import ADVICE, CallIndex, ModuleCall
 from monitor.selection import ALL_TENSORS, NO_TENSORS
 
 never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
@@ -123,8 +123,8 @@ class CompilableHooks:
         if not TRACEABLE:
             _hook(module, before, after, hooks, operators.unobserved(failures))
             return None
-        observer = operators.GuardedObserver(CompiledModule(watcher), failures, name)
-        observed = operators.ObservedHook(observer, operators.device_of(module, self._collector.roots.get(watcher.chunk)))
+        device = operators.device_of(module, self._collector.roots.get(watcher.chunk))
+        observed = operators.ObservedHook(CompiledModule(watcher), device, failures, name)
         begins = operators.TracedInputs(observed, wanted.input, wanted.input_grad)
         ends = operators.TracedOutputs(observed, wanted.output, wanted.output_grad)
         _hook(module, before, after, hooks, begins, ends)
@@ -138,9 +138,7 @@ class CompilableHooks:
             _hook(root, before, after, hooks, operators.unobserved(self._collector.failures))
             return
         compiled = CompiledRoot(self._collector, chunk, before, after)
-        observed = operators.ObservedHook(
-            operators.GuardedObserver(compiled, self._collector.failures, ""), operators.device_of(root)
-        )
+        observed = operators.ObservedHook(compiled, operators.device_of(root), self._collector.failures)
         self._observed_roots.append(observed)
         _hook(
             root,
@@ -231,12 +229,15 @@ class CompiledModule:
         return ModuleCall(CallIndex(micro_step, 0), records_forward=False) if calls.begun(micro_step) == 1 else None
 
     def sees(self, x: Tensor, call: CompiledCall, tag: Tensor, slot: str, found: int, value: int) -> None:
-        (micro_step, number), records_forward = call.call.place, call.call.records_forward
-        if records_forward and call.step == self._clock.step:
-            watcher = self._watcher
+        if not call.call.records_forward or call.step != self._clock.step:
+            return
+        (micro_step, number), watcher = call.call.place, self._watcher
+        try:
             side = "input" if slot.startswith("input") else "output"
             watcher.fitting(side, watcher.wanted.input if side == "input" else watcher.wanted.output, found)
             self._reader.record_value(watcher.series("actv", slot, number, x), x, micro_step, value, tag, self._due)
+        except Exception as error:  # the other tensors of the call have rows
+            self._collector.failures.report("reading activations", error, ADVICE, of=watcher.name)
 
     def sees_gradient(self, gradient: Tensor, call: CompiledCall, tag: Tensor, slot: str, value: int) -> None:
         micro_step, number = call.call.place

@@ -285,8 +285,10 @@ class ModuleWatcher:
 
     def series(self, kind: str, slot: str, call: int, seen: Any) -> RecordedSeries:
         """The series of one tensor of a call, which is there."""
-        watched = self.expected(kind, slot, call)
-        self._gate.place(watched, seen)
+        watched = self._watched.get((kind, slot, call))
+        if watched is None or not watched.slots:  # it has no rows yet
+            watched = self.expected(kind, slot, call)
+            self._gate.place(watched, seen)
         return watched
 
     def fitting(self, slot: str, choice: TensorChoice, found: int) -> TensorChoice:

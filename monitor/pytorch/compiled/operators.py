@@ -12,16 +12,17 @@ when the call begins and kept for its backward, since forwards and backwards of 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -146,17 +147,6 @@ class CallObserver:
     def keep(self, *_: Any) -> None: ...
 
 
-class GuardedObserver:
-    """Wraps an observer so that its failures do not reach compiled code."""
-
-    def __init__(self, observer: Any, failures: Failures, name: str) -> None:
-        self.begins = failures.guarded("reading the inputs", observer.begins, ADVICE, of=name)
-        self.ends = failures.guarded("reading the outputs", observer.ends, ADVICE, of=name)
-        self.sees = failures.guarded("reading activations", observer.sees, ADVICE, of=name)
-        self.keep = observer.keep
-        self.sees_gradient = failures.guarded("reading gradients of activations", observer.sees_gradient, ADVICE, of=name)
-
-
 def device_of(*modules: nn.Module | None) -> torch.device:
     """The device of the first module that has tensors; the host if none has."""
     for module in modules:
@@ -220,7 +210,7 @@ FOLLOW: Final = 2
 
 
 class Observer(Protocol):
-    """Receives the events of a hook when compiled code runs. Must not raise."""
+    """Receives the events of a hook when compiled code runs."""
 
     def begins(self, tag: Tensor) -> object | None:
         """A call begins. Returns an object that identifies the call in the methods below; None if it is not recorded.
@@ -230,7 +220,9 @@ class Observer(Protocol):
         """
 
     def ends(self, tag: Tensor) -> object | None:
-        """The latest open call ends. Returns an object that identifies the call, likewise."""
+        """The latest open call ends. Returns an object likewise: it is used if the beginning returned none or was not traced.
+        None if the results are not recorded.
+        """
 
     def sees(self, x: Tensor, call: Any, tag: Tensor, slot: str, found: int, value: int) -> None:
         """An input or output tensor.
@@ -248,22 +240,79 @@ class Observer(Protocol):
         """Keep handles of hooks, until the step ends."""
 
 
+class Passage(NamedTuple):
+    """The constants of an operator for a call that begins or ends. Passed as text: torch converts each element of a list.
+
+    Attributes:
+        is_known: Whether it ends, and has the tag from its beginning.
+        recording: Whether autograd recorded the call when it was traced.
+        found: How many tensors this side of the call has.
+        tensors: The slot and the value number of each tensor that is seen.
+    """
+
+    ends: bool
+    is_known: bool
+    recording: bool
+    found: int
+    tensors: Sequence[tuple[str, int]]
+
+
+MOST_PASSAGES: Final = 1 << 16
+
+
+@lru_cache(MOST_PASSAGES)
+def _passage_of(text: str) -> Passage:
+    return Passage(*json.loads(text))
+
+
+def _call(function: Callable[..., None], *args: Any) -> None:
+    function(*args)
+
+
 class ObservedHook:
     """A hook in compiled code.
 
+    Args:
+        failures: Receives failures of the observer, with the ``name`` of what it observes. None if the observer does not raise.
+
     Attributes:
+        guarded: Calls a function whose failures must not reach compiled code.
         handle: The tensor whose address identifies the hook. Never read.
         calls: The calls by the addresses of their tags; empty in eager code.
         earlier: Those of the step before.
     """
 
-    def __init__(self, observer: Observer, device: torch.device) -> None:
+    def __init__(self, observer: Observer, device: torch.device, failures: Failures | None = None, name: str = "") -> None:
         with beneath():
             self.handle = torch.empty(1, dtype=torch.int64, device=device)
         self.observer = observer
+        self.guarded = _call if failures is None else failures.guarded("reading activations", _call, ADVICE, of=name)
         self.calls: dict[int, object] = {}
         self.earlier: dict[int, object] = {}
         OBSERVED[self.handle.data_ptr()] = self
+
+    def passes(self, tag: Tensor, seen: Sequence[Tensor], passage: Passage) -> None:
+        """A call begins or ends."""
+        observer, recording = self.observer, torch.is_grad_enabled()
+        torch._C._set_grad_enabled(passage.recording)  # compiled code has recorded its graph beforehand
+        try:
+            call = observer.ends(tag) if passage.ends else observer.begins(tag)
+        finally:
+            torch._C._set_grad_enabled(recording)
+        begun = self.call(tag) if passage.is_known else None
+        if call is not None and begun is not None:
+            call = begun
+        elif begun is None:
+            self.note(tag, call)
+        if call is not None:
+            for x, (slot, value) in zip(seen, passage.tensors, strict=True):
+                observer.sees(x, call, tag, slot, passage.found, value)
+
+    def sees_gradient(self, gradient: Tensor, tag: Tensor, slot: str, value: int) -> None:
+        """The gradient of a tensor of a call."""
+        call = self.call(tag)
+        if call is not None:
+            self.observer.sees_gradient(gradient, call, tag, slot, value)
 
     def note(self, tag: Tensor, call: object | None) -> None:
         """``tag`` identifies ``call`` from now on. An earlier tensor at its address was freed."""
@@ -293,27 +342,23 @@ OBSERVED: Final[weakref.WeakValueDictionary[int, ObservedHook]] = weakref.WeakVa
 """Hooks by the addresses of their handles."""
 
 
-def _passes(
-    handle: Tensor, ends: bool, recording: bool, seen: Sequence[Tensor], slots: Sequence[str], found: int, values: Sequence[int]
-) -> Tensor:
+def _passes(handle: Tensor, seen: Sequence[Tensor], passage: str) -> Tensor:
     with unseen():
         tag = torch.empty((), dtype=torch.int64, device=handle.device)
+    _ends(handle, tag, seen, passage)
+    return tag
+
+
+def _ends(handle: Tensor, tag: Tensor, seen: Sequence[Tensor], passage: str) -> None:
     observed = OBSERVED.get(handle.data_ptr())
     if observed is not None:
-        observer = observed.observer
-        with torch.set_grad_enabled(recording):  # compiled code has recorded its graph beforehand
-            call = observer.ends(tag) if ends else observer.begins(tag)
-        observed.note(tag, call)
-        if call is not None:
-            for x, slot, value in zip(seen, slots, values, strict=True):
-                observer.sees(x, call, tag, slot, found, value)
-    return tag
+        observed.guarded(observed.passes, tag, seen, _passage_of(passage))
 
 
 def _sees_gradient(gradient: Tensor, handle: Tensor, tag: Tensor, slot: str, value: int) -> None:
     observed = OBSERVED.get(handle.data_ptr())
-    if observed is not None and (call := observed.call(tag)) is not None:
-        observed.observer.sees_gradient(gradient, call, tag, slot, value)
+    if observed is not None:
+        observed.guarded(observed.sees_gradient, gradient, tag, slot, value)
 
 
 # A compiler traces these two; they emit the operators above.
@@ -324,7 +369,7 @@ def _begin(inputs: Sequence[Tensor], handle: Tensor, slots: Sequence[str], wante
         return
     call = None
     try:
-        tag = _traced(handle, False, inputs, slots, wanted, found)
+        tag = _traced(handle, None, False, inputs, slots, wanted, found)
         call = TracedCall.of(tag, [(x, slot, bool(each & FOLLOW)) for x, slot, each in zip(inputs, slots, wanted, strict=True)])
     except Exception as error:  # a failure here must not reach the compiler
         FAILURES.report("observing compiled code", error, MISSING_ROWS)
@@ -337,9 +382,9 @@ def _end(
     if is_within(handle):
         return
     try:
-        tag = _traced(handle, True, outputs, slots, wanted, found)
-        followed = _named(outputs, slots, wanted, FOLLOW)
         call = _OPEN.pop(handle)
+        tag = _traced(handle, None if call is None else call.tag, True, outputs, slots, wanted, found)
+        followed = _named(outputs, slots, wanted, FOLLOW)
         if call is not None and call.targets and not whole:
             FAILURES.warn("hidden results", HIDDEN)
             call = replace(call, targets={})
@@ -352,14 +397,24 @@ def _end(
 
 
 def _traced(
-    handle: Tensor, ends: bool, tensors: Sequence[Tensor], slots: Sequence[str], wanted: Sequence[int], found: int
+    handle: Tensor,
+    tag: Tensor | None,
+    ends: bool,
+    tensors: Sequence[Tensor],
+    slots: Sequence[str],
+    wanted: Sequence[int],
+    found: int,
 ) -> Tensor:
+    """Leave an operator in the graph. Returns the tag of the call: ``tag``, if its beginning was traced."""
     with saved():
         named = [
-            (here, slot, value_of(x)) for x, slot in _named(tensors, slots, wanted, SEE) if (here := _local(x)) is not None
+            (here, (slot, value_of(x))) for x, slot in _named(tensors, slots, wanted, SEE) if (here := _local(x)) is not None
         ]
-        seen, names, values = zip(*named, strict=True) if named else ((), (), ())
-        tag: Tensor = torch.ops.monitor.passes.default(handle, ends, torch.is_grad_enabled(), seen, names, found, values)
+        seen = [here for here, _ in named]
+        passage = json.dumps(Passage(ends, tag is not None, torch.is_grad_enabled(), found, [told for _, told in named]))
+        if tag is None:
+            return torch.ops.monitor.passes.default(handle, seen, passage)  # type: ignore[no-any-return]
+        torch.ops.monitor.ends.default(handle, tag, seen, passage)
     return tag
 
 
@@ -441,15 +496,15 @@ def define_traced(library: torch.library.Library, name: str, traced: Callable[..
 
 def _define() -> torch.library.Library:
     library = torch.library.Library("monitor", "FRAGMENT")
-    library.define(
-        "passes(Tensor handle, bool ends, bool recording, Tensor[] seen, str[] slots, int found, int[] values) -> Tensor"
-    )
+    library.define("passes(Tensor handle, Tensor[] seen, str passage) -> Tensor")
+    library.define("ends(Tensor handle, Tensor call, Tensor[] seen, str passage) -> ()")
     library.define("sees_gradient(Tensor gradient, Tensor handle, Tensor call, str slot, int value) -> ()")
     library.define("begin(Tensor[] inputs, Tensor handle, str[] slots, int[] wanted, int found) -> ()")
     library.define("end(Tensor[] outputs, Tensor handle, str[] slots, int[] wanted, int found, bool whole=True) -> ()")
-    for name, call in (("passes", _passes), ("sees_gradient", _sees_gradient)):
+    for name, call in (("passes", _passes), ("ends", _ends), ("sees_gradient", _sees_gradient)):
         define_effect(library, name, call)
     library.impl("passes", lambda handle, *_: torch.empty((), dtype=torch.int64, device=handle.device), "Meta")
+    library.impl("ends", nothing, "Meta")
     library.impl("sees_gradient", nothing, "Meta")
     for name, traced in (("begin", _begin), ("end", _end)):
         define_traced(library, name, traced)

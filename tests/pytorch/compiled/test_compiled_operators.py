@@ -49,7 +49,7 @@ def test_listeners_get_what_happens_to_a_call_with_its_stand_in() -> None:
     end([y], observed.handle, ["output"], [FOLLOW], 1)
     y.sum().backward()
 
-    assert noting.told == ["begins", ("input", 1, 1, [1.0, 2.0]), "ends", ("output", 3, [1.0, 1.0]), ("input", 1, [3.0, 3.0])]
+    assert noting.told == ["begins", ("input", 1, 1, [1.0, 2.0]), "ends", ("output", 1, [1.0, 1.0]), ("input", 1, [3.0, 3.0])]
 
 
 def test_listeners_get_nothing_of_a_call_without_a_stand_in() -> None:
