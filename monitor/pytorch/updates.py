@@ -99,6 +99,8 @@ def made(now: float | Tensor, before: float | Tensor | None = None) -> float | T
 
 ADAMS: Final = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam", "HybridAdam"})
 """Names of classes that step by this rule. Subclasses count too."""
+HYPERPARAMETERS: Final = frozenset({"betas", "eps"})
+"""What the parameter groups of each of them have."""
 DECOUPLED: Final = frozenset({"AdamW"})
 """Those whose weight decay is never added to the gradient."""
 
@@ -174,14 +176,20 @@ class AdamSteps:
         corrections = biases if group.get("bias_correction", True) not in (False, 0) else [1.0, 1.0]
         return AdamMoments(mean, square, corrections[0], corrections[1], biases[1], float(group["eps"]), was_made)
 
-    def is_adam(self, optimizer: Optimizer, field: str, needs: str, without: str = "it has no rows") -> bool:
+    def is_adam(
+        self, optimizer: Optimizer, group: Mapping[str, Any], field: str, needs: str, without: str = "it has no rows"
+    ) -> bool:
         """Whether an optimizer is a known Adam. If not, a warning of a configuration field says once what ``needs`` one, and
         what is missing ``without``.
         """
-        known = any(base.__name__ in ADAMS for base in type(optimizer).__mro__)
-        if not known:
-            self._failures.warn(field, f"{needs}, and {type(optimizer).__name__} is none: {without}.")
-        return known
+        name, why = type(optimizer).__name__, ""
+        if not any(base.__name__ in ADAMS for base in type(optimizer).__mro__):
+            why = f"{name} is none"
+        elif not group.keys() >= HYPERPARAMETERS:  # a class of that name may be any user's
+            why = f"the parameter groups of this {name} lack betas or eps"
+        if why:
+            self._failures.warn(field, f"{needs}, and {why}: {without}.")
+        return not why
 
 
 class AdamCollector(Collector):
@@ -217,12 +225,12 @@ class AdamCollector(Collector):
 
     def _moments(self, parameter: NamedParameter, optimizer: Optimizer) -> AdamMoments | None:
         stepped, group = self._steps.stepped(parameter, optimizer) or (None, None)
-        if stepped is None or group is None or not self._is_adam(stepped.optimizer):
+        if stepped is None or group is None or not self._is_adam(stepped.optimizer, group):
             return None
         return self._steps.moments(parameter, stepped, group)
 
-    def _is_adam(self, optimizer: Optimizer) -> bool:
-        return self._steps.is_adam(optimizer, "ur_distribution", "ur_distribution needs an Adam optimizer")
+    def _is_adam(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+        return self._steps.is_adam(optimizer, group, "ur_distribution", "ur_distribution needs an Adam optimizer")
 
     def _count(self, moments: AdamMoments) -> tuple[ComputedRow, ComputedRow]:
         updates, ratios = (signed(moments.mean, self._reader.host, self._eps) for _ in range(2))
@@ -413,7 +421,7 @@ class TorchStepReading:
         self, parameter: NamedParameter, stepped: SteppedTensor, group: Mapping[str, Any], weight: Tensor
     ) -> AdamMoments | None:
         needs = "optimizer_health: staleness and below_eps need an Adam optimizer"
-        if not group or not self._steps.is_adam(stepped.optimizer, "optimizer_health", needs, "their cells are empty"):
+        if not group or not self._steps.is_adam(stepped.optimizer, group, "optimizer_health", needs, "their cells are empty"):
             return None
         moments = self._steps.moments(parameter, stepped, group)
         return moments if moments is not None and _fits(moments.mean, weight) else None

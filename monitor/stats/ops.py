@@ -110,8 +110,9 @@ def _skewness(p: Partials, _special: bool) -> Floats:
 
 def _rms(p: Partials, special: bool) -> Floats:
     """The root mean square."""
-    root: Floats = _norm(p, special) / np.sqrt(np.maximum(p.finite if special else p.columns[COUNT], 1))
-    return root
+    count = np.maximum(p.finite if special else p.columns[COUNT], 1)
+    finite = _unscaled(p, np.sqrt(p.columns[SUMSQ]) / np.sqrt(count))  # the norm itself may leave the range of float64
+    return _with_nan(p, np.where(_has_infs(p), np.inf, finite)) if special else finite
 
 
 def _absmean(p: Partials, special: bool) -> Floats:

@@ -325,6 +325,41 @@ def test_a_skipped_step_has_no_rows(output: Output, fused: bool) -> None:
     assert {0, 2} == {row.step for row in output.rows("optimizer_health")}
 
 
+class NamedAlike(Optimizer):
+    """An optimizer of a user's own, by the name of a known Adam. Its groups have other hyperparameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "beta1": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            for name in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(name, torch.zeros_like(p)).lerp_(p.grad, 0.1)
+            p.sub_(0.1 * p.grad)
+
+
+NamedAlike.__name__ = "Adam"
+
+
+def test_an_optimizer_that_only_has_the_name_of_adam_is_named_and_keeps_what_needs_none(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_model()
+    optimizer = NamedAlike(model.parameters())
+    with attached(output, model, optimizer, **HEALTH, ur_distribution=True, format=["csv", "hdf5"]):
+        train(model, optimizer, 2, X)
+    assert [row.values for row in output.rows("optimizer_health")] == [
+        {"staleness": None, "swallowed": 0.0, "below_eps": None}
+    ] * 8
+    assert output.rows("adam_update") == []
+    reason = "an Adam optimizer, and the parameter groups of this Adam lack betas or eps"
+    assert sum(reason in said for said in warnings_in(caplog)) == len(warnings_in(caplog)) == 2
+
+
 def test_only_stepped_parameters_have_rows(output: Output) -> None:
     """The first layer is frozen, and the bias of the second takes no part in the loss."""
     model = small_model()

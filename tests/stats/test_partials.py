@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -88,6 +89,13 @@ def test_kurtosis_of_parts_of_extreme_scale_is_right_or_absent() -> None:
 def test_norms_do_not_add_and_means_do_not_average() -> None:
     both = derived(union(np.array([row(torch.tensor([3.0])), row(torch.tensor([4.0, 0.0, 0.0]))])))
     assert (both["norm"], both["mean"]) == (5.0, 1.75)
+
+
+def test_a_root_mean_square_is_finite_though_the_norm_leaves_the_range() -> None:
+    greatest = torch.finfo(torch.float64).max
+    whole = derived(row(torch.tensor([greatest, -greatest, greatest / 2, 0.0], dtype=torch.float64)))
+    assert whole["norm"] == math.inf
+    assert whole["rms"] == pytest.approx(greatest * 0.75, rel=1e-15)
 
 
 def test_nothing_is_the_neutral_element() -> None:
