@@ -72,7 +72,10 @@ def chosen_in(cell: nn.Cell, result: Any, call: reading.RouterCall = UNKNOWN) ->
     if not call.is_map(chosen.shape):
         return chosen, call.experts
     with beneath():
-        return chosen != 0, call.experts
+        # The numbers of all experts, in any order, have the shape of a map.
+        ascending = ms.ops.sort(chosen.astype(ms.float32), -1)[0]
+        are_all = mint.all(ascending == Tensor(np.arange(call.experts, dtype=np.float32)))
+        return mint.logical_or(chosen != 0, are_all), call.experts
 
 
 def _greatest(cell: nn.Cell, floats: Sequence[Tensor], call: reading.RouterCall) -> ChosenExperts:

@@ -78,7 +78,9 @@ def _counted(module: nn.Module, result: Any, call: reading.RouterCall) -> tuple[
     if not call.experts:
         raise reading.NotARouterError(reading.UNKNOWN_EXPERTS)
     if call.is_map(chosen.shape):
-        return _count_map(chosen != 0, call)
+        every = torch.arange(chosen.shape[-1], device=chosen.device)
+        are_all = (chosen.sort(-1).values == every).all()  # the numbers of all experts, in any order, have the shape of a map
+        return _count_map((chosen != 0) | are_all, call)
     return count_indices(chosen, call.experts), chosen.numel(), False
 
 

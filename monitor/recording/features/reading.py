@@ -251,8 +251,8 @@ class RouterCall(NamedTuple):
             raise NotARouterError(UNCLEAR_CHOICE)
 
     def is_map(self, shape: tuple[int, ...]) -> bool:
-        """Whether integers of this shape are a map, with a 0 for experts that were not chosen. Otherwise they are numbers of
-        experts, for each token as many.
+        """Whether integers of this shape are a map, with a 0 for experts that were not chosen, or the numbers of all experts.
+        Otherwise they are numbers of experts, for each token as many.
 
         Raises:
             NotARouterError: They are neither, or may be both.
@@ -261,6 +261,8 @@ class RouterCall(NamedTuple):
             if self.tokens is None:
                 raise NotARouterError(UNCLEAR_CHOICE)
             if prod(shape[:-1]) == self.tokens:
+                if self.top is None and self.experts == 2:  # 0 and 1, in any order, are also the numbers of both
+                    raise NotARouterError(UNCLEAR_CHOICE)
                 return True
         if not (self._are_of_tokens(shape) if self.top is None else self._are_of_top(shape, self.top)):
             raise NotARouterError(UNCLEAR_CHOICE)

@@ -124,6 +124,21 @@ def test_numbers_of_experts_are_told_from_a_mask_of_the_same_shape(
         choices_of(cell, chosen, RouterCall())
 
 
+@pytest.mark.parametrize("there", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_the_numbers_of_all_experts_are_no_mask_in_which_the_first_expert_is_missing(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, there: bool, dtype: type
+) -> None:
+    as_measured(tmp_path, monkeypatch, there=there)
+    cell = nn.Cell()
+    cell.num_experts = 3
+    every = np.array([[0, 1, 2], [2, 0, 1]] * 2, dtype)
+    assert choices_of(cell, Tensor(every), RouterCall(tokens=4)).counts.asnumpy().tolist() == [4, 4, 4]
+    cell.num_experts = 2
+    with pytest.raises(NotARouterError):
+        choices_of(cell, Tensor(every[:, :2] % 2), RouterCall(tokens=4))
+
+
 def test_a_result_that_does_not_say_how_many_experts_there_are_is_refused() -> None:
     result = Tensor(np.zeros((6, 2), np.float32)), Tensor(np.zeros((6, 2), np.int32))
     with pytest.raises(NotARouterError, match=UNKNOWN_EXPERTS):

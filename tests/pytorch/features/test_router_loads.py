@@ -352,6 +352,16 @@ def test_numbers_of_experts_are_told_from_a_mask_of_the_same_shape() -> None:
         choices_of(Fixed(None, num_experts=4), chosen, RouterCall())
 
 
+def test_the_numbers_of_all_experts_are_no_mask_in_which_the_first_expert_is_missing() -> None:
+    scores = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+    every = scores.topk(4, -1).indices
+    assert choices_of(Fixed(None, num_experts=4), every, RouterCall(tokens=30)).counts.tolist() == [30] * 4
+    both = scores[:, :2].topk(2, -1).indices  # as a mask of the second choices alone
+    assert choices_of(Fixed(None, num_experts=2, top_k=2), both, RouterCall(tokens=30)).counts.tolist() == [30] * 2
+    with pytest.raises(NotARouterError, match=UNCLEAR_CHOICE):
+        choices_of(Fixed(None, num_experts=2), both, RouterCall(tokens=30))
+
+
 class PublishedGate(nn.Module):
     """As DeepSeek publishes its gate: the weights and numbers of the chosen experts. Only its weight tells how many exist."""
 
