@@ -159,12 +159,18 @@ def ordered_follow_operator() -> Any:
     return found
 
 
+UNJOINED: Final = "side_effect_hidden"
+"""The attribute of operators that a compiler does not join."""
+
+
 @cache
 def numbering_operator() -> Any:
-    """``follow`` for calls that begin. A compiler does not join two of them, though they have the same arguments."""
+    """``follow`` for calls that begin, and for gradients. A compiler does not join two of them, though they have the same
+    arguments.
+    """
     found = None if _follow() is None else _custom("follow_tensor", ms.int64)
     if found is not None:
-        found.add_prim_attr("side_effect_hidden", True)
+        found.add_prim_attr(UNJOINED, True)
     return found
 
 

@@ -30,7 +30,7 @@ from mindspore.ops.functional import is_sequence_shape_unknown
 from monitor.mindspore.autograd import recording
 from monitor.mindspore.compiled.constructs import Construct, call_from_python
 from monitor.mindspore.features.reading import FLOATS
-from monitor.mindspore.tape import NO_TAPE, follow_operator, numbering_operator, ordered_follow_operator
+from monitor.mindspore.tape import NO_TAPE, UNJOINED, follow_operator, numbering_operator, ordered_follow_operator
 
 if TYPE_CHECKING:
     from monitor.mindspore.compiled.program import Program
@@ -69,12 +69,14 @@ def given(*arguments: Any) -> tuple[Any, ...]:
 
 
 class _Back(nn.Cell):  # type: ignore[misc]
-    """Returns its first argument, and measures the gradient of that."""
+    """Returns its first argument, and measures the gradient of that.
 
-    def __init__(self, follow: Any) -> None:
+    ``follow`` and ``depend`` are not joined by the compiler: gradients of several calls may be the same tensor.
+    """
+
+    def __init__(self, follow: Any, depend: Any) -> None:
         super().__init__()
-        self.follow = follow
-        self.depend = ops.Depend()
+        self.follow, self.depend = follow, depend
 
     def construct(self, x: Any, slot: Any, call: Any) -> Any:
         return x
@@ -127,16 +129,14 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
     """
     known: Any = weakref.ref(program)
     follow, ordered, numbered, depend = follow_operator(), ordered_follow_operator(), numbering_operator(), ops.Depend()
-    back = _Back(follow)
+    unjoined = ops.Depend().add_prim_attr(UNJOINED, True)
+    back = _Back(numbered, unjoined)
     nowhere = Tensor(np.array([NO_TAPE, 0, 0], dtype=np.int64))
     none = Tensor(np.array([0], dtype=np.int64))
     shape_of, typeof, each, partial = ops.Shape(), F.typeof, Map(), F.partial
 
     def as_given(x: Any, _constants: Any, _call: Any) -> Any:
         return x
-
-    def tied(x: Any, _constants: Any, call: Any) -> Any:
-        return depend(x, call)
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def refuses() -> None:
@@ -145,18 +145,27 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
 
     # Arguments and results of cells.
 
-    def tap_forward(x: Any, slots: Any, call: Any) -> Any:
-        y = depend(x, call)
-        return depend(y, slots[0](ops.stop_gradient(y), slots[1], call))
+    def taps_with(depend: Any) -> Any:
+        """The functions that tie a tensor to its call, by whether they measure its gradient, and the tensor itself."""
 
-    def tap_backward(x: Any, slots: Any, call: Any) -> Any:
-        return back(depend(x, call), slots[2], call)
+        def tied(x: Any, _constants: Any, call: Any) -> Any:
+            return depend(x, call)
 
-    def tap_both(x: Any, slots: Any, call: Any) -> Any:
-        y = back(depend(x, call), slots[2], call)
-        return depend(y, slots[0](ops.stop_gradient(y), slots[1], call))
+        def tap_forward(x: Any, slots: Any, call: Any) -> Any:
+            y = depend(x, call)
+            return depend(y, slots[0](ops.stop_gradient(y), slots[1], call))
 
-    taps = (tied, tap_forward), (tap_backward, tap_both)
+        def tap_backward(x: Any, slots: Any, call: Any) -> Any:
+            return back(depend(x, call), slots[2], call)
+
+        def tap_both(x: Any, slots: Any, call: Any) -> Any:
+            y = back(depend(x, call), slots[2], call)
+            return depend(y, slots[0](ops.stop_gradient(y), slots[1], call))
+
+        return (tied, tap_forward), (tap_backward, tap_both)
+
+    taps, taps_of_equal_calls = taps_with(unjoined), taps_with(depend)
+    ((tied, _), _) = taps_of_equal_calls
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def tap_of(place: Any, kind: Any, shape: Any) -> Any:
@@ -166,9 +175,12 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
             return tied, ()
         gradient = role + "_grad"
         forward, backward = program.takes(number, role), program.takes(number, gradient) and kind.element_type() in FLOATS
-        measure = ordered if role == OUTPUT and is_ordered(program, number) else follow
+        # For a call in the dynamic graph, the compiler joins equal calls and then differentiates. Taps must not prevent it.
+        joins = recording()
+        measure = ordered if role == OUTPUT and is_ordered(program, number) else follow if joins else numbered
         slot = program.slot(number, role, *path) if forward else nowhere
-        return taps[backward][forward], (measure, slot, program.slot(number, gradient, *path) if backward else nowhere)
+        tap = (taps_of_equal_calls if joins else taps)[backward][forward]
+        return tap, (measure, slot, program.slot(number, gradient, *path) if backward else nowhere)
 
     def is_ordered(program: Program, number: int) -> bool:
         """Whether forwards of the model begin and end in the order of the program. Not in code that is compiled for a call in
