@@ -140,7 +140,7 @@ def in_a_process(case: tuple[str, str], checkout: Path | None, here: Path) -> fl
     command = [sys.executable, __file__, "--one", *case, "" if checkout is None else "monitored"]
     paths = os.pathsep.join(filter(None, [str((checkout or here).resolve()), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as directory:
-        environment = {"PYTHONPATH": paths, "MONITOR_OUTPUT_DIR": directory}
+        environment = {"PYTHONPATH": paths, "MONITOR_OUTPUT_DIR": directory, "MONITOR_COMPILED_CODE": "1"}
         ended = subprocess.run(
             command, env={**os.environ, **environment}, cwd=directory, capture_output=True, text=True, check=True
         )

@@ -20,7 +20,7 @@ from mindspore.ops import constexpr
 from mindspore.train import serialization
 
 from monitor.failures import LOGGER
-from monitor.mindspore.tape import follow_operator, unless_forbidden
+from monitor.mindspore.tape import COMPILED_VARIABLE, follow_operator
 from monitor.recording.backend import Removable
 
 _COMPILED: Final = False
@@ -175,7 +175,8 @@ def is_exporting() -> bool:
 @cache
 def _warn_once() -> None:
     said = "Code that calls a monitored cell is compiled (@jit or GRAPH_MODE), and MindSpore calls no hooks there"
-    LOGGER.warning("%s: such calls have no rows. Use PYNATIVE_MODE without @jit%s.", said, unless_forbidden())
+    to_do = f"Train in the mode in which you call set_monitor, without @jit, or on a CPU set {COMPILED_VARIABLE}=1"
+    LOGGER.warning("%s: such calls have no rows. %s.", said, to_do)
 
 
 def _unchanged(gradient: Any) -> Any:

@@ -129,20 +129,15 @@ def read_operator() -> Any:
 
 
 COMPILED_VARIABLE: Final = "MONITOR_COMPILED_CODE"
-"""The environment variable with which MindSpore's compiled code is not recorded if it is 0."""
-
-
-def unless_forbidden() -> str:
-    """What else a user can do to have compiled code recorded, for the end of a sentence; mostly empty."""
-    forbidden = os.environ.get(COMPILED_VARIABLE) == "0"
-    return f", or take {COMPILED_VARIABLE}=0 from the environment" if forbidden else ""
+"""The environment variable that has MindSpore's compiled code recorded always (1), never (0), or in GRAPH_MODE (not set)."""
 
 
 def follow_operator() -> Any:
     """The operator ``follow(x, slot, call)``, for compiled code. Its entry has the number ``call``, int64 of shape ``(1,)``,
     and a number of its own, which it returns likewise. See ``read_operator``. None if compiled code is not recorded now.
     """
-    return None if os.environ.get(COMPILED_VARIABLE) == "0" else _follow()
+    asked = os.environ.get(COMPILED_VARIABLE)
+    return _follow() if asked == "1" or (asked != "0" and ms.get_context("mode") == ms.GRAPH_MODE) else None
 
 
 @cache
