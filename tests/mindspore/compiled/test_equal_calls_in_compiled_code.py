@@ -62,18 +62,6 @@ class CompiledCalls(EqualCalls):
         return 3.0 * self.again(ops.sin(y)) + self.again(y) + self.again(y)
 
 
-class CompiledFirstCalls(nn.Cell):
-    """Its first two calls of a cell are equal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.again = Deep()
-
-    @ms.jit
-    def construct(self, x: Tensor) -> Tensor:
-        return self.again(x) + self.again(x) + 3.0 * self.again(ops.sin(x))
-
-
 MICRO_BATCHES: dict[str, Callable[[], nn.Cell]] = {
     "GradAccumulationCell": lambda: nn.GradAccumulationCell(Deep(), 2),
     "MicroBatchInterleaved": lambda: nn.MicroBatchInterleaved(Deep(), 2),
@@ -116,11 +104,6 @@ def test_equal_calls_in_a_compiled_cell_are_one_call_as_without_a_monitor(output
     assert bits == plain("dynamic", CompiledCalls, **LOOP)
     results = {name for kind, name, *_ in rows if kind == "actv" and name.startswith("again.output")}
     assert results == {"again.output", "again.output#1"}
-
-
-def test_a_compiled_cell_that_begins_with_equal_calls_has_the_same_bits(output: Output) -> None:
-    bits, _ = recorded("dynamic", CompiledFirstCalls, output, loop=LOOP)
-    assert bits == plain("dynamic", CompiledFirstCalls, **LOOP)
 
 
 def in_order_of_norms(rows: Rows) -> Rows:
