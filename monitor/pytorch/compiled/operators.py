@@ -258,6 +258,7 @@ class Passage(NamedTuple):
 
 
 MOST_PASSAGES: Final = 1 << 16
+"""Texts that need not be parsed again. Each operator in compiled code has one of its own."""
 
 
 @lru_cache(MOST_PASSAGES)
