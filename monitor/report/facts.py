@@ -94,6 +94,7 @@ class KindReader:
         unseen: Number of rows of elements without a value of ``op``.
         read: Number of all rows.
         steps: Steps of which a rank has rows, ascending.
+        of_one: Numbers of the series of tensors of one element. Of numbers of the run nothing is known.
     """
 
     source: MergedSet
@@ -104,6 +105,7 @@ class KindReader:
     unseen: int = 0
     read: int = 0
     steps: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    of_one: set[int] = field(default_factory=set)
     _number: dict[tuple[int, str], int] = field(default_factory=dict)
     _known_as: dict[str, set[str]] = field(default_factory=dict)
     _has_stages: bool = False
@@ -155,7 +157,7 @@ class KindReader:
     ) -> None:
         """Read rows into a history. All files are read, one at a time, if nothing is chosen."""
         spans = self.spans
-        columns = ("rank", "step", "micro_step", *_PLACED, self.op)
+        columns = ("rank", "step", "micro_step", *_PLACED, self.op, *({"count"}.intersection(self.columns) if spans else ()))
         for done, span in enumerate(spans):
             first, end = (steps.start, steps.stop) if steps else (span.first, span.last + 1)
             wanted = range(max(span.first, first), min(span.last + 1, end))
@@ -227,6 +229,8 @@ class KindReader:
         if not len(rows):
             return
         series = self._numbered(rows, steps)
+        if "count" in rows.column_names and self.kind != RUN_KIND:
+            self.of_one.update(series[rows["count"].to_numpy() == 1].tolist())
         known = np.array(self.source.ranks)
         rank = rows["rank"].to_numpy()
         place = np.searchsorted(known, rank)
@@ -393,7 +397,8 @@ def _read(source: MergedSet, path: str, base: Path, manifests: Mapping[int, Mani
     facts.axis = _axis(told, _series_about(facts))
     facts.measured, facts.left_out = _measured(base, told), _left_out(facts)
     for kind, rows in facts.kinds.items():
-        facts.histories[kind] = KindHistory(facts.axis, len(facts.ranks), MOST_KEPT, MOST_EVENTS, SuddenBound.of(kind))
+        bounds = MOST_KEPT, MOST_EVENTS, SuddenBound.of(kind), rows.of_one
+        facts.histories[kind] = KindHistory(facts.axis, len(facts.ranks), *bounds)
         rows.feed(facts.histories[kind], progress=progress)
         _mark_differing(facts, kind, facts.histories[kind])
     _read_total_norm(facts)

@@ -7,7 +7,8 @@ norm that falls steadily widens the quartiles, so it does not stand out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -73,16 +74,20 @@ class SuddenBound(NamedTuple):
         factor: It differs from its history by this factor.
         small: A value is none if it and its history are below this share of the greatest value of its kind in the step. A value
             that becomes zero is one.
+        of_one: The number of a tensor of one element must rise by this factor.
     """
 
     factor: float = FACTOR
     small: float = 0.0
+    of_one: float = FACTOR
 
     @classmethod
     def of(cls, kind: str) -> SuddenBound:
         """The bound of a kind."""
         if kind in PARAMETER_KINDS:
             return cls(FACTOR_OF_WEIGHTS)
+        if kind == "update_ratio":
+            return cls(of_one=math.inf)  # it is as large as one likes when the weight passes zero
         return cls(small=SMALL_SHARE if kind in (*GRADIENT_KINDS, "actv_grad") else 0.0)
 
 
@@ -175,9 +180,23 @@ class KindHistory:
         infinite: Number of values that are NaN or infinite; ``first_infinite`` is the first of them.
     """
 
-    def __init__(self, axis: Axis, ranks: int, most_kept: int = 0, most_events: int = 50, bound: SuddenBound = USUAL) -> None:
-        """Args: most_kept: Cells of all pairs to keep; more, and ``cells`` and ``values`` are None."""
-        self._bound = bound
+    def __init__(
+        self,
+        axis: Axis,
+        ranks: int,
+        most_kept: int = 0,
+        most_events: int = 50,
+        bound: SuddenBound = USUAL,
+        of_one: Collection[int] = (),
+    ) -> None:
+        """Take no rows yet.
+
+        Args:
+            most_kept: Cells of all pairs to keep; more, and ``cells`` and ``values`` are None.
+            of_one: The series of tensors of one element, which may grow. Their numbers pass zero when the element changes its
+                sign. So a fall is no change, unless the number stays zero.
+        """
+        self._bound, self._of_one = bound, of_one
         self._axis, self._ranks, self._most_kept, self._most_events = axis, ranks, most_kept, most_events
         self.grid: Codes = np.zeros((0, axis.bins), np.uint8)
         self.pair_series: Ints = np.zeros(0, np.int64)
@@ -300,6 +319,8 @@ class KindHistory:
         deviation = np.maximum((high - low) / DEVIATIONS_OF, NARROWEST)
         apart = np.abs(logarithm - median)
         apart[(logarithm <= ZERO) & (held[0] <= ZERO)] = 0  # it is zero now and then
+        of_one = np.isin(self.pair_series[own], list(self._of_one))
+        apart[of_one & (logarithm > ZERO) & (logarithm < median)] = 0
         # Nothing is known of what follows a history of zeros: a weight that begins to be trained, an expert that is chosen.
         judged = finite & (number >= WARM_UP) & ((median > ZERO) | (logarithm <= ZERO))
         deviations = np.where(judged, apart / deviation, 0).astype(np.float32)
@@ -309,7 +330,8 @@ class KindHistory:
         zero = recorded & (logarithm <= ZERO)
         if self._single_zeros:
             self._judge_single_zeros(own, zero, recorded)
-        far = judged & (deviations >= SUDDEN) & (apart >= np.log(self._bound.factor))
+        factor = np.where(of_one, self._bound.of_one, self._bound.factor)
+        far = judged & (deviations >= SUDDEN) & (apart >= np.log(factor))
         sudden = (recorded & ~finite) | (far & ~self._is_small(logarithm, median))
         if sudden.any():
             typical = np.where(number >= WARM_UP, np.exp(median.astype(np.float64)), np.nan)

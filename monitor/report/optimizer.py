@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -88,7 +89,8 @@ def updates_of_layers(facts: Facts) -> CheckFinding:
     if _KIND not in facts.kinds:
         return CheckFinding(NOT_LOOKED_AT, "They were not recorded.")
     rows = KindReader(facts.source, _KIND, _KIND)
-    history = KindHistory(Axis(facts.axis.steps, 1), len(facts.ranks), bound=SuddenBound(OUT_OF_BAND))
+    bound = SuddenBound(OUT_OF_BAND, of_one=math.inf)
+    history = KindHistory(Axis(facts.axis.steps, 1), len(facts.ranks), bound=bound, of_one=rows.of_one)
     rows.feed(_BesideOthers(history))
     if not history.judged:
         return CheckFinding(NOT_LOOKED_AT, f"There are not {FEWEST} tensors with more than {WARM_UP} recorded values.")

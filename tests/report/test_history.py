@@ -49,6 +49,22 @@ def test_the_first_values_have_no_history() -> None:
     assert row[WARM_UP:].min() >= LEAST
 
 
+def of_one_element(values: Sequence[float], kind: str) -> KindHistory:
+    steps = np.arange(len(values))
+    history = KindHistory(Axis(steps, len(steps)), 1, bound=SuddenBound.of(kind), of_one={0})
+    history.add(steps, steps * 0 - 1, steps * 0, steps * 0, np.abs(np.array(values)))
+    return history
+
+
+def test_a_single_element_that_passes_zero_is_no_sudden_change_and_one_that_jumps_or_stops_is() -> None:
+    sloping = np.concatenate([np.full(40, 0.1), np.linspace(0.1, -0.1001, 41), np.full(40, -0.1)])
+    assert 0 < np.abs(sloping).min() < 1e-4
+    for kind in ("param_origin", "exp_avg", "grad_reduced"):
+        assert of_one_element(sloping, kind).events == []
+        assert [one.step for one in of_one_element([*noise(40), 100.0, *noise(9)], kind).events] == [40]
+    assert [one.step for one in of_one_element([*noise(40), 0.0, 0.0, 0.0], "grad_reduced").events] == [40]
+
+
 @pytest.mark.parametrize("factor", [1e-30, 1e-6, 1e6])
 def test_one_outlier_stands_out_and_does_not_hide_the_next_one(factor: float) -> None:
     values = noise(60)
