@@ -172,5 +172,7 @@ class HealthCollector(_Comparing):
             super()._keep(parameter, turn)
 
     def _compared(self, parameter: NamedParameter, turn: OptimizerTurn, weight: Any, before: Any) -> ComputedRow | None:
+        if not parameter.tensor.requires_grad:
+            return None  # its copy is that of ``update_ratio``
         numbers = self._reading.health(parameter, turn, weight, before)
         return None if numbers is None else ComputedRow({COUNT: float(prod(weight.shape)), **numbers}, weight)

@@ -373,6 +373,22 @@ def test_only_stepped_parameters_have_rows(output: Output) -> None:
     assert [row.name for row in output.rows("optimizer_health")] == ["2.weight"] * 2
 
 
+@pytest.mark.parametrize("update_ratio", [False, True])
+def test_a_parameter_that_is_frozen_while_training_has_no_rows_from_then_on(output: Output, update_ratio: bool) -> None:
+    """``update_ratio`` keeps copies of frozen weights, too."""
+    model = small_model()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    with attached(output, model, optimizer, **HEALTH, update_ratio=update_ratio):
+        for step in range(4):
+            model[0].requires_grad_(step < 2)
+            train(model, optimizer, 1, X)
+    rows = [(row.name, row.step) for row in output.rows("optimizer_health")]
+    assert sorted(rows) == sorted(
+        (name, step) for name, _ in model.named_parameters() for step in range(2 if "0." in name else 4)
+    )
+    assert {row.values["swallowed"] for row in output.rows("optimizer_health")} == {0.0}
+
+
 def test_an_optimizer_without_second_moment_has_no_staleness(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     model = small_model(torch.bfloat16)
     optimizer = SGD(model.parameters(), lr=1e-6, momentum=0.9)
