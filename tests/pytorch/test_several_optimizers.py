@@ -6,12 +6,15 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 from watching import Output, assert_rows, attached, train, warnings_in
@@ -607,6 +610,20 @@ class TestStateThatIsNotTheParameters:
         assert [output.rows(kind) for kind in MOMENTS] == [[], []]
         assert "Adafactor keeps 'row_var', 'col_var'" in output.manifest()["notes"]["optimizer_state"]
         assert [one for one in warnings_in(caplog) if "mv_distribution" in one and "no row" in one]
+
+    def test_moments_of_which_each_rank_keeps_some_have_no_rows_and_a_reason(self, output: Output, tmp_path: Path) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        try:
+            model = self.three()
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1)
+            with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+                train(model, optimizer, 2, X)
+        finally:
+            dist.destroy_process_group()
+        assert [output.rows(kind) for kind in MOMENTS] == [[], []]
+        assert len(output.rows("update_ratio")) == 2 * len([*model.parameters()])
+        said = output.manifest()["notes"]["optimizer_state"]
+        assert "ZeroRedundancyOptimizer keeps the state of some parameters on each rank, in `.optim`" in said
 
     def test_quantized_moments_have_no_rows_and_a_reason(self, output: Output) -> None:
         model = self.three()

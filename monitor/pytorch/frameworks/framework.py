@@ -200,6 +200,9 @@ class MomentFinder:
             if unknown:
                 keeps = f"{type(stepped.optimizer).__name__} keeps {', '.join(map(repr, unknown))}"
                 self._say(f"{keeps}, which is not known to be {MEANING[kind]}: {kind} has no rows of it")
+            elif isinstance(getattr(stepped.optimizer, "optim", None), Optimizer):  # torch's ZeroRedundancyOptimizer
+                keeps = f"{type(stepped.optimizer).__name__} keeps the state of some parameters on each rank, in `.optim`"
+                self._say(f"{keeps}, which is not read: {kind} has no rows of it")
         return stacked
 
     def _stacked(self, kind: str, stepped: SteppedTensor) -> Tensor | None:

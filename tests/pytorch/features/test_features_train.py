@@ -448,7 +448,7 @@ def test_what_does_not_fit_is_named_in_one_warning(output: Output, caplog: pytes
         "attention_hook: no softmax over the product of its Q and K was found: 'cross'",
         "attention_hook: no Q and K were found: 'norm'",
         "linear_hook: it has no floating-point 2-D weight that this rank can read in forward: 'norm'",
-        "linear_hook: it was not called, or is compiled: 'unused'",
+        "linear_hook: it was not called in training mode, or is compiled: 'unused'",
         "moe_router_weight_hook: it has fewer than two experts: 'one'",
         "moe_router_logit_hook: its logits were not found: 'norm', 'one'",
     ):
