@@ -58,7 +58,7 @@ def after_forward(
         compiled: No effect: compiled code contains no hooks of the monitor.
     """
     del always, compiled
-    in_compiled_code = _warn_unless_recorded if follow_operator() is not None else _warn_of_compiling
+    in_compiled_code = _replaced if follow_operator() is not None else _warn_of_compiling
 
     def hook(cell: nn.Cell, args: Any, *rest: Any) -> Any:
         if len(rest) == 1:
@@ -151,17 +151,14 @@ def takes_hooks(cell: nn.Cell) -> bool:
     return not getattr(cell, "has_bprop", False) and getattr(cell, "_saved_tensors_pack_hook", None) is None
 
 
+def _replaced() -> None:
+    """Operators measure in compiled code: they could be used when the hook was registered."""
+
+
 @constexpr(check=False)  # type: ignore[untyped-decorator]
 def _warn_of_compiling() -> None:
     """The compiler runs this in Python, since it evaluates constants when it compiles."""
     if not is_exporting():
-        _warn_once()
-
-
-@constexpr(check=False)  # type: ignore[untyped-decorator]
-def _warn_unless_recorded() -> None:
-    """Operators measure in compiled code, but not in all: they could be used when the hook was registered."""
-    if follow_operator() is None and not is_exporting():
         _warn_once()
 
 

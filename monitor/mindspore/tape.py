@@ -12,7 +12,6 @@ import os
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -132,17 +131,13 @@ def read_operator() -> Any:
 COMPILED_VARIABLE: Final = "MONITOR_COMPILED_CODE"
 """The environment variable that has MindSpore's compiled code recorded always (1), never (0), or in GRAPH_MODE (not set)."""
 
-COMPILES_FUNCTION: Final = ContextVar("compiles_function", default=False)
-"""Whether MindSpore compiles a function (``@jit``), and not a cell of GRAPH_MODE."""
-
 
 def follow_operator() -> Any:
     """The operator ``follow(x, slot, call)``, for compiled code. Its entry has the number ``call``, int64 of shape ``(1,)``,
     and a number of its own, which it returns likewise. See ``read_operator``. None if compiled code is not recorded now.
     """
     asked = os.environ.get(COMPILED_VARIABLE)
-    in_graph_mode = ms.get_context("mode") == ms.GRAPH_MODE and not COMPILES_FUNCTION.get()
-    return _follow() if asked == "1" or (asked != "0" and in_graph_mode) else None
+    return _follow() if asked == "1" or (asked != "0" and ms.get_context("mode") == ms.GRAPH_MODE) else None
 
 
 @cache
@@ -200,11 +195,7 @@ def wait_for_turn(number: int) -> bool:
 
 
 class Tape:
-    """The measurements of one recorder. A process has at most 256 tapes.
-
-    Attributes:
-        close: Free it. What operators measure for it afterwards is dropped.
-    """
+    """The measurements of one recorder."""
 
     def __init__(self) -> None:
         self.number: int = _tape.open_tape()

@@ -206,11 +206,9 @@ def test_steps_of_both_modes_are_recorded_if_the_model_is_attached_in_graph_mode
     optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
     step = Step(net, optimizer)
     with attached(output, net, optimizer, **EVERYTHING):
-        step(inputs(0))
-        ms.set_context(mode=ms.PYNATIVE_MODE)
-        step_with(net, optimizer)
-        ms.set_context(mode=ms.GRAPH_MODE)
-        step(inputs(2))
+        for number, mode in enumerate((ms.GRAPH_MODE, ms.PYNATIVE_MODE, ms.GRAPH_MODE)):
+            ms.set_context(mode=mode)
+            step(inputs(number))
     for kind in ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_updated"):
         assert steps_of(output, kind) == [0, 1, 2]
     assert warnings_in(caplog) == []

@@ -13,7 +13,6 @@ from mindspore.nn.cell import _cell_graph_executor, cells_compile_cache
 
 from monitor.failures import Failures
 from monitor.mindspore.autograd import recording
-from monitor.mindspore.tape import follow_operator
 
 if TYPE_CHECKING:
     from monitor.mindspore.compiled.program import Program
@@ -57,8 +56,7 @@ class Absences:
         program = self._known()
         phase: str = result if isinstance(result, str) else result[0]
         if phase not in self._earlier or program is None:
-            if follow_operator() is not None:
-                self._with_taps.add(phase)
+            self._with_taps.add(phase)
             return
         self._earlier.remove(phase)
         found = {id(one) for one in executor._graph_executor.get_params(phase).values()}

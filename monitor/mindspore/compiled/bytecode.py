@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
+from monitor.mindspore.compiled.constructs import unobserved
 from monitor.mindspore.dump.jit import BytecodeContext
 from monitor.recording.patches import CallListener, CallPatch
 
@@ -67,7 +68,8 @@ class BytecodeRuns(CallListener):
 
     def _take_out(self, program: Program) -> None:
         program.warn("bytecode", UNMEASURED)
-        program.hide_taps(self._taps_out)
+        for cell in program.cells_with_taps():
+            self._taps_out.enter_context(unobserved(cell))
 
 
 _BEGINS: Final = "jit_mode_pi_enable"

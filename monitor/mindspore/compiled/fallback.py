@@ -22,7 +22,6 @@ from mindspore import Parameter
 from mindspore.nn.cell import _cell_graph_executor
 
 from monitor.mindspore.hooks import on_gradient
-from monitor.mindspore.tape import COMPILES_FUNCTION, follow_operator
 from monitor.recording.backend import Removable
 from monitor.recording.patches import CallListener, CallPatch
 
@@ -112,22 +111,18 @@ class Fallback(CallListener):
 
     @contextmanager
     def at(self, level: int) -> Iterator[None]:
-        """Let MindSpore see what is compiled at a level. It sees no taps either if compiled code is not recorded now."""
+        """Let MindSpore see what is compiled at a level."""
         program = self._known()
-        if program is None or program.failures is None:
+        if level == EVERYTHING or program is None or program.failures is None:
             yield
             return
         guarded, put_back = program.failures.guarded, list[Callable[[], object]]()
-        with ExitStack() as taps_out:
-            if follow_operator() is None:
-                guarded("taking taps out", program.hide_taps)(taps_out)
-            if level != EVERYTHING:
-                guarded("taking hooks out", partial(self._take_out, program, level, put_back))()
-            try:
-                yield
-            finally:
-                for one in put_back:
-                    guarded("putting hooks back", one)()
+        guarded("taking hooks out", partial(self._take_out, program, level, put_back))()
+        try:
+            yield
+        finally:
+            for one in put_back:
+                guarded("putting hooks back", one)()
 
     def _take_out(self, program: Program, level: int, put_back: list[Callable[[], object]]) -> None:
         for hook in tuple(self._hooks):
@@ -180,14 +175,10 @@ class _CompilerPatch(CallPatch):
         def patched(*args: Any, **kwargs: Any) -> Any:
             listeners: Any = self._listeners if self._ours is patched else ()
             living = [fallback for known in listeners if (fallback := known()) is not None]
-            token = COMPILES_FUNCTION.set(not isinstance(args[0], type(_cell_graph_executor)))
-            try:
-                with _without_cache(living):
-                    result = _compiled(living, partial(original, *args, **kwargs))
-                for one in living:
-                    one.succeeded(living, args[0], result)
-            finally:
-                COMPILES_FUNCTION.reset(token)
+            with _without_cache(living):
+                result = _compiled(living, partial(original, *args, **kwargs))
+            for one in living:
+                one.succeeded(living, args[0], result)
             return result
 
         return patched

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -20,11 +19,11 @@ from monitor.failures import Failures
 from monitor.mindspore.compiled import taps as roles
 from monitor.mindspore.compiled.absences import UNREACHED, Absences
 from monitor.mindspore.compiled.bytecode import BytecodeRuns
-from monitor.mindspore.compiled.constructs import has_taps, install, is_installed, uninstall, unobserved
+from monitor.mindspore.compiled.constructs import has_taps, install, is_installed, uninstall
 from monitor.mindspore.compiled.fallback import Fallback
 from monitor.mindspore.compiled.taps import functions_of
 from monitor.mindspore.hooks import is_exporting
-from monitor.mindspore.tape import Tape, follow_operator, new_tape, wait_for_turn
+from monitor.mindspore.tape import Tape, new_tape, wait_for_turn
 from monitor.recording.backend import Removable
 from monitor.recording.recorder import Recorder
 from monitor.recording.step_clock import Clock
@@ -229,7 +228,7 @@ class Program:
     def has_tape(self) -> bool:
         """Whether compiled code can make entries. A process has a limited number of tapes, so the first tap opens one."""
         self.fallback.takes_part = True
-        if is_exporting() or self._is_taken or self.bytecode.depth or follow_operator() is None:
+        if is_exporting() or self._is_taken or self.bytecode.depth:
             return False
         if self.tape is None:
             self.tape = new_tape()
@@ -373,11 +372,8 @@ class Program:
             self.absences.taken.append(weakref.ref(cell))
             self._is_taken |= of_optimizer  # no step would end, and entries would wait for ever
 
-    def hide_taps(self, until: ExitStack) -> None:
-        """Let cells have no taps until the stack is closed."""
-        for cell, _ in self._cells():
-            if has_taps(cell):
-                until.enter_context(unobserved(cell))
+    def cells_with_taps(self) -> list[nn.Cell]:
+        return [cell for cell, _ in self._cells() if has_taps(cell)]
 
     def take_out(self) -> Iterator[Callable[[], None]]:
         """Uninstall all taps of cells, and return functions that install them again."""
