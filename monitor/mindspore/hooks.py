@@ -175,7 +175,7 @@ def is_exporting() -> bool:
 @cache
 def _warn_once() -> None:
     said = "Code that calls a monitored cell is compiled (@jit or GRAPH_MODE), and MindSpore calls no hooks there"
-    to_do = f"Train in the mode in which you call set_monitor, without @jit, or on a CPU set {COMPILED_VARIABLE}=1"
+    to_do = f"Use PYNATIVE_MODE without @jit, or on a CPU set {COMPILED_VARIABLE}=1, which may change last bits of training"
     LOGGER.warning("%s: such calls have no rows. %s.", said, to_do)
 
 

@@ -261,9 +261,8 @@ def refuse_graph_mode() -> None:
     """
     if ms.get_context("mode") == ms.GRAPH_MODE and follow_operator() is None:
         to_do = "call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) before set_monitor"
-        if os.environ.get(COMPILED_VARIABLE) == "0":
-            to_do += f", or take {COMPILED_VARIABLE}=0 from the environment"
-        raise ValueError(f"mode is GRAPH_MODE, so MindSpore calls no hooks and nothing can be recorded: {to_do}.")
+        or_else = f"or on a CPU set {COMPILED_VARIABLE}=1: compiled code is then measured, but last bits of training may change"
+        raise ValueError(f"mode is GRAPH_MODE, so MindSpore calls no hooks and nothing can be recorded: {to_do}, {or_else}.")
 
 
 def compiled(cell: nn.Cell) -> bool:

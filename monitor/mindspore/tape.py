@@ -129,15 +129,14 @@ def read_operator() -> Any:
 
 
 COMPILED_VARIABLE: Final = "MONITOR_COMPILED_CODE"
-"""The environment variable that has MindSpore's compiled code recorded always (1), never (0), or in GRAPH_MODE (not set)."""
+"""The environment variable with which MindSpore's compiled code is recorded, if it is 1."""
 
 
 def follow_operator() -> Any:
     """The operator ``follow(x, slot, call)``, for compiled code. Its entry has the number ``call``, int64 of shape ``(1,)``,
     and a number of its own, which it returns likewise. See ``read_operator``. None if compiled code is not recorded now.
     """
-    asked = os.environ.get(COMPILED_VARIABLE)
-    return _follow() if asked == "1" or (asked != "0" and ms.get_context("mode") == ms.GRAPH_MODE) else None
+    return _follow() if os.environ.get(COMPILED_VARIABLE) == "1" else None
 
 
 @cache

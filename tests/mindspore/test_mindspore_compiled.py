@@ -36,6 +36,12 @@ class PartlyCompiled(Net):
         return ops.tanh(self.b(self.jitted(self.a(x)))).sum()
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators measure in compiled code."""
+    monkeypatch.setenv(COMPILED_VARIABLE, "1")
+
+
 def weights_after(net: nn.Cell, optimizer: nn.Cell, steps: int = 3) -> list[bytes]:
     for number in range(steps):
         step_with(net, optimizer, number)
@@ -160,7 +166,7 @@ class Step(nn.Cell):
         return loss
 
 
-@pytest.mark.usefixtures("graph_mode")
+@pytest.mark.usefixtures("graph_mode", "measured")
 def test_graph_mode_is_recorded(output: Output) -> None:
     net = Net()
     optimizer = nn.Adam(net.trainable_params())
@@ -197,11 +203,12 @@ def test_nothing_is_said_of_a_model_that_is_exported(output: Output, caplog: pyt
     assert warnings_in(caplog) == []
 
 
-@pytest.mark.usefixtures("graph_mode")
-def test_steps_of_both_modes_are_recorded_if_the_model_is_attached_in_graph_mode(
-    output: Output, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("first", [ms.GRAPH_MODE, ms.PYNATIVE_MODE])
+@pytest.mark.usefixtures("graph_mode", "measured")
+def test_steps_of_both_modes_are_recorded_in_whichever_the_model_is_attached(
+    first: int, output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hooks._warn_once.cache_clear()
+    ms.set_context(mode=first)
     net = Net()
     optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
     step = Step(net, optimizer)
@@ -215,10 +222,7 @@ def test_steps_of_both_modes_are_recorded_if_the_model_is_attached_in_graph_mode
 
 
 @pytest.mark.usefixtures("graph_mode")
-def test_in_graph_mode_nothing_is_attached_if_operators_cannot_measure_it(
-    output: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(COMPILED_VARIABLE, "0")
+def test_in_graph_mode_nothing_is_attached_without_being_asked(output: Output) -> None:
     net = Net()
     optimizer = nn.Adam(net.trainable_params())
     before = footprint(net, optimizer)
