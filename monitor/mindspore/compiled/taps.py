@@ -370,19 +370,38 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         return function(self, constants, a, b, c, d, rest, kwargs)
 
     def of_cell(by_itself: bool) -> Construct:
+        # Names that no caller uses: MindSpore takes what a caller names `rest` for a parameter `*rest`.
         def construct(
-            self: Any, _0: Any = ABSENT, _1: Any = ABSENT, _2: Any = ABSENT, _3: Any = ABSENT, *rest: Any, **kwargs: Any
+            self: Any,
+            _monitored_0: Any = ABSENT,
+            _monitored_1: Any = ABSENT,
+            _monitored_2: Any = ABSENT,
+            _monitored_3: Any = ABSENT,
+            *_monitored_more: Any,
+            **_monitored_names: Any,
         ) -> Any:
             if _COMPILED:  # @jit.cond: True
-                return observed_call(self, _0, _1, _2, _3, rest, kwargs)
-            return self._unobserved(*given(_0, _1, _2, _3), *rest, **kwargs)
+                return observed_call(
+                    self, _monitored_0, _monitored_1, _monitored_2, _monitored_3, _monitored_more, _monitored_names
+                )
+            few = given(_monitored_0, _monitored_1, _monitored_2, _monitored_3)
+            return self._unobserved(*few, *_monitored_more, **_monitored_names)
 
         def construct_of_compiled(
-            self: Any, _0: Any = ABSENT, _1: Any = ABSENT, _2: Any = ABSENT, _3: Any = ABSENT, *rest: Any, **kwargs: Any
+            self: Any,
+            _monitored_0: Any = ABSENT,
+            _monitored_1: Any = ABSENT,
+            _monitored_2: Any = ABSENT,
+            _monitored_3: Any = ABSENT,
+            *_monitored_more: Any,
+            **_monitored_names: Any,
         ) -> Any:
             if _COMPILED:  # @jit.cond: True
-                return observed_call(self, _0, _1, _2, _3, rest, kwargs)
-            return call_from_python(self, (*given(_0, _1, _2, _3), *rest), kwargs)
+                return observed_call(
+                    self, _monitored_0, _monitored_1, _monitored_2, _monitored_3, _monitored_more, _monitored_names
+                )
+            few = given(_monitored_0, _monitored_1, _monitored_2, _monitored_3)
+            return call_from_python(self, (*few, *_monitored_more), _monitored_names)
 
         return construct_of_compiled if by_itself else construct
 

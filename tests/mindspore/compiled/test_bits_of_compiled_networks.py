@@ -77,6 +77,23 @@ class Crossed(OfCell):
         return self.head(state).mean()
 
 
+class Named(nn.Cell):
+    """Its arguments have names that a function around it may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Dense(SIZE, SIZE)
+
+    def construct(self, _1: Tensor, _0: Any = None, rest: float = 1.0, args: float = 1.0, kwargs: float = 1.0) -> Tensor:
+        return self.layer(_1) * (rest * args * kwargs) - (_1 if _0 is None else _0)
+
+
+class Naming(OfCell):
+    def construct(self, x: Tensor) -> Tensor:
+        state = self.cell(_0=x * 2.0, _1=x)
+        return self.head(self.cell(self.cell(state, _0=x), rest=0.5, args=0.5, kwargs=3.0)).square().mean()
+
+
 class Whole(OfCell):
     """A loop that the compiler keeps."""
 
@@ -139,6 +156,7 @@ NETWORKS = {
     "crossed": lambda: Crossed(Late()),
     "GRU cell": lambda: Rnn(nn.GRUCell(SIZE, SIZE)),
     "LSTM cell": lambda: Lstm(nn.LSTMCell(SIZE, SIZE)),
+    "names": lambda: Naming(Named()),
     "loop": lambda: Whole(Recurrent(SIZE)),
     "tree": lambda: Tree(Recurrent(SIZE)),
     "residual": Residual,
