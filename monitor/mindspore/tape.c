@@ -34,6 +34,7 @@ struct aside {
 struct tape {
     int64_t number; /* its place in TAPES + a multiple of MOST_TAPES, never twice: compiled graphs may know closed tapes */
     int open, on, wanted, turns, stopped;
+    int64_t resting;                 /* since when its owner does not use it; 0 while it does */
     int64_t most_forwards, forwards; /* forwards without a backward: the most, and how many are there */
     int64_t dropped;                 /* the number of the last entry that was dropped since there were too many */
     size_t kept;                     /* entries before this place belong to a backward, or to the end of a step */
@@ -326,15 +327,37 @@ static struct tape *tape_of(PyObject *number) {
     return tape;
 }
 
+static void free_all(struct tape *all) {
+    for (size_t i = 0; i < all->asides_used; i++) {
+        free(all->asides[i].elements);
+    }
+    free(all->asides);
+    free(all->entries);
+}
+
+/* The place for a new tape: one without a tape, or with the one that has been resting longest; MOST_TAPES if there is none. The
+ * caller holds the lock. */
+static int free_place(void) {
+    int oldest = MOST_TAPES;
+    for (int place = 0; place < MOST_TAPES; place++) {
+        if (!TAPES[place].open) {
+            return place;
+        }
+        if (TAPES[place].resting && (oldest == MOST_TAPES || TAPES[place].resting < TAPES[oldest].resting)) {
+            oldest = place;
+        }
+    }
+    return oldest;
+}
+
 static PyObject *open_tape(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
-    int place = 0;
     pthread_mutex_lock(&LOCK);
-    while (place < MOST_TAPES && TAPES[place].open) {
-        place++;
-    }
+    int place = free_place();
     if (place < MOST_TAPES) {
+        free_all(&TAPES[place]); /* of a resting tape */
+        pthread_cond_broadcast(&TURNED);
         int64_t before = TAPES[place].number;
         memset(&TAPES[place], 0, sizeof TAPES[place]);
         TAPES[place].number = before ? before + MOST_TAPES : MOST_TAPES + place;
@@ -411,14 +434,6 @@ static struct tape taken(struct tape *tape) {
     return all;
 }
 
-static void free_all(struct tape *all) {
-    for (size_t i = 0; i < all->asides_used; i++) {
-        free(all->asides[i].elements);
-    }
-    free(all->asides);
-    free(all->entries);
-}
-
 static PyObject *drain(PyObject *module, PyObject *number) {
     (void)module;
     struct tape *tape = tape_of(number);
@@ -444,9 +459,13 @@ static PyObject *drain(PyObject *module, PyObject *number) {
 
 static PyObject *close_tape(PyObject *module, PyObject *number) {
     (void)module;
-    struct tape *tape = tape_of(number);
-    if (tape == NULL) {
-        return NULL;
+    long long wanted = PyLong_AsLongLong(number);
+    struct tape *tape = open_with(wanted);
+    if (tape == NULL) { /* it was replaced */
+        if (PyErr_Occurred()) {
+            return NULL;
+        }
+        Py_RETURN_NONE;
     }
     pthread_mutex_lock(&LOCK);
     tape->open = tape->on = 0;
@@ -455,6 +474,36 @@ static PyObject *close_tape(PyObject *module, PyObject *number) {
     struct tape all = taken(tape);
     free_all(&all);
     Py_RETURN_NONE;
+}
+
+/* Compiled code may still know the number of a tape that a new one replaces. Its entries are dropped. */
+static PyObject *rest(PyObject *module, PyObject *number) {
+    (void)module;
+    static int64_t last = 0;
+    struct tape *tape = tape_of(number);
+    if (tape == NULL) {
+        return NULL;
+    }
+    pthread_mutex_lock(&LOCK);
+    tape->on = 0;
+    tape->resting = ++last;
+    pthread_mutex_unlock(&LOCK);
+    Py_RETURN_NONE;
+}
+
+static PyObject *wake(PyObject *module, PyObject *number) {
+    (void)module;
+    long long wanted = PyLong_AsLongLong(number);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    pthread_mutex_lock(&LOCK);
+    struct tape *tape = open_with(wanted);
+    if (tape != NULL) {
+        tape->resting = 0;
+    }
+    pthread_mutex_unlock(&LOCK);
+    return PyBool_FromLong(tape != NULL);
 }
 
 /* Waits without the GIL. */
@@ -504,6 +553,8 @@ static PyMethodDef METHODS[] = {
      "bound(tape, most): of forwards that no backward follows, fewer than twice as many are kept; 0 for no bound."},
     {"drain", drain, METH_O,
      "drain(tape) -> (entries, elements of those set aside, the last number of dropped entries or 0). The tape is empty then."},
+    {"rest", rest, METH_O, "rest(tape): no gated entries from now on, and a new tape may replace it if there is no other place."},
+    {"wake", wake, METH_O, "wake(tape) -> whether a tape that rested is still there. It then rests no more."},
     {"close_tape", close_tape, METH_O, "close_tape(tape): no entries from now on, not even from operators that were called before."},
     {NULL, NULL, 0, NULL},
 };

@@ -202,7 +202,7 @@ class Tape:
         self._kernel = self._checking_kernel = NumpyKernel(0.0)
         self._last: Tensor | None = None
         self._failed = False
-        weakref.finalize(self, _tape.close_tape, self.number)
+        self.close = weakref.finalize(self, _tape.close_tape, self.number)
 
     def set_up(self, eps: float, *, higher: bool, check_sums: bool) -> None:
         """Set what is measured of every tensor from now on. No operator may be waiting to be run."""
@@ -214,6 +214,14 @@ class Tape:
     def bound(self, most: int) -> None:
         """Keep fewer than twice as many forwards that have no backward. The oldest are dropped."""
         _tape.bound(self.number, most)
+
+    def rest(self) -> None:
+        """Let gated slots make no entries, and another tape replace this one if there are too many."""
+        _tape.rest(self.number)
+
+    def wake(self) -> bool:
+        """Whether the tape is still there, which then rests no more."""
+        return _tape.wake(self.number)
 
     def turn(self, on: bool) -> None:
         """Set whether gated slots make entries."""

@@ -130,6 +130,12 @@ class MindSporeTensorReader:
     def forget_step(self) -> None:
         """Nothing to do: no state of a step is kept."""
 
+    def close(self) -> None:
+        """Free the tape. MindSpore may keep this reader for ever: its compiled code knows hooks of parameters."""
+        tape, self._tape = self._tape, None
+        if tape is not None:
+            tape.close()
+
     def record(self, watched: RecordedSeries, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
         del aliases
         if isinstance(x, TapedTensor):
@@ -159,11 +165,13 @@ class MindSporeTensorReader:
 
     def _settle(self) -> None:
         """Write the rows of the tensors that the operator has measured. Waits, so the caller does not hold the lock."""
-        assert self._tape is not None
+        tape = self._tape
+        if tape is None:  # the reader was closed
+            return
         try:
-            self._tape.wait()
+            tape.wait()
         finally:
-            self._enter_all(self._tape)
+            self._enter_all(tape)
 
     def _enter_all(self, tape: Tape) -> None:
         """Write the rows of all measurements so far."""

@@ -165,6 +165,9 @@ class TorchTensorReader(Reader):
     def forget_step(self) -> None:
         self._seen.clear()
 
+    def close(self) -> None:
+        """Nothing to do: all memory is freed with the reader."""
+
     def forget_versions(self) -> None:
         """A tensor whose version is unchanged may hold other numbers: read it again where it is seen next. Never waits."""
         self._seen.clear()

@@ -229,6 +229,9 @@ class TensorReader(Protocol):
     def forget_step(self) -> None:
         """A new step begins: drop references to the last step's tensors. The caller holds the lock."""
 
+    def close(self) -> None:
+        """Free what measures tensors. None is recorded any more."""
+
 
 @final
 class Due:

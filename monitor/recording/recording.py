@@ -445,6 +445,7 @@ class Recording:
         try:
             self._failures.guarded("detaching", self.attachment.detach)()
         finally:
+            self._failures.guarded("closing the reader", self._recorder.reader.close)()
             if self.run is not None and self.attachment.clock.step > self._start_step:
                 self.run.trained(self._start_step, self.attachment.clock.step - 1)
 

@@ -51,6 +51,10 @@ class Absences:
         self._earlier = _compiled_phases() - self._with_taps
         self._may_be_late = False
 
+    def tape_is_gone(self) -> None:
+        """Code that was compiled so far makes no entries any more."""
+        self._with_taps.clear()
+
     def compiled(self, executor: Any, result: Any) -> None:
         """Code is about to be executed, and was compiled now or earlier. MindSpore's function has returned its name."""
         program = self._known()

@@ -40,8 +40,8 @@ HIDDEN: Final = (
 )
 
 NO_TAPE: Final = (
-    "Compiled code of too many models has been recorded in this process. This model has no rows of it. Delete models "
-    "that are no longer used."
+    "Compiled code of too many models is being recorded in this process. This model has no rows of it. Close monitors of other "
+    "models before set_monitor."
 )
 
 MOST_FORWARDS: Final = 64
@@ -148,7 +148,7 @@ class Program:
     """The compiled code that contains one model.
 
     Attributes:
-        tape: Receives the entries; None before the compiler has seen a tap.
+        tape: Receives the entries; None before the compiler has seen a tap, and while the model is not recorded.
         taps: The taps by the id of their entries.
         observed: The observed cells, parameters and optimizers by number.
         most_forwards: How many forwards without a backward are kept.
@@ -161,6 +161,7 @@ class Program:
         self._replay = replay
         self._follower: threading.Thread | None = None
         self.tape: Tape | None = None
+        self._resting: Tape | None = None
         self.is_on = False
         self.taps: list[Tap] = []
         self.failures: Failures | None = None
@@ -191,10 +192,23 @@ class Program:
         return bool(self._slots)
 
     def set_up(self, eps: float, *, higher: bool, check_sums: bool) -> None:
-        """Set what is measured from now on."""
+        """Set what is measured from now on. The model is recorded again, if it was not."""
+        self._wake_tape()
         if self.settings != (settings := (eps, higher, check_sums)):
             self.settings = settings
             self._set_up_tape()
+
+    def _wake_tape(self) -> None:
+        """Continue with the tape that code knows which was compiled earlier. If it is gone, this code has no rows."""
+        resting, self._resting = self._resting, None
+        if resting is None:
+            return
+        if resting.wake():
+            self.tape = resting
+            self._set_up_tape()
+        else:
+            self._slots, self.taps = {}, []
+            self.absences.tape_is_gone()
 
     def bound(self, forwards: int) -> None:
         """Let a step of training have so many forwards."""
@@ -463,6 +477,9 @@ class Program:
             if isinstance(owner, ObservedCell) and (cell := owner.cell()) is not None:
                 uninstall(cell)
         self.unfollow()
+        if self.tape is not None:
+            self.tape.rest()
+            self._resting, self.tape = self.tape, None
 
     def _number_of(self, one: Any) -> int | None:
         known = self._numbers.get(id(one))
