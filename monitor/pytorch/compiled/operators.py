@@ -244,14 +244,12 @@ class Passage(NamedTuple):
     """The constants of an operator for a call that begins or ends. Passed as text: torch converts each element of a list.
 
     Attributes:
-        is_known: Whether it ends, and has the tag from its beginning.
         recording: Whether autograd recorded the call when it was traced.
         found: How many tensors this side of the call has.
         tensors: The slot and the value number of each tensor that is seen.
     """
 
     ends: bool
-    is_known: bool
     recording: bool
     found: int
     tensors: Sequence[tuple[str, int]]
@@ -292,19 +290,24 @@ class ObservedHook:
         self.earlier: dict[int, object] = {}
         OBSERVED[self.handle.data_ptr()] = self
 
-    def passes(self, tag: Tensor, seen: Sequence[Tensor], passage: Passage) -> None:
-        """A call begins or ends."""
-        observer, recording = self.observer, torch.is_grad_enabled()
+    def passes(self, tag: Tensor, is_new: bool, seen: Sequence[Tensor], passage: Passage) -> None:
+        """A call begins or ends.
+
+        Args:
+            is_new: Whether the tag was made now. Otherwise it is that of the call's beginning.
+        """
+        if is_new:
+            self.note(tag, None)
+        begun, observer, recording = self.call(tag), self.observer, torch.is_grad_enabled()
         torch._C._set_grad_enabled(passage.recording)  # compiled code has recorded its graph beforehand
         try:
             call = observer.ends(tag) if passage.ends else observer.begins(tag)
         finally:
             torch._C._set_grad_enabled(recording)
-        begun = self.call(tag) if passage.is_known else None
-        if call is not None and begun is not None:
-            call = begun
-        elif begun is None:
+        if begun is None:
             self.note(tag, call)
+        elif call is not None:
+            call = begun
         if call is not None:
             for x, (slot, value) in zip(seen, passage.tensors, strict=True):
                 observer.sees(x, call, tag, slot, passage.found, value)
@@ -346,14 +349,18 @@ OBSERVED: Final[weakref.WeakValueDictionary[int, ObservedHook]] = weakref.WeakVa
 def _passes(handle: Tensor, seen: Sequence[Tensor], passage: str) -> Tensor:
     with unseen():
         tag = torch.empty((), dtype=torch.int64, device=handle.device)
-    _ends(handle, tag, seen, passage)
+    _passes_with(handle, tag, True, seen, passage)
     return tag
 
 
 def _ends(handle: Tensor, tag: Tensor, seen: Sequence[Tensor], passage: str) -> None:
+    _passes_with(handle, tag, False, seen, passage)
+
+
+def _passes_with(handle: Tensor, tag: Tensor, is_new: bool, seen: Sequence[Tensor], passage: str) -> None:
     observed = OBSERVED.get(handle.data_ptr())
     if observed is not None:
-        observed.guarded(observed.passes, tag, seen, _passage_of(passage))
+        observed.guarded(observed.passes, tag, is_new, seen, _passage_of(passage))
 
 
 def _sees_gradient(gradient: Tensor, handle: Tensor, tag: Tensor, slot: str, value: int) -> None:
@@ -412,7 +419,7 @@ def _traced(
             (here, (slot, value_of(x))) for x, slot in _named(tensors, slots, wanted, SEE) if (here := _local(x)) is not None
         ]
         seen = [here for here, _ in named]
-        passage = json.dumps(Passage(ends, tag is not None, torch.is_grad_enabled(), found, [told for _, told in named]))
+        passage = json.dumps(Passage(ends, torch.is_grad_enabled(), found, [told for _, told in named]))
         if tag is None:
             return torch.ops.monitor.passes.default(handle, seen, passage)  # type: ignore[no-any-return]
         torch.ops.monitor.ends.default(handle, tag, seen, passage)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from monitor.pytorch.compiled.operators import FOLLOW, NO_VALUE, SEE, ObservedHook, begin, end, value_of
+from monitor.pytorch.compiled.operators import FOLLOW, NO_VALUE, SEE, ObservedHook, Passage, begin, end, value_of
 
 HOST = torch.device("cpu")
 
@@ -101,11 +101,20 @@ def test_calls_within_each_other_are_distinguished() -> None:
     assert noting.told == ["begins", "begins", "ends", "ends", ("input", 2, [3.0]), ("input", 1, [6.0])]
 
 
-def test_a_failure_while_a_call_is_traced_is_said_and_passes(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Noting):
-        def begins(self, _tag: Tensor) -> int:
-            raise ValueError("in the midst of it")
+class Failing(Noting):
+    def begins(self, _tag: Tensor) -> int:
+        raise ValueError("in the midst of it")
 
+
+def test_a_call_that_could_not_be_observed_is_not_taken_for_one_whose_tag_was_at_its_address() -> None:
+    observed, tag = ObservedHook(Failing(), HOST), torch.empty(())
+    observed.note(tag, "an earlier call")
+    with pytest.raises(ValueError, match="in the midst of it"):
+        observed.passes(tag, True, [], Passage(ends=False, recording=True, found=0, tensors=()))
+    assert observed.call(tag) is None
+
+
+def test_a_failure_while_a_call_is_traced_is_said_and_passes(caplog: pytest.LogCaptureFixture) -> None:
     observed = ObservedHook(Failing(), HOST)
 
     begin([torch.ones(1)], observed.handle, ["input"], [SEE], 1)
