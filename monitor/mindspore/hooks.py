@@ -20,7 +20,7 @@ from mindspore.ops import constexpr
 from mindspore.train import serialization
 
 from monitor.failures import LOGGER
-from monitor.mindspore.tape import COMPILED_VARIABLE, follow_operator
+from monitor.mindspore.tape import ON_REQUEST, follow_operator
 from monitor.recording.backend import Removable
 
 _COMPILED: Final = False
@@ -175,8 +175,7 @@ def is_exporting() -> bool:
 @cache
 def _warn_once() -> None:
     said = "Code that calls a monitored cell is compiled (@jit or GRAPH_MODE), and MindSpore calls no hooks there"
-    to_do = f"Use PYNATIVE_MODE without @jit, or on a CPU set {COMPILED_VARIABLE}=1, which may change last bits of training"
-    LOGGER.warning("%s: such calls have no rows. %s.", said, to_do)
+    LOGGER.warning("%s: such calls have no rows. Use PYNATIVE_MODE without @jit, or %s.", said, ON_REQUEST)
 
 
 def _unchanged(gradient: Any) -> Any:

@@ -130,6 +130,8 @@ def read_operator() -> Any:
 
 COMPILED_VARIABLE: Final = "MONITOR_COMPILED_CODE"
 """The environment variable with which MindSpore's compiled code is recorded, if it is 1."""
+ON_REQUEST: Final = f"on a CPU set {COMPILED_VARIABLE}=1, which may change last bits of training"
+"""What to do to have compiled code recorded, for messages."""
 
 
 def follow_operator() -> Any:

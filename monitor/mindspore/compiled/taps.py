@@ -28,7 +28,7 @@ from mindspore.ops.composite import Map
 from mindspore.ops.functional import is_sequence_shape_unknown
 
 from monitor.mindspore.autograd import recording
-from monitor.mindspore.compiled.constructs import Construct, call_from_python
+from monitor.mindspore.compiled.constructs import Construct, call_from_python, call_original
 from monitor.mindspore.features.reading import FLOATS
 from monitor.mindspore.tape import NO_TAPE, UNJOINED, follow_operator, numbering_operator, ordered_follow_operator
 
@@ -289,8 +289,8 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         return self._unobserved(*args, **kwargs)
 
     def evaluated(self: Any, args: Any, kwargs: Any, constants: Any) -> Any:
-        begin, slot = constants
-        return self._unobserved(*each(partial(tie, begin(none, slot, none)), args, args), **kwargs)
+        begin, slot, places = constants
+        return self._unobserved(*each(partial(tie, begin(none, slot, none)), args, places), **kwargs)
 
     def tie(call: Any, x: Any, _place: Any) -> Any:
         return tying(typeof(x))(x, none, call)
@@ -332,7 +332,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
             return (unobserved_few, (few, places)) if few else (together, (unobserved, count, ()))
         if program.evaluates(number, training):
             begins = begin(program, number, EVALUATION)
-            return (evaluated_few, (few, places, *begins)) if few else (together, (evaluated, count, begins))
+            return (evaluated_few, (few, places, *begins)) if few else (together, (evaluated, count, (*begins, places)))
         begins = begin(program, number, BEGIN)
         if total == 1 and not named:
             places = (Place(number, INPUT, depth=_DEEPEST + 2),)
@@ -370,6 +370,8 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         return function(self, constants, a, b, c, d, rest, kwargs)
 
     def of_cell(by_itself: bool) -> Construct:
+        original = call_from_python if by_itself else call_original
+
         # Names that no caller uses: MindSpore takes what a caller names `rest` for a parameter `*rest`.
         def construct(
             self: Any,
@@ -385,25 +387,9 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
                     self, _monitored_0, _monitored_1, _monitored_2, _monitored_3, _monitored_more, _monitored_names
                 )
             few = given(_monitored_0, _monitored_1, _monitored_2, _monitored_3)
-            return self._unobserved(*few, *_monitored_more, **_monitored_names)
+            return original(self, (*few, *_monitored_more), _monitored_names)
 
-        def construct_of_compiled(
-            self: Any,
-            _monitored_0: Any = ABSENT,
-            _monitored_1: Any = ABSENT,
-            _monitored_2: Any = ABSENT,
-            _monitored_3: Any = ABSENT,
-            *_monitored_more: Any,
-            **_monitored_names: Any,
-        ) -> Any:
-            if _COMPILED:  # @jit.cond: True
-                return observed_call(
-                    self, _monitored_0, _monitored_1, _monitored_2, _monitored_3, _monitored_more, _monitored_names
-                )
-            few = given(_monitored_0, _monitored_1, _monitored_2, _monitored_3)
-            return call_from_python(self, (*few, *_monitored_more), _monitored_names)
-
-        return construct_of_compiled if by_itself else construct
+        return construct
 
     # Gradients of parameters.
 
