@@ -103,23 +103,32 @@ class RowPiece(NamedTuple):
         """Whether magnitudes were counted in the step."""
         return self.rows.partials.histogram is not None
 
-    def goes_with(self, other: RowPiece) -> bool:
-        """Whether both can be in one block: same layouts and ops, and both with histograms or both without.
+    @property
+    def shared(self) -> tuple[int, tuple[str, ...], bool]:
+        """Pieces can be in one block if this is equal: same layouts and ops, and both with histograms or both without.
 
         Beside rows with histograms, rows without would seem to have empty ones.
         """
-        alike = self.step.layouts is other.step.layouts and self.ops == other.ops
-        return alike and self.has_histograms == other.has_histograms
+        return id(self.step.layouts), self.ops, self.has_histograms
 
 
 def row_blocks(steps: Iterable[StepRows], most: int) -> Iterator[list[RowPiece]]:
-    """The rows of steps in blocks of at most ``most`` rows. Small kinds with the same ops share a block, also across steps."""
+    """The rows of steps in blocks of at most ``most`` rows. Small kinds with the same ops share a block, also across steps.
+
+    The pieces of one kind and step keep their order.
+    """
+    alike: dict[tuple[int, tuple[str, ...], bool], list[RowPiece]] = {}
+    for piece in (RowPiece(step, kind, step.read(kind)) for step in steps for kind in step.kinds):
+        alike.setdefault(piece.shared, []).append(piece)
+    for pieces in alike.values():
+        yield from _cut(pieces, most)
+
+
+def _cut(pieces: Iterable[RowPiece], most: int) -> Iterator[list[RowPiece]]:
+    """Pieces that can be in one block, in blocks of at most ``most`` rows."""
     block: list[RowPiece] = []
     room = most
-    for whole in (RowPiece(step, kind, step.read(kind)) for step in steps for kind in step.kinds):
-        if block and not whole.goes_with(block[0]):
-            yield block
-            block, room = [], most
+    for whole in pieces:
         start, count = 0, len(whole.rows)
         while start < count:
             taken = min(count - start, room)

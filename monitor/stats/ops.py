@@ -6,6 +6,7 @@ are those of the finite elements. An op without a value, such as the mean of no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -38,7 +39,6 @@ from monitor.stats.partials import (
     Partials,
     Words,
     check_sums,
-    combine_groups,
     knows_magnitudes,
 )
 
@@ -261,9 +261,9 @@ def checksums(partials: Partials) -> Words:
 
 
 def total_norm(partials: Partials) -> float:
-    """The norm of all rows as one vector. There is at least one row."""
-    values, _ = derive("norm", combine_groups(Partials(partials.columns), np.zeros(1, dtype=np.int64)))
-    return float(values[0])
+    """The norm of all rows as one vector."""
+    norms, _ = derive("norm", partials)
+    return math.nan if np.isnan(norms).any() else math.hypot(*norms.tolist())
 
 
 def has_op(op: str, kind: str) -> bool:
