@@ -56,7 +56,7 @@ static const struct {
     int format;
     size_t bytes;
 } DTYPES[] = {
-    {"float32", FLOAT32, 4}, {"bfloat16", BFLOAT16, 2}, {"float16", FLOAT16, 2}, {"float64", FLOAT64, 8}, {"int64", -1, 8},
+    {"float32", FLOAT32, 4}, {"bfloat16", BFLOAT16, 2}, {"float16", FLOAT16, 2}, {"float64", FLOAT64, 8}, {"int64", INT64, 8},
     {"int32", -1, 4}, {"bool", -1, 1}, {"uint8", -1, 1}, {"int8", -1, 1}, {"int16", -1, 2}, {"uint16", -1, 2},
     {"uint32", -1, 4}, {"uint64", -1, 8}, {"complex64", -1, 8}, {"complex128", -1, 16},
 };
@@ -383,7 +383,7 @@ static PyObject *set_up(PyObject *module, PyObject *const *args, Py_ssize_t coun
     }
     pthread_mutex_lock(&LOCK);
     tape->bounds[FLOAT32] = tape->bounds[BFLOAT16] = tape->bounds[FLOAT16] = narrow;
-    tape->bounds[FLOAT64] = wide;
+    tape->bounds[FLOAT64] = tape->bounds[INT64] = wide;
     tape->wanted = (int)wanted;
     pthread_mutex_unlock(&LOCK);
     Py_RETURN_NONE;

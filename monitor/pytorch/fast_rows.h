@@ -185,7 +185,7 @@ static int remember(Reader *reader, PyObject *x, PyObject *key, PyObject *versio
 static int reduce(Reader *reader, PyObject *x, const Elements *elements, const Slot *slot, int64_t offset, int wanted) {
     double *numbers = slot->place.numbers + offset * kernel->columns;
     if (slot->object == NULL) {
-        double bound = elements->format == FLOAT64 ? reader->wide : reader->narrow;
+        double bound = is_wide(elements->format) ? reader->wide : reader->narrow;
         return kernel->reduce(elements->data, elements->count, elements->format, bound, wanted, numbers);
     }
     PyObject *done = PyObject_CallMethod(

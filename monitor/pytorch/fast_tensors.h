@@ -31,7 +31,7 @@ typedef struct {
     int (*dltensor_from_py_object_no_sync)(void *tensor, DLTensor *found);
 } DLPackExchange;
 
-enum { DL_CPU = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
+enum { DL_CPU = 1, DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
 
 static const DLPackExchange *exchange; /* NULL until `set_up` */
 static PyObject *tensor_type, *parameter_type, *accumulation, *forwarding, *is_lazy_copy, *current_sequence_nr, *new_hooks;
@@ -94,7 +94,7 @@ typedef struct {
     int numbers;                         /* used in `layout` */
 } Elements;
 
-static const int64_t WIDTH[FORMATS] = {4, 8, 2, 2};
+static const int64_t WIDTH[FORMATS] = {4, 8, 2, 2, 8};
 
 static int format_of(const DLTensor *x) {
     if (x->lanes != 1) {
@@ -102,6 +102,9 @@ static int format_of(const DLTensor *x) {
     }
     if (x->code == DL_BFLOAT && x->bits == 16) {
         return BFLOAT16;
+    }
+    if (x->code == DL_INT && x->bits == 64 && x->device_type == DL_CPU) {
+        return INT64;
     }
     return x->code != DL_FLOAT ? -1 : x->bits == 32 ? FLOAT32 : x->bits == 64 ? FLOAT64 : x->bits == 16 ? FLOAT16 : -1;
 }

@@ -11,6 +11,7 @@ FLOAT32: Final[int]
 FLOAT64: Final[int]
 BFLOAT16: Final[int]
 FLOAT16: Final[int]
+INT64: Final[int]
 HIGHER: Final[int]
 CHECK_SUMS: Final[int]
 

@@ -22,11 +22,11 @@
 #define INLINE inline
 #endif
 
-static const size_t BYTES[FORMATS] = {4, 8, 2, 2};
+static const size_t BYTES[FORMATS] = {4, 8, 2, 2, 8};
 
 #define LANES 16
 #define BLOCK ((size_t)1 << 20)   /* elements after which lanes are added up: no counter overflows, and sums stay short */
-#define PIECE ((size_t)1024)      /* elements of 16 bits that are widened at a time: a loop of its own, which has vectors */
+#define PIECE ((size_t)1024)      /* elements that are converted at a time: a loop of its own, which has vectors */
 #define CHECKED ((size_t)16384)   /* bytes whose words are summed at a time, in a loop of its own: half a first-level cache */
 #define LEAST_SQUARE 1e-200       /* least mean of squares at which even the squares of a tiny spread are not lost */
 #define LEAST_SPREAD 1e-4         /* least ratio of spread to squares at which their difference has eleven digits */
@@ -59,7 +59,7 @@ static INLINE double load_double(const unsigned char *x, size_t i) {
 }
 
 static INLINE size_t piece_length(enum format format, int checking) {
-    return format == BFLOAT16 || format == FLOAT16 ? PIECE : checking ? CHECKED / BYTES[format] : BLOCK;
+    return format == BFLOAT16 || format == FLOAT16 || format == INT64 ? PIECE : checking ? CHECKED / BYTES[format] : BLOCK;
 }
 
 static INLINE float float_of_half(uint16_t half, enum format format) {
@@ -90,10 +90,15 @@ static INLINE const unsigned char *piece_float(const unsigned char *x, size_t i,
 }
 
 static INLINE const unsigned char *piece_double(const unsigned char *x, size_t i, size_t count, enum format format, double *widened) {
-    (void)count;
-    (void)format;
-    (void)widened;
-    return x + 8 * i;
+    if (format == FLOAT64) {
+        return x + 8 * i;
+    }
+    for (size_t k = 0; k < count; k++) {
+        int64_t whole;
+        memcpy(&whole, x + 8 * (i + k), sizeof whole);
+        widened[k] = (double)whole;
+    }
+    return (const unsigned char *)widened;
 }
 
 /* Of both halves of `count` numbers of 32 bits: their sum, and the sum of each times the index of its number. Sums of 16 bits fit
@@ -130,7 +135,7 @@ static INLINE void add_halves(uint64_t sum[2], uint64_t placed[2], const unsigne
 static INLINE void add_words(
     uint64_t *words, uint64_t *places, const unsigned char *x, size_t i, size_t count, enum format format) {
     const unsigned char *piece = x + i * BYTES[format];
-    uint64_t sum[2], placed[2], first = format == FLOAT64 ? 2 * i : i, all, within;
+    uint64_t sum[2], placed[2], first = BYTES[format] == 8 ? 2 * i : i, all, within;
     add_halves(sum, placed, piece, count * BYTES[format] / 4);
     if (BYTES[format] > 2) {
         all = sum[0] + (sum[1] << 16);
@@ -176,6 +181,7 @@ static INLINE int reduce_format(const void *x, size_t n, enum format format, dou
     case FLOAT32: return reduce_float(x, n, FLOAT32, bound, wanted, row);
     case BFLOAT16: return reduce_float(x, n, BFLOAT16, bound, wanted, row);
     case FLOAT16: return reduce_float(x, n, FLOAT16, bound, wanted, row);
+    case INT64: return reduce_double(x, n, INT64, bound, wanted, row);
     default: return reduce_double(x, n, FLOAT64, bound, wanted, row);
     }
 }
@@ -312,7 +318,7 @@ static double *row_of(Py_buffer *page, Py_ssize_t number) {
 
 static int reduce_unlocked(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
     double numbers[COLUMNS];
-    int apart = wanted & HIGHER && format != FLOAT64;
+    int apart = wanted & HIGHER && !is_wide(format);
     int done = chosen(x, n, format, bound, apart ? wanted & ~HIGHER : wanted, numbers);
     if (done && apart && numbers[MIN] == numbers[MAX]) {
         add_of_constant(numbers);
@@ -492,6 +498,7 @@ static int prepare(PyObject *module) {
     }
     return PyModule_AddIntConstant(module, "FLOAT32", FLOAT32) || PyModule_AddIntConstant(module, "FLOAT64", FLOAT64) ||
            PyModule_AddIntConstant(module, "BFLOAT16", BFLOAT16) || PyModule_AddIntConstant(module, "FLOAT16", FLOAT16) ||
+           PyModule_AddIntConstant(module, "INT64", INT64) ||
            PyModule_AddIntConstant(module, "HIGHER", HIGHER) || PyModule_AddIntConstant(module, "CHECK_SUMS", CHECK_SUMS);
 }
 

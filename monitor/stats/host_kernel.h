@@ -5,12 +5,15 @@
 
 #include <stddef.h>
 
-enum format { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, FORMATS };
+enum format { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT64, FORMATS };
+
+/* Whether the elements are read in double precision. */
+static inline int is_wide(enum format format) { return format == FLOAT64 || format == INT64; }
 
 enum { HIGHER = 1, CHECK_SUMS = 2 }; /* what is wanted beside the other columns */
 
 /* Its name changes whenever the struct does, so that modules of different builds do not find each other. */
-#define KERNEL_NAME "KERNEL_2"
+#define KERNEL_NAME "KERNEL_3"
 #define KERNEL_CAPSULE "monitor.stats._host_kernel." KERNEL_NAME
 
 struct host_kernel {

@@ -221,7 +221,7 @@ def test_large_tensors_that_the_operator_copies_are_copied_in_the_first_step_alo
     net = nn.SequentialCell(nn.Dense(4, 4))
     net.masked = Masked()
     optimizer = nn.SGD(net.trainable_params(), 0.1)
-    mask = Tensor(np.ones(1 << 18, np.int64))
+    mask = Tensor(np.ones(1 << 19, np.int32))
     step = ms.value_and_grad(lambda x: net.masked(net(x), mask).sum(), None, optimizer.parameters)
     with attached(output, net, optimizer, xy_distribution=True, all_xy=True, ops=["max"]):
         for _ in range(3):

@@ -69,6 +69,7 @@ ORDINARY: dict[str, Callable[[], Tensor]] = {
     "float64": lambda: torch.ones(5, dtype=torch.float64),
     "bfloat16": lambda: torch.ones(5, dtype=torch.bfloat16),
     "float16": lambda: torch.ones(5, dtype=torch.float16),
+    "int64": lambda: torch.arange(5),
     "no dimension": lambda: torch.tensor(1.0),
     "a parameter": lambda: nn.Parameter(torch.ones(3)),
     "a result": lambda: torch.ones(3, requires_grad=True) * 1.0,
@@ -76,7 +77,7 @@ ORDINARY: dict[str, Callable[[], Tensor]] = {
     "of one column": lambda: torch.ones(4, 1).t(),
 }
 OTHERS: dict[str, Callable[[], Tensor]] = {
-    "int64": lambda: torch.ones(4, dtype=torch.int64),
+    "int32": lambda: torch.ones(4, dtype=torch.int32),
     "bool": lambda: torch.ones(4, dtype=torch.bool),
     "complex": lambda: torch.ones(4, dtype=torch.complex64),
     "float8": lambda: torch.ones(4).to(torch.float8_e4m3fn),

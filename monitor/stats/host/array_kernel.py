@@ -35,7 +35,7 @@ except ImportError:
 VARIABLE: Final = "MONITOR_NATIVE"
 """The environment variable that, set to 0, switches off the modules in C: portable kernels and CSV formatting replace them."""
 
-FLOAT32, FLOAT64, BFLOAT16, FLOAT16 = range(4)
+FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT64 = range(5)
 """The kernel's numbers of the element formats."""
 
 Reduce = Callable[[Any, int, Floats, int], bool]
@@ -51,7 +51,7 @@ class NativeKernel:
 
     def __init__(self, eps: float, *, higher: bool = False, check_sums: bool = False) -> None:
         narrow, wide = Epsilon.of(eps, np.float32).bound, Epsilon.of(eps, np.float64).bound
-        bounds = (narrow, wide, narrow, narrow)
+        bounds = (narrow, wide, narrow, narrow, wide)
         wanted = higher * _host_kernel.HIGHER | check_sums * _host_kernel.CHECK_SUMS
         self._of: tuple[Reduce, ...] = tuple(
             partial(_host_kernel.reduce, form, bound, wanted) for form, bound in enumerate(bounds)
@@ -66,7 +66,7 @@ class NativeKernel:
 
         Args:
             source: A contiguous array, or the address of the first element. The caller guarantees that the address is valid.
-            form: ``FLOAT32``, ``FLOAT64``, ``BFLOAT16`` or ``FLOAT16``.
+            form: ``FLOAT32``, ``FLOAT64``, ``BFLOAT16``, ``FLOAT16`` or ``INT64``.
 
         Returns:
             False, and nothing written, if powers of float64 leave its range: the portable kernels scale them.
@@ -96,6 +96,7 @@ _FORMATS: Final = {
     np.dtype(np.float32): FLOAT32,
     np.dtype(np.float64): FLOAT64,
     np.dtype(np.float16): FLOAT16,
+    np.dtype(np.int64): INT64,
 }
 _BFLOAT16: Final = "bfloat16"
 _HALF_OF_FLOAT32: Final = 16
@@ -108,7 +109,7 @@ def is_readable(x: Raw) -> bool:
 
 
 def stored(x: Raw) -> tuple[Raw, int] | None:
-    """The elements and their format for the native kernel; None unless they are contiguous floats."""
+    """The elements and their format for the native kernel; None unless they are contiguous and of its formats."""
     if not x.size or not (x.flags.c_contiguous or x.flags.f_contiguous):
         return None
     elements = x if x.flags.c_contiguous else x.T
@@ -311,7 +312,7 @@ class NumpyKernel:
 
 
 def _natively(native: NativeKernel | None, x: Raw) -> Floats | None:
-    """The row of contiguous floats; None if the native kernel cannot compute it or was not built."""
+    """The row of contiguous elements; None if the native kernel cannot compute it or was not built."""
     found = None if native is None else stored(x)
     if native is None or found is None:
         return None
@@ -386,12 +387,12 @@ Within = Callable[[int, int], int]
 
 
 def count_natively(source: Any, count: int, form: int) -> NDArray[np.int64] | None:
-    """The histogram of contiguous elements, shape ``(BINS,)``; None for float64 and where the native kernel is not used.
+    """The histogram of contiguous elements, shape ``(BINS,)``; None for elements of 64 bits, and without the native kernel.
 
     Args:
         source, count, form: See ``NativeKernel.reduce_into``.
     """
-    if _host_kernel is None or form == FLOAT64 or not is_wanted():
+    if _host_kernel is None or form in (FLOAT64, INT64) or not is_wanted():
         return None
     by_exponent = np.zeros(EXPONENT_BINS, dtype=np.int64)
     _host_kernel.exponents(form, source, count, by_exponent)

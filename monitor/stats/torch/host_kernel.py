@@ -41,6 +41,7 @@ _FORMATS: Final = {
     torch.float64: array_kernel.FLOAT64,
     torch.bfloat16: array_kernel.BFLOAT16,
     torch.float16: array_kernel.FLOAT16,
+    torch.int64: array_kernel.INT64,
 }
 
 
