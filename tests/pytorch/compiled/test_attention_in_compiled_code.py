@@ -34,7 +34,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
 
 
@@ -48,14 +48,15 @@ WINDOW = torch.tensor(2)
 
 def flexed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """With a slope for each head, and a window, which are tensors of the program."""
+    slopes, window = SLOPES.to(q.device), WINDOW.to(q.device)
 
     def biased(score: Tensor, _row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score + SLOPES[head] * (query - key)
+        return score + slopes[head] * (query - key)
 
     def seen(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (query - key < WINDOW)
+        return (query >= key) & (query - key < window)
 
-    mask = create_block_mask(seen, None, None, q.shape[2], q.shape[2], device="cpu")
+    mask = create_block_mask(seen, None, None, q.shape[2], q.shape[2], device=q.device.type)
     given = (one.detach().float() for one in (q, k, v))  # no backward on a host
     return flex_attention(*given, score_mod=biased, block_mask=mask, scale=0.7).double() + v
 
@@ -76,7 +77,7 @@ def overwritten(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(q.device.type, torch.bfloat16):
         return F.scaled_dot_product_attention(3 * q.float(), k.float(), v.float()).double()
 
 
