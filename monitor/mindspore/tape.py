@@ -129,16 +129,25 @@ def read_operator() -> Any:
 
 
 COMPILED_VARIABLE: Final = "MONITOR_COMPILED_CODE"
-"""The environment variable with which MindSpore's compiled code is recorded, if it is 1."""
+"""The environment variable with which all of MindSpore's compiled code is recorded, if it is 1, and none if it is 0.
+
+Otherwise whole graphs (``GRAPH_MODE``) are recorded if that changes no computation (``compiled.fallback``).
+"""
 ON_REQUEST: Final = f"on a CPU set {COMPILED_VARIABLE}=1, which may change last bits of training"
 """What to do to have compiled code recorded, for messages."""
+
+
+def changes_are_accepted() -> bool:
+    """Whether code may be recorded that has other last bits then."""
+    return os.environ.get(COMPILED_VARIABLE) == "1"
 
 
 def follow_operator() -> Any:
     """The operator ``follow(x, slot, call)``, for compiled code. Its entry has the number ``call``, int64 of shape ``(1,)``,
     and a number of its own, which it returns likewise. See ``read_operator``. None if compiled code is not recorded now.
     """
-    return _follow() if os.environ.get(COMPILED_VARIABLE) == "1" else None
+    whole = ms.get_context("mode") == ms.GRAPH_MODE and os.environ.get(COMPILED_VARIABLE) != "0"
+    return _follow() if whole or changes_are_accepted() else None
 
 
 @cache

@@ -61,11 +61,17 @@ def graph_mode() -> Iterator[None]:
 
 @pytest.mark.usefixtures("graph_mode")
 def test_graph_mode_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(COMPILED_VARIABLE, raising=False)
+    monkeypatch.setenv(COMPILED_VARIABLE, "0")
     to_do = r"call mindspore\.set_context\(mode=mindspore\.PYNATIVE_MODE\) .*, or on a CPU set MONITOR_COMPILED_CODE=1"
     expected = f"^mode is GRAPH_MODE, .*: {to_do}"
     with pytest.raises(ValueError, match=expected):
         refuse_graph_mode()
+
+
+@pytest.mark.usefixtures("graph_mode")
+def test_graph_mode_is_accepted_where_operators_can_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(COMPILED_VARIABLE, raising=False)
+    refuse_graph_mode()
 
 
 def test_the_default_mode_is_not_refused() -> None:

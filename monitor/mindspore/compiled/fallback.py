@@ -1,9 +1,12 @@
-"""Compiles without the monitor what MindSpore does not compile with it.
+"""Compiles without the monitor what MindSpore does not compile with it, or compiles to other computations.
 
 The two functions of Python through which MindSpore compiles are patched while a model is observed. If a compilation raises, it
 is tried again without the hooks of parameters, and then also without the taps of cells and optimizers. If one of these
 succeeds, the compiled code of the model has fewer rows from there on, and one warning says so. Otherwise the program receives
 the error that it has without a monitor.
+
+Taps may change last bits of training. Unless a user accepts that (``tape.COMPILED_VARIABLE``), code is compiled without taps
+first. A whole graph is then compiled with them, and executed with them if both graphs have the same computations.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import mindspore as ms
 from mindspore import Parameter
 from mindspore.nn.cell import _cell_graph_executor
 
+from monitor.mindspore.compiled.computations import Value, computations
 from monitor.mindspore.hooks import on_gradient
+from monitor.mindspore.tape import ON_REQUEST, changes_are_accepted
 from monitor.recording.backend import Removable
 from monitor.recording.patches import CallListener, CallPatch
 
@@ -43,6 +48,16 @@ LOST: Final = {
     "PYNATIVE_MODE, to record it.",
 }
 """What the monitor says when it compiles less."""
+
+CHANGED: Final = (
+    "With the monitor's operators, MindSpore would compile other computations for this model, or it cannot be told: loops and "
+    "branches on tensors hide it. Last bits of training could change. So the model was compiled without these operators, and its "
+    f"compiled code has no rows from now on. Train in PYNATIVE_MODE without @jit to record it, or {ON_REQUEST}."
+)
+PARTIAL: Final = (
+    "Parts of the dynamic graph are compiled (@jit), and have no rows: last bits of training could change. Take @jit off to "
+    f"record them, or {ON_REQUEST}."
+)
 
 OVERTAKEN: Final = (
     "A hook was registered after the monitor's for a parameter of compiled code. The monitor's cannot be put back before it, "
@@ -84,17 +99,22 @@ class Fallback(CallListener):
         """Hook a parameter (``on_gradient``), except while something is compiled without hooks."""
         return _Hook(parameter, partial(on_gradient, parameter, read, measure), self._hooks)
 
+    def warn(self, cause: str, said: str) -> None:
+        program = self._known()
+        if program is not None:
+            program.warn(cause, said)
+
     def loses(self, level: int) -> bool:
         """Whether less is compiled at a level."""
         return bool(self._hooks if level == WITHOUT_HOOKS else level and self.has_taps)
 
-    def fall_back(self, level: int, error: str) -> None:
+    def fall_back(self, level: int, said: str) -> None:
         """The program was compiled at a level. Hooks remain, since Python calls them too. Taps have no use any more."""
         program = self._known()
         if program is None:
             return
         self.has_hooks = False
-        program.warn(f"compiling {level}", LOST[level].format(error=error))
+        program.warn(f"compiling {level}", said)
         if level == WITHOUT_TAPS:
             self.has_taps = False
             program.turn(on=False)  # steps without taps are not counted, so the others would have wrong numbers
@@ -176,7 +196,7 @@ class _CompilerPatch(CallPatch):
             listeners: Any = self._listeners if self._ours is patched else ()
             living = [fallback for known in listeners if (fallback := known()) is not None]
             with _without_cache(living):
-                result = _compiled(living, partial(original, *args, **kwargs))
+                result = _proven(living, _Compilation(partial(original, *args, **kwargs), args))
             for one in living:
                 one.succeeded(living, args[0], result)
             return result
@@ -216,6 +236,69 @@ def _caches() -> bool:
     return bool(asked) or (asked is None and os.environ.get("MS_COMPILER_CACHE_ENABLE") == "1")
 
 
+class _Compilation:
+    """A call of one of MindSpore's compilers, which can be repeated.
+
+    Attributes:
+        run: Compiles. Code that is there already is returned.
+    """
+
+    def __init__(self, run: Callable[[], Any], args: Sequence[Any]) -> None:
+        self.run = run
+        self._executor, self._of = args[0], args[1]
+
+    def known(self) -> int:
+        """How much compiled code there is."""
+        return len(self._compiled())
+
+    def computations(self, result: Any) -> Value | None:
+        """What was compiled, as far as it can be told."""
+        return computations(self._executor, _phase(result))
+
+    def forget(self, result: Any) -> None:
+        """Compile anew the next time."""
+        self._compiled().discard(_phase(result))
+
+    def _compiled(self) -> set[str]:
+        """The phases of which there is code: those of the cell, or those of all functions."""
+        found = getattr(self._of, "compile_cache", None)
+        if found is None:
+            found = getattr(sys.modules[type(self._executor).__module__], "ms_compile_cache", None)
+        return found if found is not None else set()
+
+
+def _phase(result: Any) -> str:
+    """A cell's compiler also returns whether it has compiled anything."""
+    return str(result[0] if isinstance(result, tuple) else result)
+
+
+def _proven(programs: Sequence[Fallback], compilation: _Compilation) -> Any:
+    """What is compiled. Without the user's consent it has taps only if these change no computation."""
+    if changes_are_accepted() or not any(one.has_taps for one in programs):
+        return _compiled(programs, compilation.run)
+    known = compilation.known()
+    with _at(WITHOUT_TAPS, programs):
+        result = compilation.run()
+    if compilation.known() == known:  # compiled before, with taps or without
+        return result
+    if ms.get_context("mode") != ms.GRAPH_MODE:  # the backward of a part is not in its graph
+        for one in programs:
+            one.warn("parts of the dynamic graph", PARTIAL)
+        return result
+    expected = compilation.computations(result)
+    compilation.forget(result)
+    tapped = _compiled(programs, compilation.run)
+    measured = [one for one in programs if one.has_taps and one.takes_part]
+    if not measured or (expected is not None and compilation.computations(tapped) == expected):
+        return tapped
+    compilation.forget(tapped)
+    with _at(WITHOUT_TAPS, programs):
+        result = compilation.run()
+    for one in measured:
+        one.fall_back(WITHOUT_TAPS, CHANGED)
+    return result
+
+
 def _compiled(programs: Sequence[Fallback], compile_: Callable[[], Any]) -> Any:
     said, failed = "", Exception()
     for one in programs:
@@ -232,7 +315,7 @@ def _compiled(programs: Sequence[Fallback], compile_: Callable[[], Any]) -> Any:
             continue
         # A hook may fail before the compiler has called a function of its program.
         for one in [one for one in losing if one.takes_part] or losing:
-            one.fall_back(level, said)
+            one.fall_back(level, LOST[level].format(error=said))
         return result
     raise failed
 

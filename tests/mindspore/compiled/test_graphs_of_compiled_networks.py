@@ -1,4 +1,4 @@
-"""With measurements, MindSpore compiles the computations that it compiles without, where nothing is said to the contrary."""
+"""Whole graphs are recorded without being asked if MindSpore compiles the same computations with measurements as without."""
 
 from __future__ import annotations
 
@@ -6,27 +6,16 @@ from collections.abc import Callable
 
 import mindspore as ms
 import pytest
-from attaching import Output
-from compiled_steps import plain, recorded
-from final_graphs import Value, followed
+from attaching import Output, warnings_in
+from compiled_steps import Rows, plain, recorded
 from mindspore import Tensor, nn, ops
 from test_bits_of_compiled_networks import LOOP, NETWORKS, SIZE
 
+from monitor.mindspore.compiled.fallback import CHANGED
+from monitor.mindspore.tape import COMPILED_VARIABLE
+
 WHOLE = sorted(NETWORKS.keys() - {"loop"})
 """Networks that are one graph."""
-
-
-class Supervised(nn.Cell):
-    """One head after each residual block: the result of the first block is used twice in the second one, and outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.head = nn.Dense(SIZE, SIZE), nn.Dense(SIZE, SIZE), nn.Dense(SIZE, 1)
-        self.block = Gate()
-
-    def construct(self, x: Tensor) -> Tensor:
-        one = ops.tanh(self.up(x))
-        return self.head(one).mean() + self.head(self.block(one)).square().mean()
 
 
 class Gate(nn.Cell):
@@ -38,25 +27,54 @@ class Gate(nn.Cell):
         return self.value(x) * ops.sigmoid(self.gate(x)) + x
 
 
-def compiled(make: Callable[[], nn.Cell], output: Output, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Value], list[Value]]:
-    """The computations of training without and with a monitor."""
-    with followed(monkeypatch) as without:
-        ms.set_seed(1)
-        plain("graph", make, **LOOP)
-    with followed(monkeypatch) as there:
-        ms.set_seed(1)
-        recorded("graph", make, output, loop=LOOP)
-    return without, there
+class Supervised(nn.Cell):
+    """One head after each block: the result of the first one is used three times in the second one, and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.head = Gate(), Gate(), Gate(), nn.Dense(SIZE, 1)
+
+    def construct(self, x: Tensor) -> Tensor:
+        one = self.first(x)
+        two = self.second(one)
+        return self.head(one).mean() + self.head(two).square().mean() + self.head(self.third(two)).mean()
+
+
+def trained(make: Callable[[], nn.Cell], output: Output) -> tuple[list[bytes], list[bytes], Rows]:
+    """The bits without and with a monitor, and its rows."""
+    ms.set_seed(1)
+    bits = plain("graph", make, **LOOP)
+    ms.set_seed(1)
+    return bits, *recorded("graph", make, output, loop=LOOP)
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_training_is_compiled_to_the_same_computations(name: str, output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    without, there = compiled(NETWORKS[name], output, monkeypatch)
-    assert there == without != []
+def test_whole_graphs_are_recorded_without_being_asked(name: str, output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(COMPILED_VARIABLE)
+    bits, found, rows = trained(NETWORKS[name], output)
+    assert found == bits
+    assert {kind for kind, *_ in rows} >= {"actv", "actv_grad", "grad_reduced"}
 
 
-def test_a_tensor_with_uses_inside_and_outside_of_a_cell_is_differentiated_in_another_order(
-    output: Output, monkeypatch: pytest.MonkeyPatch
+def test_they_have_the_rows_that_they_have_on_request(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, expected = trained(NETWORKS["lstm"], output)
+    monkeypatch.delenv(COMPILED_VARIABLE)
+    _, _, rows = trained(NETWORKS["lstm"], output)
+    assert rows == expected
+
+
+@pytest.mark.parametrize("make", [Supervised, NETWORKS["loop"]], ids=["supervised", "loop"])
+def test_other_computations_and_those_that_cannot_be_compared_are_compiled_without_the_monitor(
+    make: Callable[[], nn.Cell], output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    without, there = compiled(Supervised, output, monkeypatch)
-    assert there != without
+    monkeypatch.delenv(COMPILED_VARIABLE)
+    bits, found, rows = trained(make, output)
+    assert found == bits
+    assert rows == {}
+    assert [one for one in warnings_in(caplog) if CHANGED in one] != []
+
+
+def test_the_same_network_has_other_bits_if_it_is_recorded_on_request(output: Output) -> None:
+    bits, found, rows = trained(Supervised, output)
+    assert found != bits
+    assert rows != {}
