@@ -51,7 +51,7 @@ LOST: Final = {
 
 CHANGED: Final = (
     "With the monitor's operators, MindSpore would compile other computations for this model, or it cannot be told: loops and "
-    "branches on tensors hide it. Last bits of training could change. So the model was compiled without these operators, and its "
+    "branches on tensors hide it. Last bits of training could change. So it was compiled without these operators, and its "
     f"compiled code has no rows from now on. Train in PYNATIVE_MODE without @jit to record it, or {ON_REQUEST}."
 )
 PARTIAL: Final = (
