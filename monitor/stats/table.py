@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from monitor.series import KINDS, NO_MICRO_STEP, REPLICA_KIND, RUN_KIND, SIGNED_KINDS, Series, SeriesTable, shown_kind
 from monitor.stats import loads
 from monitor.stats.features import COLUMNS_OF, as_scalar
-from monitor.stats.ops import CALLS, CHECKSUM, has_op, total_norm
-from monitor.stats.partials import COLUMNS, COUNT, SUM, SUMSQ, WRITES, Floats, Partials, combine_groups
+from monitor.stats.ops import CALLS, CHECKSUM, derive, has_op, total_norm
+from monitor.stats.partials import COLUMNS, COUNT, SUM, WRITES, Floats, Partials, combine_groups
 
 PAGE_ROWS: Final = 1024
 NOT_AN_ALIAS: Final = -1
@@ -503,12 +503,12 @@ def with_loads(kinds: dict[str, KindRows], series: SeriesTable, experts: loads.E
 
 
 def _are_intact(total: TotalNorm, reduced: KindRows, unreduced: KindRows | None) -> bool:
-    """Whether reduced gradients are those that backward left. If both were measured, their sums of squares say it."""
+    """Whether reduced gradients are those that backward left. If both were measured, their norms say it."""
     if total.before is None:
         return False
     if not total.alone or unreduced is None or len(unreduced) != len(reduced):
         return total.intact
-    before, after = (np.sort(rows.partials.columns[SUMSQ]) for rows in (unreduced, reduced))
+    before, after = (np.sort(derive("norm", rows.partials)[0]) for rows in (unreduced, reduced))
     return bool(np.array_equal(before, after, equal_nan=True))
 
 

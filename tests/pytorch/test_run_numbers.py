@@ -130,6 +130,31 @@ def test_where_the_norm_before_is_not_known_only_the_norm_that_the_optimizer_rec
     assert of_step(output, 0) == pytest.approx({"learning_rate.0": 0.01, "grad_norm_clipped": received}, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("times", "change"),
+    [
+        (math.nan, lambda p: torch.where(p.grad.isnan(), 0.0, p.grad)),
+        (math.inf, lambda p: torch.where(p.grad.isinf(), 0.0, p.grad)),
+        (1e-160, lambda p: p.grad * 0.5),
+    ],
+    ids=["nan by zero", "infinity by zero", "tiny numbers by their halves"],
+)
+def test_gradients_that_the_loop_replaces_have_no_norm_before(
+    output: Output, times: float, change: Callable[[nn.Parameter], Tensor]
+) -> None:
+    """Partials leave out what is not finite, and scale tiny numbers by a power of two: the sums of squares stay the same."""
+    model = small_model().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS):
+        loss = model(torch.randn(6, 5, dtype=torch.float64)).square().sum()
+        (loss + model[2].bias[0] * times if times > 1 or math.isnan(times) else loss * times).backward()
+        for parameter in model.parameters():
+            parameter.grad = change(parameter)
+        received = math.hypot(*(x for p in model.parameters() if p.grad is not None for x in p.grad.flatten().tolist()))
+        optimizer.step()
+    assert of_step(output, 0) == pytest.approx({"learning_rate.0": 0.01, "grad_norm_clipped": received}, rel=1e-12, abs=0)
+
+
 @pytest.mark.parametrize(("unscales", "fused"), [(True, False), (False, False), (False, True)])
 def test_a_norm_of_gradients_that_are_still_multiplied_by_a_loss_scale_has_no_row(
     output: Output, unscales: bool, fused: bool
