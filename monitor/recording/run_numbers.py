@@ -157,7 +157,7 @@ class RunNumbers(Collector):
                 yield CLIPPED_NORM, self._together(clipped)
         elif (rows := self._rows_of_all()) is not None and self._gradients is not None:
             states = set(self._gradients.readings.values())
-            alone = self._is_alone and not self._attached.config.monitor_mbs_grad
+            alone = self._is_alone
             may_be_intact = not self._clippings and "changed" not in states and (alone or states == {"intact"})
             before = self._place_of_norm() if may_be_intact else None
             self._recorder.total = TotalNorm(rows, before, states == {"intact"}, alone)

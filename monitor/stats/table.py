@@ -504,12 +504,18 @@ def with_loads(kinds: dict[str, KindRows], series: SeriesTable, experts: loads.E
 
 def _are_intact(total: TotalNorm, reduced: KindRows, unreduced: KindRows | None) -> bool:
     """Whether reduced gradients are those that backward left. If both were measured, their norms say it."""
-    if total.before is None:
-        return False
-    if not total.alone or unreduced is None or len(unreduced) != len(reduced):
-        return total.intact
-    before, after = (np.sort(derive("norm", rows.partials)[0]) for rows in (unreduced, reduced))
-    return bool(np.array_equal(before, after, equal_nan=True))
+    if total.before is None or not total.alone or unreduced is None:
+        return total.before is not None and total.intact
+    before, after = (np.sort(derive("norm", rows.partials)[0]) for rows in (_latest(unreduced), reduced))
+    if len(before) == len(after):
+        return bool(np.array_equal(before, after, equal_nan=True))
+    return total.intact and {*map(str, before.tolist())} <= {*map(str, after.tolist())}  # as text, since NaN equals nothing
+
+
+def _latest(rows: KindRows) -> KindRows:
+    """The row of the last micro-step of each series."""
+    order = np.lexsort((rows.micro_step, rows.series))
+    return _take(rows, order[np.diff(rows.series[order], append=-1) != 0])
 
 
 def _take(rows: KindRows, where: NDArray[np.int64] | slice) -> KindRows:

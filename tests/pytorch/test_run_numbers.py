@@ -130,6 +130,29 @@ def test_where_the_norm_before_is_not_known_only_the_norm_that_the_optimizer_rec
     assert of_step(output, 0) == pytest.approx({"learning_rate.0": 0.01, "grad_norm_clipped": received}, rel=1e-12)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("each", [False, True], ids=["their sum", "each micro-batch"])
+@pytest.mark.parametrize("all_arrive", [False, True], ids=["with an earlier gradient", "with gradients of this step"])
+def test_a_gradient_between_the_first_and_the_last_that_the_loop_changed_has_no_norm_before(
+    output: Output, scaled: bool, each: bool, all_arrive: bool
+) -> None:
+    """Only the first and the last gradient of a backward are followed: rows of ``grad_unreduced`` say it of the others."""
+    model = nn.Sequential(small_model(), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for parameter in model[1].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    root = model if all_arrive else model[0]
+    with attached(output, model, optimizer, **GRADIENTS, grad_acc_steps=2, monitor_mbs_grad=each):
+        for _ in range(2):
+            backward(root)
+        if scaled:
+            model[0][0].bias.grad *= 0.5
+        received = norm_of_gradients(model)
+        optimizer.step()
+    name = "grad_norm_clipped" if scaled else "grad_norm"
+    assert of_step(output, 0) == pytest.approx({"learning_rate.0": 0.01, name: received}, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("times", "change"),
     [
