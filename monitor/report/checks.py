@@ -16,7 +16,7 @@ from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.coordinator.manifest_format import THINNED
 from monitor.report.bounds import beyond, first_beyond, within
-from monitor.report.facts import NOT_PICTURED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
+from monitor.report.facts import NOT_JUDGED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place, State
 from monitor.report.history import WARM_UP, Sudden
 from monitor.report.load_of_experts import load_of_experts
@@ -248,11 +248,12 @@ def _steps(facts: Facts) -> CheckFinding:
         return CheckFinding(
             BAD, f"Steps are missing: {_few(lost, count)}.", first, "docs/performance.md says why steps are dropped."
         )
-    known = {*facts.kinds, *facts.others, *NOT_PICTURED}
+    known = {*facts.kinds, *facts.others, *NOT_JUDGED}
     if thinned := facts.told.get("thinned", {}).get("listed"):  # an earlier version knew none
         removed = [f"rank {one['rank']}, {one['steps']['count']:,} of {_of(one)}" for one in thinned]
         return CheckFinding(NOT_LOOKED_AT, f"Steps were {THINNED}: {_few(removed, len(removed))}.")
-    if absent := sorted((facts.measured | facts.told["rows"].keys()) - known):
+    with_rows = {kind for kind, count in facts.told["rows"].items() if count}
+    if absent := sorted((facts.measured | with_rows) - known):
         return CheckFinding(NOT_LOOKED_AT, f"Ranks recorded {_few(absent, len(absent))}, and the files have no rows of it.")
     read = {kind: (rows.read, facts.told["rows"].get(kind, 0)) for kind, rows in facts.kinds.items()}
     if few := [f"{there:,} of {every:,} rows of {kind}" for kind, (there, every) in read.items() if there < every]:

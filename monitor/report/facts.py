@@ -27,7 +27,7 @@ from monitor.query.opened import Lacking, open_source, total_norms
 from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order, ranges_of
 from monitor.report.bands import Numbers
 from monitor.report.history import WINDOW, Axis, Ints, KindHistory, RowTaker, SuddenBound, without_number
-from monitor.series import CLIPPED_NORM, GRAD_NORM, KIND_TABLE, KINDS_OF_RANKS, REPLICA_KIND, RUN_KIND
+from monitor.series import CLIPPED_NORM, DIRECTION_KIND, GRAD_NORM, KIND_TABLE, KINDS_OF_RANKS, REPLICA_KIND, RUN_KIND
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import COLUMNS_OF
 
@@ -43,6 +43,8 @@ GLOBAL_NAME: Final = "global_name"
 _PLACED: Final = ("vpp_stage", "stage", GLOBAL_NAME)
 NOT_PICTURED: Final = ("replica",)
 """Kinds that are only compared."""
+NOT_JUDGED: Final = (*NOT_PICTURED, DIRECTION_KIND)
+"""Kinds that say nothing by themselves: a share of equal signs is finite, and any share may be healthy."""
 
 MOST_BINS: Final = 2000
 FEWEST_BINS: Final = 100
@@ -386,7 +388,7 @@ def _read(source: MergedSet, path: str, base: Path, manifests: Mapping[int, Mani
     told = source.told()
     ranking, why = _ranking(base, told, manifests)
     facts = Facts(source, path, told, manifests, ranking, why, _axis(told, 1), base=base)
-    listed = [kind for kind in source.kinds(whole=False) if kind not in NOT_PICTURED]
+    listed = [kind for kind in source.kinds(whole=False) if kind not in NOT_JUDGED]
     order = [kind.name for kind in KIND_TABLE]
     listed.sort(key=lambda kind: order.index(kind) if kind in order else -1)
     every = {kind: KindReader(source, kind) for kind in listed}

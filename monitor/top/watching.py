@@ -27,7 +27,7 @@ from monitor.coordinator.progress import ProgressRecord, read_progress
 from monitor.merge.discovery import choose, discover, runs_of
 from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.query.sources import QueryError, RankDirectories, RowChoice
-from monitor.report.facts import NOT_FINITE, NOT_PICTURED, judged_ops, shows_all
+from monitor.report.facts import NOT_FINITE, NOT_JUDGED, judged_ops, shows_all
 from monitor.report.history import INFINITE, WINDOW, Axis, Ints, KindHistory, SuddenBound, most_unusual
 from monitor.series import RUN_KIND
 from monitor.sinks.spool import PART
@@ -451,7 +451,7 @@ class RowsNow:
         try:
             source = RankDirectories(self._base, job)
             for kind in source.kinds(whole=False):
-                if kind not in NOT_PICTURED:
+                if kind not in NOT_JUDGED:
                     self._read_kind(source, kind, steps)
         except (MergeError, QueryError, OSError, pa.ArrowException) as error:
             self.notes = [f"rows could not be read: {str(error).partition(chr(10))[0]}"]

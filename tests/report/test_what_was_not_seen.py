@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import compute
 from pyarrow.parquet import read_table, write_table
-from recorded_job import RecordedRank, merged
+from recorded_job import FORMATS, RecordedRank, merged
 from reported_job import NAMES, STEPS, WHEN, cells, modelled, record, reported
 from sink_rows import Measured
 
@@ -65,6 +65,18 @@ def test_a_ratio_of_a_weight_of_zeros_is_not_missed_where_the_norm_of_its_update
     one.close()
     with reported(tmp_path) as (_, checks, _verdict):
         assert state_of(checks, "NaN and infinity") == state
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_shares_of_equal_signs_leave_nothing_unseen(form: str, tmp_path: Path) -> None:
+    """They are finite, and files of CSV hold them as another kind."""
+    one = RecordedRank(tmp_path, format=form, ops=("norm",))
+    for step in range(12):
+        share = Measured("w", numbers={COUNT: 4.0, SUM: 2.0})
+        one.write(step, {"grad_reduced": [Measured("w")], "mg_direction": [share]})
+    one.close()
+    with reported(tmp_path) as (_, checks, _verdict):
+        assert {state_of(checks, name) for name in ("NaN and infinity", "No step missing")} == {GOOD}
 
 
 def test_rows_without_the_op_that_is_judged_are_not_green(tmp_path: Path) -> None:

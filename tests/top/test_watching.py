@@ -293,6 +293,20 @@ def test_what_no_op_shows_is_said_and_not_well(
     assert look.notes == ([note] if note else [])
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_shares_of_equal_signs_leave_nothing_unseen(form: str, tmp_path: Path, open_ranks: ExitStack) -> None:
+    one = RecordedRank(tmp_path, format=form, ops=("norm",), steps_per_record=1)
+    open_ranks.callback(one.close)
+    for step in range(3):
+        share = Measured("w", numbers={COUNT: 4.0, SUM: 2.0})
+        one.write(step, {"grad_reduced": [Measured("w")], "mg_direction": [share]})
+    one.flush()
+    one.manifest.save()
+    living(one, NOW - 1, recorded=2)
+    look = Watch(tmp_path).look()
+    assert (look.notes, look.is_well) == ([], True)
+
+
 def test_a_rank_whose_directory_is_deleted_is_said_and_the_others_are_shown(tmp_path: Path, open_ranks: ExitStack) -> None:
     ranks = ranks_of(tmp_path, open_ranks, 2)
     for one in ranks:
