@@ -173,7 +173,8 @@ def _batch_evidence(around: Around, standing: Outstanding) -> Evidence:
         says = f"{_which(standing, around)} stands out in step {step}{named}: {_compared(standing)}"
     says += f", and {inputs}" if inputs and standing.what != "its input" else ""
     cause = RANK_DATA if lasting else BATCH
-    return Evidence(cause, step, FORWARD, says, place, is_exclusive=bool(inputs), is_local=standing.is_alone)
+    is_exclusive = bool(inputs) and (standing.is_alone or not _inputs_stay(around))
+    return Evidence(cause, step, FORWARD, says, place, is_exclusive, is_local=standing.is_alone)
 
 
 def _which(standing: Outstanding, around: Around) -> str:
@@ -200,6 +201,12 @@ def _lasts(around: Around, standing: Outstanding) -> bool:
     """Whether the same ranks alone stand out in two of the next steps, too, by any of their numbers."""
     later = range(around.at + 1, len(around.steps))
     return sum(any(set(one.ranks) == set(standing.ranks) for one in _each(around, at)) for at in later) >= 2
+
+
+def _inputs_stay(around: Around) -> bool:
+    """Whether the input of the model is unusual in two of the next steps, too. Then it is that of all batches from then on."""
+    later = range(around.at + 1, len(around.steps))
+    return sum(_inputs(around, [*range(around.at), at]) is not None for at in later) >= 2
 
 
 def _each(around: Around, at: int) -> list[Outstanding]:

@@ -173,6 +173,16 @@ def test_a_loss_function_that_changes_is_no_batch(tmp_path: Path) -> None:
     assert "The next batches stand out, too" in spikes.says
 
 
+def test_other_data_from_a_step_on_is_not_one_batch(tmp_path: Path) -> None:
+    def other(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (20 * x, y.flip(0)) if step >= AT else (x, y)
+
+    train(tmp_path / "out", batch=other)
+    spikes = found(tmp_path / "out")
+    assert (spikes.listed[0]["certainty"], spikes.listed[0]["cause"]) == ("cannot tell", "")
+    assert "the data of all ranks, the code or the loss function may have changed" in spikes.says
+
+
 @pytest.mark.parametrize("field", ["param_distribution", "mv_distribution"])
 def test_what_only_some_steps_have_is_not_known(field: str, tmp_path: Path) -> None:
     train(tmp_path / "out", batch=bad, **{**EVERYTHING, "intervals": {field: AT // 2}})
