@@ -24,6 +24,7 @@ from monitor.report.optimizer import clipping, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
 from monitor.report.spikes import SPIKES, spikes
 from monitor.series import CLIPPED_NORM, GRAD_NORM, HEALTH_KIND, REPLICA_KIND, RUN_KIND
+from monitor.stats.loads import LOAD_KIND
 
 STILL_RUNS_S: Final = 120.0
 """A rank saves its manifest every 30 seconds."""
@@ -107,7 +108,7 @@ def row_events(facts: Facts, *, only_infinite: bool = False) -> list[RowEvent]:
 
 def may_not_jump(kind: str, name: str) -> bool:
     """Whether a sudden change is a fault. Learning rates change by plan. Of other numbers that a loop logs nothing is known."""
-    if kind == HEALTH_KIND:  # it has bounds
+    if kind in (HEALTH_KIND, LOAD_KIND):  # they have checks of their own, and shares of tokens move
         return False
     return kind != RUN_KIND or "loss" in name.lower() or name in (GRAD_NORM, CLIPPED_NORM)
 

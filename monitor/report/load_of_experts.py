@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +10,9 @@ import pyarrow as pa
 from monitor.query.sources import RowChoice
 from monitor.report.facts import GLOBAL_NAME, Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
+from monitor.report.history import Ints
 from monitor.stats.loads import LOAD_KIND, NO_EXPERT, router_and_expert
+from monitor.stats.partials import Floats
 
 STEPS: Final = 100
 """Most steps of the window."""
@@ -30,16 +32,30 @@ STARVED: Final = 0.1
 models the least loaded expert can have a millionth of the greatest load (arXiv 2506.21328, abstract).
 """
 
+SILENT_STEPS: Final = 16
+"""Steps without a token after which an expert that had some is dead, if ``LEAST_TOKENS`` were to be expected. Our choice: the
+data of a few steps may have nothing for an expert.
+"""
+
 MOST_NAMED: Final = 5
 _THEN: Final = "Raise the coefficient of the load-balancing loss, or the update rate of the balancing bias."
 
 
 class RouterLoad(NamedTuple):
-    """The assignments of a router in the window, by expert, as shares of an even load."""
+    """The assignments of a router in the window.
+
+    Attributes:
+        even: An even share.
+        shares: By expert, as shares of an even load.
+        steps: Those with assignments, ascending.
+        counts: By step and expert.
+    """
 
     name: str
     even: float
-    shares: np.ndarray[Any, np.dtype[np.float64]]
+    shares: Floats
+    steps: Ints
+    counts: Floats
 
 
 def load_of_experts(facts: Facts) -> CheckFinding:
@@ -63,19 +79,22 @@ def load_of_experts(facts: Facts) -> CheckFinding:
 
 
 def _routers(rows: pa.Table) -> list[RouterLoad]:
-    counts: dict[str, dict[int, float]] = {}
-    for one in rows.group_by(["name", GLOBAL_NAME]).aggregate([("assigned", "sum")]).to_pylist():
+    of_router: dict[str, list[tuple[int, int, float]]] = {}
+    for one in rows.group_by(["step", "name", GLOBAL_NAME]).aggregate([("assigned", "sum")]).to_pylist():
         router, expert = router_and_expert(one[GLOBAL_NAME] or one["name"])
         if expert != NO_EXPERT:
-            of_router = counts.setdefault(router, {})
-            of_router[expert] = of_router.get(expert, 0.0) + (one["assigned_sum"] or 0.0)
-    return [_of(name, counts[name]) for name in sorted(counts)]
+            of_router.setdefault(router, []).append((one["step"], expert, one["assigned_sum"] or 0.0))
+    return [_of(name, of_router[name]) for name in sorted(of_router)]
 
 
-def _of(name: str, counts: dict[int, float]) -> RouterLoad:
-    assigned = np.array([counts.get(expert, 0.0) for expert in range(max(counts) + 1)])
-    even = float(assigned.mean())
-    return RouterLoad(name, even, assigned / even if even else assigned)
+def _of(name: str, found: list[tuple[int, int, float]]) -> RouterLoad:
+    every, expert, assigned = (np.array(one) for one in zip(*found, strict=True))
+    steps, place = np.unique(every, return_inverse=True)
+    counts = np.zeros((len(steps), int(expert.max()) + 1))
+    np.add.at(counts, (place, expert), assigned)
+    of_expert = counts.sum(axis=0)
+    even = float(of_expert.mean())
+    return RouterLoad(name, even, of_expert / even if even else of_expert, steps, counts)
 
 
 def _fault(one: RouterLoad) -> str:
@@ -85,7 +104,23 @@ def _fault(one: RouterLoad) -> str:
         return f"{len(dead)} of its {len(one.shares)} experts got no token, where an even share is {one.even:.0f}: {named}"
     if one.shares.max() >= IMBALANCE:
         return f"expert {int(one.shares.argmax())} got {one.shares.max():.3g} times an even share"
-    return ""
+    return _late(one)
+
+
+def _late(one: RouterLoad) -> str:
+    """Which expert got tokens first and none since, where it would have got many at its earlier rate; or nothing."""
+    last = len(one.steps) - 1 - (one.counts[::-1] > 0).argmax(axis=0)  # every expert has a token
+    routed = one.counts.sum(axis=1).cumsum()
+    expected = one.counts.sum(axis=0) / routed[last] * (routed[-1] - routed[last])
+    dead = np.flatnonzero((len(one.steps) - 1 - last >= SILENT_STEPS) & (expected >= LEAST_TOKENS)).tolist()
+    if not dead:
+        return ""
+    first = min(dead, key=lambda expert: (last[expert], expert))
+    more = f", and so for {len(dead) - 1} more" if len(dead) > 1 else ""
+    return (
+        f"expert {first} got no token after step {one.steps[last[first]]}, "
+        f"where {expected[first]:.0f} are expected at its earlier rate{more}"
+    )
 
 
 def _summary(judged: list[RouterLoad]) -> str:

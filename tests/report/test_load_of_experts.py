@@ -55,6 +55,32 @@ def test_a_dead_expert_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert "load-balancing loss" in found.finding.then
 
 
+def routed(base: Path, counts: list[tuple[int, ...]]) -> dict[str, CheckResult]:
+    """The checks of a job of one rank, with the assignments of each step."""
+    one = RecordedRank(base, micro_step_kinds=[LOAD_KIND])
+    for step, of_step in enumerate(counts):
+        numbers = [{COUNT: sum(of_step), ASSIGNED: count} for count in of_step]
+        experts = [Measured(f"gate.experts.{expert}", micro_step=0, numbers=each) for expert, each in enumerate(numbers)]
+        own = {COUNT: sum(of_step), ASSIGNED: sum(of_step), ROUTERS: 1.0}
+        one.write(step, {LOAD_KIND: [Measured("gate.experts", micro_step=0, numbers=own), *experts]})
+    one.close()
+    with reported(base) as (_, checks, _verdict):
+        return {each.name: each for each in checks}
+
+
+def test_an_expert_that_dies_late_is_named_with_its_last_step(tmp_path: Path) -> None:
+    found = routed(tmp_path, [(20, 20, 20)] * 30 + [(30, 0, 30)] * 20)["Load of experts"]
+    assert found.state == BAD
+    assert found.finding.says.startswith(f"{LOAD_KIND} gate.experts, in steps 0 to 49: expert 1 got no token after step 29, ")
+    assert found.finding.says.endswith("where 400 are expected at its earlier rate.")
+
+
+@pytest.mark.parametrize("counts", [[(20, 20, 20)] * 40 + [(30, 0, 30)] * 10, [(60, 4, 60), (60, 0, 60)] * 20])
+def test_an_expert_without_tokens_for_a_few_steps_is_no_fault(counts: list[tuple[int, ...]], tmp_path: Path) -> None:
+    found = routed(tmp_path, counts)
+    assert (found["Load of experts"].state, found["Sudden changes"].state) == (GOOD, GOOD)
+
+
 def test_an_expert_that_another_rank_uses_is_not_dead(tmp_path: Path) -> None:
     shares = {0: (1.0, 0.0, 1.0, 1.0), 1: (0.5, 2.0, 0.5, 0.5)}
     assert judged(tmp_path, shares)["Load of experts"].state == GOOD
