@@ -20,7 +20,7 @@ from monitor.report.facts import NOT_JUDGED, TOTAL_KIND, Facts, ended_early, lac
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place, State
 from monitor.report.history import WARM_UP, Sudden
 from monitor.report.load_of_experts import load_of_experts
-from monitor.report.optimizer import clipping, updates_of_layers
+from monitor.report.optimizer import UPDATES_KIND, clipping, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
 from monitor.report.spikes import SPIKES, spikes
 from monitor.series import CLIPPED_NORM, GRAD_NORM, HEALTH_KIND, REPLICA_KIND, RUN_KIND
@@ -108,7 +108,7 @@ def row_events(facts: Facts, *, only_infinite: bool = False) -> list[RowEvent]:
 
 def may_not_jump(kind: str, name: str) -> bool:
     """Whether a sudden change is a fault. Learning rates change by plan. Of other numbers that a loop logs nothing is known."""
-    if kind in (HEALTH_KIND, LOAD_KIND):  # they have checks of their own, and shares of tokens move
+    if kind in (HEALTH_KIND, LOAD_KIND, UPDATES_KIND):  # they have checks of their own: schedules change ratios, and data loads
         return False
     return kind != RUN_KIND or "loss" in name.lower() or name in (GRAD_NORM, CLIPPED_NORM)
 

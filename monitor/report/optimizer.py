@@ -62,7 +62,7 @@ FEWEST: Final = 4
 """Tensors of which a median says how far all have changed."""
 OUT_OF_BAND: Final = 10.0
 """The least factor between a ratio and the median of its history. It must also leave the band, by ``SUDDEN`` deviations."""
-_KIND: Final = "update_ratio"
+UPDATES_KIND: Final = "update_ratio"
 _THEN: Final = "Look at the gradient and the learning rate of this layer, and whether rounding swallows its updates."
 
 
@@ -89,9 +89,9 @@ class _BesideOthers:
 
 def updates_of_layers(facts: Facts) -> CheckFinding:
     """Whether the update of a layer rises above its usual band, or stops, while others stay in theirs."""
-    if _KIND not in facts.kinds:
+    if UPDATES_KIND not in facts.kinds:
         return CheckFinding(NOT_LOOKED_AT, "They were not recorded.")
-    rows = KindReader(facts.source, _KIND, _KIND)
+    rows = KindReader(facts.source, UPDATES_KIND, UPDATES_KIND)
     bound = SuddenBound(OUT_OF_BAND, of_one=math.inf)
     history = KindHistory(Axis(facts.axis.steps, 1), len(facts.ranks), bound=bound, of_one=rows.of_one)
     rows.feed(_BesideOthers(history))
@@ -104,5 +104,5 @@ def updates_of_layers(facts: Facts) -> CheckFinding:
     one = min(found, key=lambda event: (event.step, event.series))
     name, rank = rows.series[one.series][1], facts.ranks[one.rank]
     changed = f"{one.value / one.typical:.3g} times its usual share of the update of all layers"
-    says = f"{_KIND} {name} on rank {rank} in step {one.step}: it is {changed}."
-    return CheckFinding(BAD, says, Place(one.step, rank, _KIND, facts.shown_name(_KIND, name)), _THEN)
+    says = f"{UPDATES_KIND} {name} on rank {rank} in step {one.step}: it is {changed}."
+    return CheckFinding(BAD, says, Place(one.step, rank, UPDATES_KIND, facts.shown_name(UPDATES_KIND, name)), _THEN)

@@ -58,6 +58,8 @@ HEALTHY: dict[str, Ratio] = {
     "a schedule that restarts": lambda step, layer: schedule(step) * 2**layer,
     "a layer that began at zero": lambda step, layer: 1 / (1 + step) if not layer else schedule(step),
     "a frozen layer": lambda step, layer: schedule(step) if layer else 0.0,
+    "a schedule that ends at zero": lambda step, _: 1e-3 if step < WHEN else 0.0,
+    "a restart from a hundredth": lambda step, _: 1e-5 if step < WHEN else 1e-3,
 }
 FAULTY: dict[str, Ratio] = {
     "a layer that moves too fast": lambda step, layer: schedule(step) * (30 if layer == 2 and step >= WHEN else 1),
@@ -70,6 +72,7 @@ def test_updates_of_healthy_layers_are_in_their_band(what: str, tmp_path: Path) 
     checks = recorded(tmp_path, "update_ratio", ratios(HEALTHY[what]))
     assert state(checks, "Updates of layers") == GOOD
     assert state(checks, "Size of updates") == GOOD
+    assert state(checks, "Sudden changes") == GOOD
 
 
 @pytest.mark.parametrize("what", FAULTY)
