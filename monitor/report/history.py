@@ -74,7 +74,7 @@ class SuddenBound(NamedTuple):
         factor: It differs from its history by this factor.
         small: A value is none if it and its history are below this share of the greatest value of its kind in the step. A value
             that becomes zero is one.
-        of_one: The number of a tensor of one element must rise by this factor.
+        of_one: The number of a tensor of one element must rise by this factor. Infinity: it is not judged.
     """
 
     factor: float = FACTOR
@@ -320,7 +320,7 @@ class KindHistory:
         apart = np.abs(logarithm - median)
         apart[(logarithm <= ZERO) & (held[0] <= ZERO)] = 0  # it is zero now and then
         of_one = np.isin(self.pair_series[own], list(self._of_one))
-        apart[of_one & (logarithm > ZERO) & (logarithm < median)] = 0
+        apart[of_one & (logarithm > ZERO) & ((logarithm < median) | np.isinf(self._bound.of_one))] = 0
         # Nothing is known of what follows a history of zeros: a weight that begins to be trained, an expert that is chosen.
         judged = finite & (number >= WARM_UP) & ((median > ZERO) | (logarithm <= ZERO))
         deviations = np.where(judged, apart / deviation, 0).astype(np.float32)

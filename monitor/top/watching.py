@@ -372,6 +372,7 @@ class _Kind:
         last: By rank, the last step. Ranks write at different times, and the files of a record one after the other.
         steps: Those that were added last.
         number: Of each series in the history, by chunk and name, in order.
+        of_one: The numbers of tensors of one element, which the history knows, too.
     """
 
     history: KindHistory
@@ -380,6 +381,7 @@ class _Kind:
     last: dict[int, int] = field(default_factory=dict)
     steps: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     number: dict[tuple[int, str], int] = field(default_factory=dict)
+    of_one: set[int] = field(default_factory=set)
 
     def news(self, rows: pa.Table) -> pa.Table:
         """The rows that were not there at the last look."""
@@ -395,6 +397,7 @@ class _Kind:
         chunk, name = rows["vpp_stage"].fill_null(0).to_pylist(), rows["name"].to_pylist()
         series = [self.number.setdefault(one, len(self.number)) for one in zip(chunk, name, strict=True)]
         step, micro_step = rows["step"].to_numpy(), rows["micro_step"].fill_null(-1).to_numpy()
+        self.of_one.update(np.array(series)[rows["count"].fill_null(0).to_numpy() == 1].tolist())
         rank = np.searchsorted(np.array(ranks), rows["rank"].to_numpy())
         self.forget()
         self.steps = np.unique(step)
@@ -462,7 +465,7 @@ class RowsNow:
             self._note_unusual()
 
     def _read_kind(self, source: RankDirectories, kind: str, steps: range) -> None:
-        columns = ("rank", "step", "micro_step", "vpp_stage", "name")
+        columns = ("rank", "step", "micro_step", "vpp_stage", "name", "count")
         choice = RowChoice(kind, steps=steps, ranks=frozenset(self.ranks), columns=columns)
         if kind in self._kinds:
             op = self._kinds[kind].op
@@ -483,8 +486,9 @@ class RowsNow:
         if kind not in self._kinds:
             more = [one for one in ops if one in NOT_FINITE and one != op and rows[one].null_count < len(rows)]
             beside = () if shows_all(kind, [op]) else tuple(more)
-            history = KindHistory(Axis(np.arange(1), 1), len(self.ranks), bound=SuddenBound.of(kind))
-            self._kinds[kind] = _Kind(history, op, beside)
+            of_one: set[int] = set()
+            history = KindHistory(Axis(np.arange(1), 1), len(self.ranks), bound=SuddenBound.of(kind), of_one=of_one)
+            self._kinds[kind] = _Kind(history, op, beside, of_one=of_one)
         read = self._kinds[kind]
         if not shows_all(kind, (op, *read.beside)):
             self.notes.append(f"NaN and infinity in {kind}: {', '.join((op, *read.beside))} does not show all")

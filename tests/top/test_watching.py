@@ -19,7 +19,7 @@ from monitor.coordinator.output import write_whole
 from monitor.coordinator.progress import PROGRESS_FILE, ProgressRecord
 from monitor.merge.execution import NothingRecordedError
 from monitor.report.history import WARM_UP
-from monitor.stats.partials import COUNT, SUM
+from monitor.stats.partials import COUNT, SUM, SUMSQ
 from monitor.top.cli import app, for_programs, screen
 from monitor.top.watching import ENDED, RUNNING, SILENT, UNKNOWN, WAITING, SignOfLife, Watch
 
@@ -177,6 +177,21 @@ def test_a_tensor_far_from_its_own_history_is_named_with_its_rank_and_step(
     assert look.rows_of == [0, 1]
     for one in ranks:
         open_ranks.callback(one.close)
+
+
+@pytest.mark.parametrize("form", ["hdf5", "parquet"])
+def test_a_tensor_of_one_element_that_passes_zero_is_not_unusual(tmp_path: Path, open_ranks: ExitStack, form: str) -> None:
+    """Its norm is small there, and the ratio of its update to it is large. Neither says anything."""
+    one = RecordedRank(tmp_path, format=form)
+    open_ranks.callback(one.close)
+    for step in range(WARM_UP + 4):
+        weight = 1e-6 if step == WARM_UP + 2 else 1.0
+        ratio = Measured("gate", numbers={COUNT: 1.0, SUM: 1e-6, SUMSQ: weight**2})
+        one.write(step, {"param_origin": [Measured("gate", [weight])], "update_ratio": [ratio]})
+    one.flush()
+    one.manifest.save()
+    living(one, NOW, recorded=WARM_UP + 3)
+    assert Watch(tmp_path).look().unusual == []
 
 
 def test_rows_that_come_late_are_judged_too(tmp_path: Path, open_ranks: ExitStack) -> None:
