@@ -101,9 +101,14 @@ def row_events(facts: Facts, *, only_infinite: bool = False) -> list[RowEvent]:
         found += [
             (one.step, late, one.micro_step, one.series, RowEvent(kind, names[one.series], facts.ranks[one.rank], one))
             for one in (filter(None, [history.first_infinite]) if only_infinite else history.events)
-            if may_not_jump(kind, names[one.series]) or not math.isfinite(one.value)
+            if may_not_jump(kind, names[one.series]) or not math.isfinite(one.value) or _stops(kind, one)
         ]
     return [one[-1] for one in sorted(found)]
+
+
+def _stops(kind: str, one: Sudden) -> bool:
+    """Whether a weight is not changed any more. Schedules end at zero, too, but not before the last step."""
+    return kind == UPDATES_KIND and not one.value
 
 
 def may_not_jump(kind: str, name: str) -> bool:

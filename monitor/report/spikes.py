@@ -57,12 +57,14 @@ def spikes(facts: Facts) -> CheckFinding:
     numbers = _numbers(facts)
     named = {name: one for name, one in numbers.items() if _is_judged(name)}
     signed = sorted(name for name, (_, values) in named.items() if _is_signed(values))
-    judged = {name: one for name, one in named.items() if name not in signed and len(one[0]) > _LEAST}
+    skipped = np.array(sorted(spike_links.skipped_steps(facts)), np.int64)
+    early = sorted(name for name, one in named.items() if name not in signed and _is_lost_early(*one, skipped))
+    judged = {name: one for name, one in named.items() if name not in (*signed, *early) and len(one[0]) > _LEAST}
     without = f" {' and '.join(signed)} had values below zero, which have no logarithm: not looked at." if signed else ""
+    without += f" {' and '.join(early)} had values that are not finite before there was a band: not looked at." if early else ""
     if not judged:
         says = "No loss and no total norm has enough values: pass the loss to log(loss=...)."
         return CheckFinding(NOT_LOOKED_AT, without.strip() or says)
-    skipped = np.array(sorted(spike_links.skipped_steps(facts)), np.int64)
     found = _separate([one for name, each in judged.items() for one in jumps(name, *each, skipped)])
     if not found:
         return CheckFinding(GOOD, f"{' and '.join(sorted(judged))} stayed in the band of the values before.{without}")
@@ -77,6 +79,12 @@ def spikes(facts: Facts) -> CheckFinding:
 
 def _is_signed(values: Numbers) -> bool:
     return bool((values[np.isfinite(values)] < 0).any())
+
+
+def _is_lost_early(steps: Ints, values: Numbers, skipped: Ints) -> bool:
+    """Whether a value is not finite among the first, which are not judged. What follows has no band."""
+    lost = ~np.isfinite(values) & ~np.isin(steps, skipped)
+    return bool(lost[: bands.LEVEL + _WARM_UP].any())
 
 
 def _is_judged(name: str) -> bool:

@@ -58,7 +58,7 @@ HEALTHY: dict[str, Ratio] = {
     "a schedule that restarts": lambda step, layer: schedule(step) * 2**layer,
     "a layer that began at zero": lambda step, layer: 1 / (1 + step) if not layer else schedule(step),
     "a frozen layer": lambda step, layer: schedule(step) if layer else 0.0,
-    "a schedule that ends at zero": lambda step, _: 1e-3 if step < WHEN else 0.0,
+    "a schedule that ends at zero": lambda step, _: 1e-3 if step < STEPS - 1 else 0.0,
     "a restart from a hundredth": lambda step, _: 1e-5 if step < WHEN else 1e-3,
 }
 FAULTY: dict[str, Ratio] = {
@@ -73,6 +73,11 @@ def test_updates_of_healthy_layers_are_in_their_band(what: str, tmp_path: Path) 
     assert state(checks, "Updates of layers") == GOOD
     assert state(checks, "Size of updates") == GOOD
     assert state(checks, "Sudden changes") == GOOD
+
+
+def test_weights_that_no_step_changes_any_more_are_a_sudden_change(tmp_path: Path) -> None:
+    checks = recorded(tmp_path, "update_ratio", ratios(lambda step, _: 1e-3 if step < WHEN else 0.0))
+    assert says(checks, "Sudden changes").startswith(f"First came update_ratio h.0.weight on rank 0 in step {WHEN}: ")
 
 
 @pytest.mark.parametrize("what", FAULTY)

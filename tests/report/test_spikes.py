@@ -322,6 +322,13 @@ def test_a_loss_below_zero_is_said_not_to_be_looked_at(tmp_path: Path) -> None:
     )
 
 
+def test_a_loss_that_is_not_finite_from_the_beginning_is_not_called_in_its_band(tmp_path: Path) -> None:
+    train(tmp_path / "out", in_step(9, lambda model, _: model.get_parameter("2.weight").fill_(torch.nan)))
+    spikes = found(tmp_path / "out")
+    assert spikes.state == NOT_LOOKED_AT
+    assert spikes.says == "grad_norm and loss had values that are not finite before there was a band: not looked at."
+
+
 def judged(name: str, values: np.ndarray, skipped: tuple[int, ...] = ()) -> list[int]:
     return [one.step for one in jumps(name, np.arange(len(values)), values, np.array(skipped, np.int64))]
 
