@@ -101,19 +101,23 @@ def row_events(facts: Facts, *, only_infinite: bool = False) -> list[RowEvent]:
         found += [
             (one.step, late, one.micro_step, one.series, RowEvent(kind, names[one.series], facts.ranks[one.rank], one))
             for one in (filter(None, [history.first_infinite]) if only_infinite else history.events)
-            if may_not_jump(kind, names[one.series]) or not math.isfinite(one.value) or _stops(kind, one)
+            if _is_fault(kind, names[one.series], one)
         ]
     return [one[-1] for one in sorted(found)]
 
 
-def _stops(kind: str, one: Sudden) -> bool:
-    """Whether a weight is not changed any more. Schedules end at zero, too, but not before the last step."""
-    return kind == UPDATES_KIND and not one.value
+def _is_fault(kind: str, name: str, one: Sudden) -> bool:
+    """Whether a sudden change is a fault. Schedules change ratios of updates, and data changes the load of experts."""
+    if not math.isfinite(one.value):
+        return True
+    if kind == UPDATES_KIND:
+        return not one.value  # schedules end at zero, too, but not before the last step
+    return kind != LOAD_KIND and may_not_jump(kind, name)
 
 
 def may_not_jump(kind: str, name: str) -> bool:
-    """Whether a sudden change is a fault. Learning rates change by plan. Of other numbers that a loop logs nothing is known."""
-    if kind in (HEALTH_KIND, LOAD_KIND, UPDATES_KIND):  # they have checks of their own: schedules change ratios, and data loads
+    """Whether a change says something. Learning rates change by plan. Of other numbers that a loop logs nothing is known."""
+    if kind == HEALTH_KIND:  # it has bounds
         return False
     return kind != RUN_KIND or "loss" in name.lower() or name in (GRAD_NORM, CLIPPED_NORM)
 

@@ -15,7 +15,7 @@ from monitor.anomalies.bounds import LASTING, OF_NEW_WEIGHTS
 from monitor.report.checks import CheckResult, Verdict, checks_of
 from monitor.report.facts import facts_of
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
-from monitor.report.model import verdict_for_programs
+from monitor.report.model import unusual_of, verdict_for_programs
 from monitor.report.optimizer import FEWEST
 from monitor.stats.partials import COUNT, NEGINFS, SMALLS, SUM, SUMSQ
 
@@ -78,6 +78,12 @@ def test_updates_of_healthy_layers_are_in_their_band(what: str, tmp_path: Path) 
 def test_weights_that_no_step_changes_any_more_are_a_sudden_change(tmp_path: Path) -> None:
     checks = recorded(tmp_path, "update_ratio", ratios(lambda step, _: 1e-3 if step < WHEN else 0.0))
     assert says(checks, "Sudden changes").startswith(f"First came update_ratio h.0.weight on rank 0 in step {WHEN}: ")
+
+
+def test_programs_get_ratios_that_a_schedule_moved_among_the_unusual_tensors(tmp_path: Path) -> None:
+    recorded(tmp_path, "update_ratio", ratios(HEALTHY["a restart from a hundredth"]))
+    with facts_of(str(tmp_path)) as facts:
+        assert unusual_of(facts)[0]["kind"] == "update_ratio"
 
 
 @pytest.mark.parametrize("what", FAULTY)
