@@ -108,11 +108,9 @@ def row_events(facts: Facts, *, only_infinite: bool = False) -> list[RowEvent]:
 
 def _is_fault(kind: str, name: str, one: Sudden) -> bool:
     """Whether a sudden change is a fault. Schedules change ratios of updates, and data changes the load of experts."""
-    if not math.isfinite(one.value):
-        return True
-    if kind == UPDATES_KIND:
-        return not one.value  # schedules end at zero, too, but not before the last step
-    return kind != LOAD_KIND and may_not_jump(kind, name)
+    if kind in (UPDATES_KIND, LOAD_KIND):  # schedules end at zero, too, but not before the last step
+        return not math.isfinite(one.value) or (kind == UPDATES_KIND and not one.value)
+    return not math.isfinite(one.value) or may_not_jump(kind, name)
 
 
 def may_not_jump(kind: str, name: str) -> bool:

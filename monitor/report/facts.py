@@ -27,7 +27,7 @@ from monitor.query.opened import Lacking, open_source, total_norms
 from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order, ranges_of
 from monitor.report.bands import Numbers
 from monitor.report.history import WINDOW, Axis, Ints, KindHistory, RowTaker, SuddenBound, without_number
-from monitor.series import CLIPPED_NORM, DIRECTION_KIND, GRAD_NORM, KIND_TABLE, KINDS_OF_RANKS, REPLICA_KIND, RUN_KIND
+from monitor.series import CLIPPED_NORM, DIRECTION_KIND, GRAD_NORM, KIND_TABLE, KINDS, KINDS_OF_RANKS, REPLICA_KIND, RUN_KIND
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import COLUMNS_OF
 
@@ -389,8 +389,7 @@ def _read(source: MergedSet, path: str, base: Path, manifests: Mapping[int, Mani
     ranking, why = _ranking(base, told, manifests)
     facts = Facts(source, path, told, manifests, ranking, why, _axis(told, 1), base=base)
     listed = [kind for kind in source.kinds(whole=False) if kind not in NOT_JUDGED]
-    order = [kind.name for kind in KIND_TABLE]
-    listed.sort(key=lambda kind: order.index(kind) if kind in order else -1)
+    listed.sort(key=lambda kind: KINDS.index(kind) if kind in KINDS else -1)
     every = {kind: KindReader(source, kind) for kind in listed}
     for one in every.values():
         one.choose()
