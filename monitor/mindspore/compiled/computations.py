@@ -23,6 +23,9 @@ WRITES: Final = "side_effect_mem", str(ir.ValueProto(dtype=ir.DT_BOOL, bool_val=
 UNUSED: Final = {"side_effect_hidden", "side_effect_mem", "input_names", "output_names"}
 """Attributes that do not say what an operator computes."""
 
+SEED: Final = "seed"
+"""How the attributes of random operators begin."""
+
 STATE: Final = ("state",)
 """The value of a state of the memory. What has been written counts where it is read."""
 
@@ -81,9 +84,13 @@ class _Graph:
             before = self.written.get(inputs[0], ())
             self.written[node.name] = before + tuple(self.effects[name] for name in inputs[1:] if name in self.effects)
             return STATE
-        if known and all(value[0] == "constant" for value in known) and node.op_type != "MakeTuple":
+        if known and all(value[0] == "constant" for value in known) and not self._keeps(node):
             return _constant(node.output_type.tensor_type)
         return self._computed(node, inputs, [value for value in known if value != STATE])
+
+    def _keeps(self, node: Any) -> bool:
+        """Whether MindSpore computes nothing of this node while it compiles: a tuple, or random numbers."""
+        return node.op_type == "MakeTuple" or any(one.name.startswith(SEED) for one in node.attribute)
 
     def _computed(self, node: Any, inputs: list[str], known: list[Value]) -> Value:
         parameters = frozenset(name for kind, *names in known if kind == "parameter" for name in names)
