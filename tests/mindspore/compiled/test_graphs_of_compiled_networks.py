@@ -7,10 +7,12 @@ from collections.abc import Callable
 import mindspore as ms
 import pytest
 from attaching import Output, warnings_in
-from compiled_steps import Rows, plain, recorded
+from compiled_steps import Rows, mode_of, plain, recorded
 from mindspore import Tensor, nn, ops
-from test_bits_of_compiled_networks import LOOP, NETWORKS, SIZE
+from mindspore.nn.cell import _cell_graph_executor
+from test_bits_of_compiled_networks import LOOP, NETWORKS, SIZE, batches
 
+from monitor.mindspore.compiled.computations import Value, computations
 from monitor.mindspore.compiled.fallback import CHANGED
 from monitor.mindspore.tape import COMPILED_VARIABLE
 
@@ -38,6 +40,29 @@ class Supervised(nn.Cell):
         one = self.first(x)
         two = self.second(one)
         return self.head(one).mean() + self.head(two).square().mean() + self.head(self.third(two)).mean()
+
+
+class Random(nn.Cell):
+    """Operators whose seeds MindSpore counts while it compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Dense(SIZE, SIZE), nn.Dense(SIZE, 1)
+
+    def construct(self, x: Tensor) -> Tensor:
+        noise = ops.standard_normal((6, SIZE)) + ops.rand_like(x)
+        return self.head(ops.dropout(ops.tanh(self.body(x)), 0.3) + noise).square().mean()
+
+
+class Drawn(nn.Cell):
+    """Random numbers of a constant shape."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def construct(self, x: Tensor) -> Tensor:
+        return x + ops.standard_normal((6, SIZE), seed=self.seed)
 
 
 def trained(make: Callable[[], nn.Cell], output: Output) -> tuple[list[bytes], list[bytes], Rows]:
@@ -72,6 +97,29 @@ def test_other_computations_and_those_that_cannot_be_compared_are_compiled_witho
     assert found == bits
     assert rows == {}
     assert [one for one in warnings_in(caplog) if CHANGED in one] != []
+
+
+def test_random_operators_have_the_seeds_that_they_have_without_a_monitor(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(COMPILED_VARIABLE)
+    bits, found, rows = trained(Random, output)
+    assert found == bits
+    assert rows != {}
+
+
+def compiled(cell: nn.Cell) -> Value | None:
+    with mode_of("graph"):
+        cell.compile(batches(0))
+        (phase,) = cell.compile_cache
+        return computations(_cell_graph_executor, phase)
+
+
+def test_random_numbers_of_other_seeds_are_other_computations() -> None:
+    ms.set_seed(1)
+    one, other = compiled(Drawn(1)), compiled(Drawn(2))
+    assert one is not None
+    assert one != other
 
 
 def test_the_same_network_has_other_bits_if_it_is_recorded_on_request(output: Output) -> None:
