@@ -514,10 +514,8 @@ def _are_intact(total: TotalNorm, reduced: KindRows, unreduced: KindRows | None)
 
 def _latest(rows: KindRows) -> KindRows:
     """The row of the last micro-step of each series."""
-    if not (rows.micro_step > 0).any():
-        return rows
     order = np.lexsort((rows.micro_step, rows.series))
-    return _take(rows, order[np.diff(rows.series[order], append=-1) != 0])
+    return _take(rows, order[np.diff(rows.series[order], append=-1) != 0]) if (rows.micro_step > 0).any() else rows
 
 
 def _take(rows: KindRows, where: NDArray[np.int64] | slice) -> KindRows:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import mindspore as ms
 from mindspore import Parameter
-from mindspore.common.seed import _KERNEL_SEED
+from mindspore.common import seed as seeds
 from mindspore.nn.cell import _cell_graph_executor
 
 from monitor.mindspore.compiled.computations import Value, computations
@@ -242,21 +242,27 @@ def _as_first(compile_: Callable[[], Any]) -> Callable[[], Any]:
 
     MindSpore counts what random operators it has compiled, and has a seed for each.
     """
-    before, after = dict(_KERNEL_SEED), list[dict[Any, int]]()
+    before, after = dict(_counted()), list[dict[Any, int]]()
 
     def run() -> Any:
         _set_seeds(before)
         result = compile_()
-        after.append(dict(_KERNEL_SEED))
+        after.append(dict(_counted()))
         _set_seeds(after[0])
         return result
 
     return run
 
 
-def _set_seeds(seeds: dict[Any, int]) -> None:
-    _KERNEL_SEED.clear()
-    _KERNEL_SEED.update(seeds)
+def _counted() -> dict[Any, int]:
+    """MindSpore's counts of random operators, by seed; private, so they may be missing in other versions."""
+    found: dict[Any, int] = getattr(seeds, "_KERNEL_SEED", {})
+    return found
+
+
+def _set_seeds(counts: dict[Any, int]) -> None:
+    _counted().clear()
+    _counted().update(counts)
 
 
 class _Compilation:
