@@ -5,11 +5,12 @@ Two graphs with equal computations train with the same bits: the same operators 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from mindspore.train import anf_ir_pb2 as ir
+from mindspore.train import anf_ir_pb2 as ir, mind_ir_pb2 as mind_ir
 
 MEASURING: Final = "_tape"
 """In the name of the monitor's operator."""
@@ -26,6 +27,12 @@ UNUSED: Final = {"side_effect_hidden", "side_effect_mem", "input_names", "output
 SEED: Final = "seed"
 """How the attributes of random operators begin."""
 
+FLOATS: Final = ir.DT_FLOAT16, ir.DT_FLOAT32, ir.DT_FLOAT64
+"""The types of numbers that are compared as elements."""
+
+CONSTANT: Final = "Constant"
+"""The operator of constants in the description that has their elements."""
+
 STATE: Final = ("state",)
 """The value of a state of the memory. What has been written counts where it is read."""
 
@@ -33,20 +40,69 @@ Value = tuple[Any, ...]
 """Equal for equal computations."""
 
 
-def computations(executor: Any, phase: str) -> Value | None:
+class Constant(NamedTuple):
+    """A constant tensor, or a constant number.
+
+    Attributes:
+        computed: How the graph computes it from other constants.
+        elements: Its elements, or those of these constants.
+    """
+
+    computed: Value
+    elements: Value
+
+
+@dataclass(frozen=True)
+class Computations:
+    """What a graph computes.
+
+    Attributes:
+        returned: What it returns, and what it writes to parameters. Constants of one type and shape are equal in it.
+        constants: Where operators take constants: what these are, by the operator and the index of its input.
+    """
+
+    returned: Value
+    constants: Mapping[tuple[Value, int], set[Constant]]
+
+    def same(self, other: Computations) -> bool:
+        return self.returned == other.returned and not self.differs_in_constants(other)
+
+    def differs_in_constants(self, other: Computations) -> bool:
+        """Whether elements differ. This cannot be told where MindSpore has computed a constant in one of both graphs only."""
+        both = [(self.constants[place], other.constants[place]) for place in self.constants.keys() & other.constants.keys()]
+        return any(one != two and len({constant.computed for constant in one | two}) == 1 for one, two in both)
+
+
+def computations(executor: Any, phase: str) -> Computations | None:
     """What the graph of a phase returns, and what it writes to parameters, without what only measures.
 
-    MindSpore computes constants from constants while it compiles, except those that are measured. Its description has no
-    elements of them: constants of one type and shape are taken for equal.
+    MindSpore computes constants from constants while it compiles, except those that are measured.
 
     Returns:
         None if that cannot be told: the graph calls other graphs, since it has loops or branches on tensors.
     """
     try:
-        described = executor._graph_executor.get_func_graph_proto(phase, "anf_ir", False)
-        return _Graph().value(ir.ModelProto.FromString(described).graph)
+        described, with_elements = (
+            kind.ModelProto.FromString(executor._graph_executor.get_func_graph_proto(phase, name, False)).graph
+            for name, kind in (("anf_ir", ir), ("mind_ir", mind_ir))
+        )
+        graph = _Graph(_elements(described, with_elements))
+        return Computations(graph.value(described), graph.constants)
     except Exception:  # private, so it may be missing in other versions
         return None
+
+
+def _elements(described: Any, with_elements: Any) -> dict[str, Constant]:
+    """The elements of constants by name. Only one of MindSpore's two descriptions has them, with other names."""
+    constants = {one.name: _digest(str(one.attribute)) for one in with_elements.node if one.op_type == CONSTANT}
+    nodes = [one for one in with_elements.node if one.op_type != CONSTANT]
+    names = {one.key for one in described.const_vals}
+    pairs = [pair for both in zip(described.node, nodes, strict=True) for pair in zip(*map(_inputs, both), strict=True)]
+    return {name: Constant((), constants[other]) for name, other in pairs if name in names}
+
+
+def _inputs(node: Any) -> list[str]:
+    return [one if isinstance(one, str) else one.name for one in node.input]
 
 
 @dataclass
@@ -57,8 +113,12 @@ class _Graph:
         written: What has been written before each state of the memory, in that order: values of operators, with the
             parameters that they write to.
         effects: These, by the name of the operator.
+        elements: The constants by name.
+        constants: As in ``Computations``.
     """
 
+    elements: dict[str, Constant]
+    constants: dict[tuple[Value, int], set[Constant]] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
     written: dict[str, tuple[tuple[Value, frozenset[str]], ...]] = field(default_factory=dict)
     effects: dict[str, tuple[Value, frozenset[str]]] = field(default_factory=dict)
@@ -67,7 +127,7 @@ class _Graph:
         self.values = {one.name: ("parameter", one.name) for one in graph.parameters}
         for constant in graph.const_vals:
             value = constant.value
-            said = value.tensor_val if value.dtype == ir.DT_TENSOR else value
+            said = value.tensor_val if value.dtype == ir.DT_TENSOR else value.dtype if value.dtype in FLOATS else value
             self.values[constant.key] = STATE if value.str_val in ("U", "IO") else ("constant", str(said))
         for node in graph.node:
             measures = any(MEASURING in str(one.value) for one in node.attribute)
@@ -79,12 +139,17 @@ class _Graph:
         inputs = [one.name for one in node.input]
         known = [self.values[name] for name in inputs]
         if node.op_type in IDENTITIES:
+            if inputs[0] in self.elements:
+                self.elements[node.name] = self.elements[inputs[0]]
             return known[0]
         if node.op_type == "UpdateState":
             before = self.written.get(inputs[0], ())
             self.written[node.name] = before + tuple(self.effects[name] for name in inputs[1:] if name in self.effects)
             return STATE
         if known and all(value[0] == "constant" for value in known) and not self._keeps(node):
+            parts = [self.elements.get(name) for name in inputs]
+            computed = _digest(node.op_type, _attributes(node), [part and part.computed for part in parts])
+            self.elements[node.name] = Constant(computed, _digest([part and part.elements for part in parts]))
             return _constant(node.output_type.tensor_type)
         return self._computed(node, inputs, [value for value in known if value != STATE])
 
@@ -96,11 +161,17 @@ class _Graph:
         parameters = frozenset(name for kind, *names in known if kind == "parameter" for name in names)
         before = next((self.written[name] for name in inputs if name in self.written), ())
         earlier = [value for value, of in before if of & parameters]
-        attributes = sorted((one.name, str(one.value)) for one in node.attribute)
-        value = _digest(node.op_type, [one for one in attributes if one[0] not in UNUSED], known, earlier)
-        if WRITES in attributes:
+        value = _digest(node.op_type, _attributes(node), known, earlier)
+        if any((one.name, str(one.value)) == WRITES for one in node.attribute):
             self.effects[node.name] = value, parameters
+        for i, name in enumerate(inputs):
+            if name in self.elements:
+                self.constants.setdefault((value, i), set()).add(self.elements[name])
         return value
+
+
+def _attributes(node: Any) -> list[tuple[str, str]]:
+    return sorted((one.name, str(one.value)) for one in node.attribute if one.name not in UNUSED)
 
 
 def _digest(*parts: object) -> Value:

@@ -12,6 +12,7 @@ first. A whole graph is then compiled with them, and executed with them if both 
 from __future__ import annotations
 
 import os
+import random
 import sys
 import weakref
 from collections import deque
@@ -21,11 +22,12 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter
 from mindspore.common import seed as seeds
 from mindspore.nn.cell import _cell_graph_executor
 
-from monitor.mindspore.compiled.computations import Value, computations
+from monitor.mindspore.compiled.computations import Computations, computations
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.tape import ON_REQUEST, changes_are_accepted
 from monitor.recording.backend import Removable
@@ -52,8 +54,8 @@ LOST: Final = {
 
 CHANGED: Final = (
     "With the monitor's operators, MindSpore would compile other computations for this model, or it cannot be told: loops and "
-    "branches on tensors hide it. Last bits of training could change. So it was compiled without these operators, and its "
-    f"compiled code has no rows from now on. Train in PYNATIVE_MODE without @jit to record it, or {ON_REQUEST}."
+    "branches on tensors hide it. Last bits of training could change. So the model was compiled without these operators, and "
+    f"its compiled code has no rows from now on. Train in PYNATIVE_MODE without @jit to record it, or {ON_REQUEST}."
 )
 PARTIAL: Final = (
     "Parts of the dynamic graph are compiled (@jit), and have no rows: last bits of training could change. Take @jit off to "
@@ -265,6 +267,21 @@ def _set_seeds(counts: dict[Any, int]) -> None:
     _counted().update(counts)
 
 
+class _Drawn:
+    """What Python has drawn of its random numbers, and of NumPy's."""
+
+    def __init__(self) -> None:
+        self._of_python, self._of_numpy = random.getstate(), np.random.get_state()
+
+    def put_back(self) -> None:
+        """Draw the same numbers again, since a network draws constants while it is compiled.
+
+        Only then: threads may draw samples of a data set meanwhile.
+        """
+        random.setstate(self._of_python)
+        np.random.set_state(self._of_numpy)
+
+
 class _Compilation:
     """A call of one of MindSpore's compilers, which can be repeated.
 
@@ -280,7 +297,7 @@ class _Compilation:
         """How much compiled code there is."""
         return len(self._compiled())
 
-    def computations(self, result: Any) -> Value | None:
+    def computations(self, result: Any) -> Computations | None:
         """What was compiled, as far as it can be told."""
         return computations(self._executor, _phase(result))
 
@@ -305,7 +322,7 @@ def _proven(programs: Sequence[Fallback], compilation: _Compilation) -> Any:
     """What is compiled. Without the user's consent it has taps only if these change no computation."""
     if changes_are_accepted() or not any(one.has_taps for one in programs):
         return _compiled(programs, compilation.run)
-    known = compilation.known()
+    known, drawn = compilation.known(), _Drawn()
     with _at(WITHOUT_TAPS, programs):
         result = compilation.run()
     if compilation.known() == known:  # compiled before, with taps or without
@@ -318,9 +335,12 @@ def _proven(programs: Sequence[Fallback], compilation: _Compilation) -> Any:
     compilation.forget(result)
     tapped = _compiled(programs, compilation.run)
     measured = [one for one in programs if one.has_taps and one.takes_part]
-    if not measured or (expected is not None and compilation.computations(tapped) == expected):
+    found = compilation.computations(tapped)
+    if not measured or (expected is not None and found is not None and found.same(expected)):
         return tapped
     compilation.forget(tapped)
+    if expected is not None and found is not None and found.differs_in_constants(expected):
+        drawn.put_back()
     with _at(WITHOUT_TAPS, programs):
         result = compilation.run()
     for one in measured:

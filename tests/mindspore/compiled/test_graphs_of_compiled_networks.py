@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import mindspore as ms
+import numpy as np
 import pytest
 from attaching import Output, warnings_in
 from compiled_steps import Rows, mode_of, plain, recorded
 from mindspore import Tensor, nn, ops
 from mindspore.nn.cell import _cell_graph_executor
+from mindspore.ops import constexpr
 from test_bits_of_compiled_networks import LOOP, NETWORKS, SIZE, batches
 
-from monitor.mindspore.compiled.computations import Value, computations
+from monitor.mindspore.compiled.computations import Computations, computations
 from monitor.mindspore.compiled.fallback import CHANGED
 from monitor.mindspore.tape import COMPILED_VARIABLE
 
@@ -52,6 +54,27 @@ class Random(nn.Cell):
     def construct(self, x: Tensor) -> Tensor:
         noise = ops.standard_normal((6, SIZE)) + ops.rand_like(x)
         return self.head(ops.dropout(ops.tanh(self.body(x)), 0.3) + noise).square().mean()
+
+
+class DrawnByNumPy(nn.Cell):
+    """A constant that differs in each compilation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Dense(SIZE, SIZE)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return (self.body(x) + Tensor(np.random.rand(6, SIZE).astype(np.float32))).square().mean()
+
+
+@constexpr
+def drawn() -> float:
+    return float(np.random.rand())
+
+
+class DrawnNumber(DrawnByNumPy):
+    def construct(self, x: Tensor) -> Tensor:
+        return (self.body(x) * drawn()).square().mean()
 
 
 class Drawn(nn.Cell):
@@ -108,7 +131,17 @@ def test_random_operators_have_the_seeds_that_they_have_without_a_monitor(
     assert rows != {}
 
 
-def compiled(cell: nn.Cell) -> Value | None:
+@pytest.mark.parametrize("make", [DrawnByNumPy, DrawnNumber])
+def test_constants_that_numpy_draws_are_those_without_a_monitor(
+    make: Callable[[], nn.Cell], output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(COMPILED_VARIABLE)
+    bits, found, _ = trained(make, output)
+    assert found == bits
+    assert [one for one in warnings_in(caplog) if CHANGED in one] != []
+
+
+def compiled(cell: nn.Cell) -> Computations | None:
     with mode_of("graph"):
         cell.compile(batches(0))
         (phase,) = cell.compile_cache
@@ -119,7 +152,8 @@ def test_random_numbers_of_other_seeds_are_other_computations() -> None:
     ms.set_seed(1)
     one, other = compiled(Drawn(1)), compiled(Drawn(2))
     assert one is not None
-    assert one != other
+    assert other is not None
+    assert not one.same(other)
 
 
 def test_the_same_network_has_other_bits_if_it_is_recorded_on_request(output: Output) -> None:
