@@ -86,7 +86,7 @@ def computations(executor: Any, phase: str) -> Computations | None:
             kind.ModelProto.FromString(executor._graph_executor.get_func_graph_proto(phase, name, False)).graph
             for name, kind in (("anf_ir", ir), ("mind_ir", mind_ir))
         )
-        graph = _Graph(_elements(described, with_elements))
+        graph = _Graph(_elements(described, with_elements), _arguments(with_elements))
         return Computations(graph.value(described), graph.constants)
     except Exception:  # private, so it may be missing in other versions
         return None
@@ -99,6 +99,11 @@ def _elements(described: Any, with_elements: Any) -> dict[str, Constant]:
     names = {one.key for one in described.const_vals}
     pairs = [pair for both in zip(described.node, nodes, strict=True) for pair in zip(*map(_inputs, both), strict=True)]
     return {name: Constant((), constants[other]) for name, other in pairs if name in names}
+
+
+def _arguments(graph: Any) -> dict[str, Value]:
+    """The inputs of a graph, by their positions: a cell with taps has other names for its arguments."""
+    return {one.name.rpartition(":")[2]: ("input", i) for i, one in enumerate(graph.input)}
 
 
 def _inputs(node: Any) -> list[str]:
@@ -114,17 +119,20 @@ class _Graph:
             parameters that they write to.
         effects: These, by the name of the operator.
         elements: The constants by name.
+        inputs: What the graph takes, by name.
         constants: As in ``Computations``.
     """
 
     elements: dict[str, Constant]
+    inputs: dict[str, Value]
     constants: dict[tuple[Value, int], set[Constant]] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
     written: dict[str, tuple[tuple[Value, frozenset[str]], ...]] = field(default_factory=dict)
     effects: dict[str, tuple[Value, frozenset[str]]] = field(default_factory=dict)
 
     def value(self, graph: Any) -> Value:
-        self.values = {one.name: ("parameter", one.name) for one in graph.parameters}
+        self.values.update({one.name: ("parameter", one.name) for one in graph.parameters})
+        self.values.update(self.inputs)
         for constant in graph.const_vals:
             value = constant.value
             said = value.tensor_val if value.dtype == ir.DT_TENSOR else value.dtype if value.dtype in FLOATS else value

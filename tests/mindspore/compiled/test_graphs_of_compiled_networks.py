@@ -7,8 +7,8 @@ from collections.abc import Callable
 import mindspore as ms
 import numpy as np
 import pytest
-from attaching import Output, warnings_in
-from compiled_steps import Rows, mode_of, plain, recorded
+from attaching import Output, attached, warnings_in
+from compiled_steps import RECORDED, Rows, mode_of, plain, recorded
 from mindspore import Tensor, nn, ops
 from mindspore.nn.cell import _cell_graph_executor
 from mindspore.ops import constexpr
@@ -42,6 +42,15 @@ class Supervised(nn.Cell):
         one = self.first(x)
         two = self.second(one)
         return self.head(one).mean() + self.head(two).square().mean() + self.head(self.third(two)).mean()
+
+
+class Evaluated(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Dense(SIZE, SIZE), nn.Dense(SIZE, 1)
+
+    def construct(self, x: Tensor, scale: Tensor) -> Tensor:
+        return (self.head(ops.tanh(self.body(x))) * scale - x).square().mean()
 
 
 class Random(nn.Cell):
@@ -120,6 +129,16 @@ def test_other_computations_and_those_that_cannot_be_compared_are_compiled_witho
     assert found == bits
     assert rows == {}
     assert [one for one in warnings_in(caplog) if CHANGED in one] != []
+
+
+def test_a_model_that_is_called_by_itself_has_the_same_computations(
+    output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(COMPILED_VARIABLE)
+    net = Evaluated()
+    with mode_of("graph"), attached(output, net, nn.SGD(net.trainable_params()), **RECORDED):
+        net.set_train(False)(batches(0), batches(1))
+    assert [one for one in warnings_in(caplog) if CHANGED in one] == []
 
 
 def test_random_operators_have_the_seeds_that_they_have_without_a_monitor(
