@@ -64,9 +64,6 @@ class Computations:
     returned: Value
     constants: Mapping[tuple[Value, int], set[Constant]]
 
-    def same(self, other: Computations) -> bool:
-        return self.returned == other.returned and not self.differs_in_constants(other)
-
     def differs_in_constants(self, other: Computations) -> bool:
         """Whether elements differ. This cannot be told where MindSpore has computed a constant in one of both graphs only."""
         both = [(self.constants[place], other.constants[place]) for place in self.constants.keys() & other.constants.keys()]
