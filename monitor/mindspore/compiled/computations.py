@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 
 from mindspore.train import anf_ir_pb2 as ir, mind_ir_pb2 as mind_ir
 
-MEASURING: Final = "_tape"
-"""In the name of the monitor's operator."""
+MEASURING: Final = "monitor/mindspore/_tape"
+"""In the file name of the monitor's operator."""
 
 IDENTITIES: Final = ("Depend", "TensorMove")
 """Operators that return their first argument: tied to an order of execution, or copied, since a later operator writes to it."""
