@@ -222,7 +222,10 @@ def test_steps_of_both_modes_are_recorded_in_whichever_the_model_is_attached(
 
 
 @pytest.mark.usefixtures("graph_mode")
-def test_in_graph_mode_nothing_is_attached_without_being_asked(output: Output) -> None:
+def test_in_graph_mode_nothing_is_attached_if_compiled_code_is_not_to_be_recorded(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(COMPILED_VARIABLE, "0")
     net = Net()
     optimizer = nn.Adam(net.trainable_params())
     before = footprint(net, optimizer)
@@ -230,6 +233,16 @@ def test_in_graph_mode_nothing_is_attached_without_being_asked(output: Output) -
         attached(output, net, optimizer, **EVERYTHING)
     assert footprint(net, optimizer) == before
     assert output.directories() == []
+
+
+@pytest.mark.usefixtures("graph_mode")
+def test_functions_of_mindspore_itself_are_no_parts_of_the_program(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    net = with_fixed_weights(Net())
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    with attached(output, net, optimizer, **EVERYTHING):
+        ms.set_context(mode=ms.PYNATIVE_MODE)
+        weights_after(net, optimizer)
+    assert warnings_in(caplog) == []
 
 
 def test_a_model_that_trains_with_its_flag_off_is_recorded_and_told_of_once(

@@ -292,6 +292,11 @@ class _Compilation:
         self.run = run
         self._executor, self._of = args[0], args[1]
 
+    @property
+    def is_of_mindspore(self) -> bool:
+        """Whether the compiled function is MindSpore's own: its optimizers have some."""
+        return str(getattr(getattr(self._executor, "fn", None), "__module__", "")).startswith("mindspore.")
+
     def known(self) -> int:
         """How much compiled code there is."""
         return len(self._compiled())
@@ -327,7 +332,7 @@ def _proven(programs: Sequence[Fallback], compilation: _Compilation) -> Any:
     if compilation.known() == known:  # compiled before, with taps or without
         return result
     if ms.get_context("mode") != ms.GRAPH_MODE:  # the backward of a part is not in its graph
-        for one in programs:
+        for one in () if compilation.is_of_mindspore else programs:
             one.warn("parts of the dynamic graph", PARTIAL)
         return result
     expected = compilation.computations(result)
