@@ -157,13 +157,12 @@ class RunNumbers(Collector):
                 yield CLIPPED_NORM, self._together(clipped)
         elif (rows := self._rows_of_all()) is not None and self._gradients is not None:
             states = set(self._gradients.readings.values())
-            alone = self._is_alone
-            may_be_intact = not self._clippings and "changed" not in states and (alone or states == {"intact"})
+            may_be_intact = not self._clippings and "changed" not in states and (self._is_alone or states == {"intact"})
             before = self._place_of_norm() if may_be_intact else None
-            self._recorder.total = TotalNorm(rows, before, states == {"intact"}, alone)
+            self._recorder.total = TotalNorm(rows, before, states == {"intact"}, self._is_alone)
             if may_be_intact:
                 yield GRAD_NORM, FROM_ROWS
-            if not may_be_intact or alone:  # the rows decide which of the two it is
+            if not may_be_intact or self._is_alone:  # the rows decide which of the two it is
                 yield CLIPPED_NORM, FROM_ROWS
 
     def _place_of_norm(self) -> int:

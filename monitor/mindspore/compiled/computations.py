@@ -12,6 +12,8 @@ from typing import Any, Final, NamedTuple
 
 from mindspore.train import anf_ir_pb2 as ir, mind_ir_pb2 as mind_ir
 
+from monitor.failures import LOGGER
+
 MEASURING: Final = "monitor/mindspore/_tape"
 """In the file name of the monitor's operator."""
 
@@ -85,7 +87,8 @@ def computations(executor: Any, phase: str) -> Computations | None:
         )
         graph = _Graph(_elements(described, with_elements), _arguments(with_elements))
         return Computations(graph.value(described), graph.constants)
-    except Exception:  # private, so it may be missing in other versions
+    except Exception as error:  # private, so it may be missing in other versions; the caller says and counts what that costs
+        LOGGER.info("What MindSpore compiles as %s cannot be compared: %r", phase, error)
         return None
 
 

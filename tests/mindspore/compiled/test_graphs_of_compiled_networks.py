@@ -120,7 +120,11 @@ def test_they_have_the_rows_that_they_have_on_request(output: Output, monkeypatc
     assert rows == expected
 
 
-@pytest.mark.parametrize("make", [Supervised, NETWORKS["loop"]], ids=["supervised", "loop"])
+@pytest.mark.parametrize(
+    "make",
+    [Supervised, NETWORKS["loop"], DrawnByNumPy, DrawnNumber],
+    ids=["supervised", "loop", "drawn by NumPy", "drawn number"],
+)
 def test_other_computations_and_those_that_cannot_be_compared_are_compiled_without_the_monitor(
     make: Callable[[], nn.Cell], output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,16 +152,6 @@ def test_random_operators_have_the_seeds_that_they_have_without_a_monitor(
     bits, found, rows = trained(Random, output)
     assert found == bits
     assert rows != {}
-
-
-@pytest.mark.parametrize("make", [DrawnByNumPy, DrawnNumber])
-def test_constants_that_numpy_draws_are_those_without_a_monitor(
-    make: Callable[[], nn.Cell], output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv(COMPILED_VARIABLE)
-    bits, found, _ = trained(make, output)
-    assert found == bits
-    assert [one for one in warnings_in(caplog) if CHANGED in one] != []
 
 
 def test_other_networks_draw_the_constants_that_they_draw_without_a_monitor(
