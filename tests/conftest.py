@@ -94,6 +94,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_worker:  # the process that starts the workers, or the only one
         config.stash[REQUESTS] = requests = launching().Requests()
         os.environ[launching().NURSERY] = str(requests.directory)
+        # A build that was killed leaves a lock that no later one may take.
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(requests.directory / "extensions"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
