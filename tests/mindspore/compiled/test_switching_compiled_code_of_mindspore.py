@@ -102,8 +102,8 @@ def test_dynamic_monitoring_switches_graph_mode_without_compiling(
         losses = [step(inputs(number)).asnumpy().tobytes() for number in range(2)]
         asked = compilations.count
         for wanted in (True, False):
-            path.write_text(json.dumps({**RECORDED, "run_numbers": False, "dynamic_on": wanted}))
             assert until(partial(has_taken, monitor, len(losses)), 60.0), "a thread takes the steps of compiled code"
+            path.write_text(json.dumps({**RECORDED, "run_numbers": False, "dynamic_on": wanted}))  # which a thread may read now
             look_at_file(monitor)
             losses += [step(inputs(number)).asnumpy().tobytes() for number in range(len(losses), len(losses) + 3)]
         monitor.close()
