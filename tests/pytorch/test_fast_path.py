@@ -27,6 +27,7 @@ from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COUNT, SUM
 from monitor.stats.table import SealedTable
+from monitor.stats.torch import memory
 from monitor.stats.torch.memory import TorchDevicePage
 from monitor.stats.triton.launch import FusedKernel, Kind, TensorGroup
 
@@ -179,6 +180,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device(Kernel(), Lists(), Stream())
     monkeypatch.setattr(torch, "Stream", lambda **_: Stream())
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: made.current)
+    monkeypatch.setattr(memory, "_current_stream", lambda _: made.current)
     monkeypatch.setattr(tensor_reader, "_new_memory", TorchDevicePage)
     monkeypatch.setattr(tensor_reader.DEVICE_KERNELS, "kernel", lambda *_given, **_wanted: made.kernel)
     monkeypatch.setattr(tensor_reader.DEVICE_KERNELS, "list", lambda *_given, **_wanted: made.lists)

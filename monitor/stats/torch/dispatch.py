@@ -22,7 +22,7 @@ from monitor.stats.partials import COLUMNS
 from monitor.stats.torch.device_kernel import TorchDeviceKernel
 from monitor.stats.torch.host_kernel import TorchHostKernel
 from monitor.stats.torch.memory import TorchDevicePage
-from monitor.stats.torch.tensors import capturing
+from monitor.stats.torch.tensors import asks_for_capture, capturing
 from monitor.stats.triton.launch import TRITON_ADVICE, Driver, FusedEngine, FusedKernel, FusedList
 
 # --- The kernel of each device: the fused one if Triton is installed, has a backend for the device, and a first launch
@@ -108,7 +108,7 @@ def _driver_of(device: torch.device) -> Driver | None:
         raise RuntimeError("TRITON_INTERPRET is set, so kernels would run on the host")
     warp = active.get_current_target().warp_size
     current = getattr(torch._C, "_accelerator_getDeviceIndex", active.get_current_device)  # one call of C
-    return Driver(current, active.get_current_stream, lambda: capturing(device), _on, warp)
+    return Driver(current, active.get_current_stream, asks_for_capture(device.type), _on, warp)
 
 
 def _is_interpreted(triton: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,6 +19,11 @@ from torch import Tensor
 from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.table import HostPage, PageCopy, PageMemory
 from monitor.stats.torch.tensors import beneath
+
+_current_stream: Final[Callable[[int], torch.Stream]] = getattr(
+    torch._C, "_accelerator_getStream", torch.accelerator.current_stream
+)
+"""The current stream of a device, by its index. Each launch asks."""
 
 # --- Tensors that outlive a call, in memory of their own.
 
@@ -117,7 +123,7 @@ class TorchDevicePage:
 
     def is_in_order(self) -> bool:
         """Whether the current stream seals, so that rows written in it need no ``written``."""
-        return torch.accelerator.current_stream(self._index) == self._sealing
+        return _current_stream(self._index) == self._sealing
 
     @contextmanager
     def written(self) -> Iterator[None]:

@@ -264,12 +264,12 @@ def beneath() -> Iterator[None]:
 
 def capturing(device: torch.device) -> bool:
     """Whether launches on ``device`` are now captured into a graph, which replays them later without the monitor."""
-    return device.type != "cpu" and _question(device.type)()
+    return device.type != "cpu" and asks_for_capture(device.type)()
 
 
 @cache
-def _question(kind: str) -> Callable[[], bool]:
-    """The backend's function for the question; a backend without one does not capture."""
+def asks_for_capture(kind: str) -> Callable[[], bool]:
+    """The function of a type of devices that answers ``capturing``. A backend without one does not capture."""
     return getattr(getattr(torch, kind, None), "is_current_stream_capturing", _no)
 
 

@@ -109,18 +109,20 @@ class Workspace:
     def __init__(self, device: torch.device, parts: int = _PARTS, tensors: int = _TENSORS, new: New = persistent) -> None:
         self._device = device
         self._new = new
-        self._rows = self._new_rows(parts)
-        self._counters = self._new_counters(tensors)
+        self._parts, self._rows = parts, self._new_rows(parts)
+        self._tensors, self._counters = tensors, self._new_counters(tensors)
         self.rows, self.counters = self._rows.data_ptr(), self._counters.data_ptr()
 
     def reserve(self, parts: int, tensors: int) -> None:
         """Make room for so many. Old memory is freed only after the stream's pending work on it."""
-        if parts * PART_COLUMNS > self._rows.numel():
-            self._rows = self._new_rows(1 << (parts - 1).bit_length())
-            self.rows = self._rows.data_ptr()
-        if tensors > self._counters.numel():
-            self._counters = self._new_counters(1 << (tensors - 1).bit_length())
-            self.counters = self._counters.data_ptr()
+        if parts > self._parts:
+            room = 1 << (parts - 1).bit_length()
+            self._rows = self._new_rows(room)
+            self._parts, self.rows = room, self._rows.data_ptr()
+        if tensors > self._tensors:
+            room = 1 << (tensors - 1).bit_length()
+            self._counters = self._new_counters(room)
+            self._tensors, self.counters = room, self._counters.data_ptr()
 
     def _new_rows(self, parts: int) -> Tensor:
         return self._new(self._device, lambda: torch.empty(parts * PART_COLUMNS, dtype=torch.float64, device=self._device))
@@ -278,7 +280,7 @@ class FusedKernel:
         self.measured = {"HIGHER": higher, "CHECK": check_sums}
         self._portable = portable or TorchDeviceKernel(eps, higher=higher, check_sums=check_sums)
         self.bounds = {"float32": Epsilon.of(eps, np.float32).bound, "float64": Epsilon.of(eps, np.float64).bound}
-        self._known: dict[tuple[torch.dtype, int, bool, bool], tuple[Launch, ElementFormat]] = {}
+        self._known: dict[tuple[torch.dtype, int, bool, bool], tuple[Launch, ElementFormat, int]] = {}
 
     def reduce_into(self, x: Tensor, page: Tensor, row: int, offset: Tensor | None = None) -> bool:
         """Write the partials of ``x`` into ``page[row + offset]``. False, and nothing written, if ``x`` has no data to read.
@@ -315,10 +317,9 @@ class FusedKernel:
         known = self._known.get(key) or self._meet(key)
         if known is None:
             return False
-        launch, format_ = known
-        return self._launch(launch, format_, format_.lane(key[2]), x, device, address, n, repeats, into, offset, _DENSE)
+        return self._launch(*known, x, device, address, n, repeats, into, offset, _DENSE)
 
-    def _meet(self, key: tuple[torch.dtype, int, bool, bool]) -> tuple[Launch, ElementFormat] | None:
+    def _meet(self, key: tuple[torch.dtype, int, bool, bool]) -> tuple[Launch, ElementFormat, int] | None:
         dtype, device, aligned, even = key
         format_ = FORMATS.get(dtype)
         if format_ is None:
@@ -327,9 +328,10 @@ class FusedKernel:
         launch = self._engine.launch("reduce_one", format_, device, **layout)
         if launch is None:
             return None
+        found = launch, format_, format_.lane(aligned)
         if launch.ready:
-            self._known[key] = launch, format_
-        return launch, format_
+            self._known[key] = found
+        return found
 
     def _launch(
         self, launch: Launch, format_: ElementFormat, lane: int, x: Tensor, device: int, address: int, n: int, repeats: int,
