@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell that runs the tests in the background starts them with SIGINT ignored, and every process that they start, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test may fail because the machine is slow.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 TESTS = Path(__file__).parent
 NEWEST_PYTHON_OF_MINDSPORE = (3, 12)

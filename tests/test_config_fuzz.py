@@ -14,12 +14,12 @@ from typing import Any
 from unittest import mock
 
 from evidence import examples
-from hypothesis import HealthCheck, example, given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from monitor.config import ConfigError, MonitorConfig, load_config
 from monitor.config.jsonc import JsonError, parse
 
-THOROUGH = settings(max_examples=examples(120, 1000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+THOROUGH = settings(max_examples=examples(120, 1000))
 FIELDS = sorted(MonitorConfig.model_fields)
 NAMES = [
     *FIELDS,
@@ -187,7 +187,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=examples(80, 500), deadline=None)
+@settings(max_examples=examples(80, 500))
 @given(json_values, st.sampled_from([None, 0, 2]), st.booleans())
 def test_the_parser_agrees_with_the_standard_one_on_every_json_text(value: Any, indent: int | None, ascii_only: bool) -> None:
     assert value == parse(json.dumps(value, indent=indent, ensure_ascii=ascii_only)).value
@@ -196,7 +196,7 @@ def test_the_parser_agrees_with_the_standard_one_on_every_json_text(value: Any, 
 comments = st.sampled_from([" ", "\n", "\t\r\n", '// to the end: ,]}"\n', '/* [{" \n*/', "/**/", "/*/ */"])
 
 
-@settings(max_examples=examples(80, 500), deadline=None)
+@settings(max_examples=examples(80, 500))
 @given(json_values, st.lists(comments, min_size=1, max_size=5))
 def test_comments_may_stand_between_any_two_tokens(value: Any, between: list[str]) -> None:
     filler = "".join(between)
@@ -235,14 +235,14 @@ def place_of_error(text: str) -> tuple[int, int] | None:
     return None
 
 
-@settings(max_examples=examples(150, 1000), deadline=None)
+@settings(max_examples=examples(150, 1000))
 @given(almost_json)
 def test_what_the_standard_parser_accepts_is_accepted(text: str) -> None:
     for value in standard(text):
         assert parse(text).value == value
 
 
-@settings(max_examples=examples(150, 1000), deadline=None)
+@settings(max_examples=examples(150, 1000))
 @given(almost_json)
 def test_an_error_lies_inside_the_text_or_at_its_end(text: str) -> None:
     line, column = place_of_error(text) or (1, 1)

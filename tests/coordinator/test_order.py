@@ -14,7 +14,7 @@ from monitor.coordinator.pipeline_order import PipelineOrder, RankPasses, Spot
 from monitor.coordinator.series_file import Flow, Pass
 from monitor.series import NO_MICRO_STEP
 
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=40)
 AT_THE_STEP = ("param_origin", "grad_reduced", "param_updated", "linear_hook", "adam_update")
 
 

@@ -69,7 +69,7 @@ def test_the_older_a_step_the_fewer_of_its_neighbours_stay() -> None:
     assert set(gaps) <= {2**power for power in range(12)}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     steps=st.integers(1, 400),
     room=st.integers(30, 100),

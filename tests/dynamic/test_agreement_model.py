@@ -121,7 +121,7 @@ def move(world: World, rank: int, action: str) -> None:
     getattr(one, action)()
 
 
-@settings(max_examples=examples(75, 300), deadline=None)
+@settings(max_examples=examples(75, 300))
 @given(st.integers(1, 3), wishes, moves, moves)
 def test_ranks_that_fail_in_any_way_keep_those_alike_that_reach_the_store(ahead, wished, before, after):
     world = World(3, ahead, last_step=8, retry_s=0.0)
@@ -149,7 +149,7 @@ def assert_the_rest_ends(world: World) -> None:
 
 
 @given(st.integers(2, 5), st.integers(1, 3), st.data())
-@settings(max_examples=examples(25, 100), deadline=None)
+@settings(max_examples=examples(25, 100))
 def test_a_wish_is_granted_where_all_answer_before_any_has_waited_long_enough(size, ahead, data):
     world = World(size, ahead, last_step=20)
     world.wish(data.draw(st.integers(0, size - 1)), "new")

@@ -99,7 +99,7 @@ def listed(draw: st.DrawFn, items: list[str]) -> str:
     return ",".join(items) + trailing if items else draw(gaps)
 
 
-@settings(max_examples=examples(80, 300), deadline=None)
+@settings(max_examples=examples(80, 300))
 @given(documents(), st.data())
 def test_the_loader_reads_the_change_and_every_other_character_is_the_same(
     document: tuple[Any, str], data: st.DataObject

@@ -16,7 +16,6 @@ def drawn(few: int) -> settings:
     """Draw the same ``few`` loops each time, or as many others as ``GENERATED_LOOPS`` says (``make prove``)."""
     return settings(
         max_examples=int(_ASKED or few),
-        deadline=None,
         derandomize=_ASKED is None,
         report_multiple_bugs=False,
         print_blob=False,

@@ -102,7 +102,7 @@ def rows_of(base: Path, folder: str, ranks: Sequence[int]) -> list[str]:
     return sorted(found)
 
 
-@settings(max_examples=examples(6, 12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(6, 12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(done=st.lists(damages, min_size=1, max_size=3))
 @example(done=[Damage("change", file=0.125, other=0, place=0.08203125, byte=1)])  # in the root group of HDF5
 def test_what_is_damaged_changes_nothing_of_what_is_not(

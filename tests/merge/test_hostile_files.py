@@ -343,7 +343,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-@settings(max_examples=examples(8, 20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8, 20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True), value=values)
 def test_any_value_anywhere_in_a_manifest_is_borne(
     sound: Path, tmp_path_factory: pytest.TempPathFactory, place: float, value: Any
@@ -356,7 +356,7 @@ def test_any_value_anywhere_in_a_manifest_is_borne(
     shutil.rmtree(base)
 
 
-@settings(max_examples=examples(8, 20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8, 20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True), value=values)
 def test_any_value_anywhere_in_a_table_of_series_is_borne(
     sound: Path, tmp_path_factory: pytest.TempPathFactory, place: float, value: Any

@@ -23,7 +23,7 @@ from monitor.series import LOCAL, Placement, Shard
 from monitor.stats.ops import NUMERIC_OPS, derive
 from monitor.stats.partials import M2, M4, Partials
 
-few = settings(max_examples=examples(3, 6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=examples(3, 6), suppress_health_check=[HealthCheck.function_scoped_fixture])
 floats = st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0])
 KINDS = ("grad_reduced", "exp_avg")
 

@@ -272,7 +272,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=examples(40, 150), deadline=None)
+@settings(max_examples=examples(40, 150))
 @given(events, st.sampled_from([1, 3, 5]))
 def test_whatever_happens_the_files_hold_each_step_once(happened: list[tuple], steps_per_record: int) -> None:
     """Flushes, restarts, steps that run back and ops that change, in any order."""

@@ -65,7 +65,7 @@ class TestHistory:
         before.with_step(6, np.array([6, 0], dtype=np.uint8), MOST)
         assert columns(before) == shown
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(st.integers(1, 200), st.integers(2, 9))
     def test_all_steps_are_in_it_in_order_and_its_columns_are_bounded(self, steps: int, most: int) -> None:
         history = history_of(*range(steps), most=most)

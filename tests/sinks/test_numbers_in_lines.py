@@ -59,13 +59,13 @@ finite = st.one_of(st.floats(allow_nan=False, allow_infinity=False), any_bits, n
 
 
 @BOTH
-@settings(max_examples=examples(100, 300), deadline=None)
+@settings(max_examples=examples(100, 300))
 @given(st.lists(finite, min_size=1, max_size=40), st.integers(0, MOST_DIGITS))
 def test_every_finite_double_is_written_as_python_writes_it(texts: TextsOf, values: list[float], ndigits: int) -> None:
     assert texts(values, ndigits) == [as_python_writes(value, ndigits) for value in values]
 
 
-@settings(max_examples=examples(100, 300), deadline=None)
+@settings(max_examples=examples(100, 300))
 @given(st.builds(lambda m, e: float(m * 10**e // 2), st.integers(1, 2**40), st.integers(15, 40)), st.integers(0, MOST_DIGITS))
 def test_native_ties_of_large_numbers_go_to_the_even_one(value: float, ndigits: int) -> None:
     assert native_texts([value, -value], ndigits) == [as_python_writes(value, ndigits), as_python_writes(-value, ndigits)]
@@ -78,7 +78,7 @@ def test_every_power_of_ten_and_its_neighbours() -> None:
         assert native_texts(values, ndigits) == [as_python_writes(value, ndigits) for value in values]
 
 
-@settings(max_examples=examples(100, 300), deadline=None)
+@settings(max_examples=examples(100, 300))
 @given(
     st.lists(st.tuples(finite | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf]), st.booleans()), min_size=1),
     st.integers(0, MOST_DIGITS + 3),
@@ -96,7 +96,7 @@ def test_so_have_counts(drawn: list[tuple[int, bool]]) -> None:
 
 
 @BOTH
-@settings(max_examples=examples(70, 200), deadline=None)
+@settings(max_examples=examples(70, 200))
 @given(st.lists(finite.filter(lambda x: x != 0), min_size=1, max_size=40), st.integers(0, 3))
 def test_only_zero_is_written_as_zero(texts: TextsOf, values: list[float], ndigits: int) -> None:
     assert all(Fraction(text) != 0 for text in texts(values, ndigits))

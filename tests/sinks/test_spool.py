@@ -189,7 +189,7 @@ events = st.lists(
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@settings(max_examples=examples(25, 100), deadline=None)
+@settings(max_examples=examples(25, 100))
 @given(events, st.sampled_from([1, 3, 5]), st.sampled_from([1, 1 << 26]))
 def test_whatever_happens_the_files_hold_each_step_once(
     form: Form, happened: list[tuple], steps_per_record: int, most: int

@@ -80,7 +80,7 @@ class TestMagnitudes:
         write(rank, rows)
         assert set(histograms(out)) == {"0:y/rank0/actv_magnitude_histogram"}
 
-    @settings(max_examples=examples(20, 50), deadline=None)
+    @settings(max_examples=examples(20, 50))
     @given(st.lists(FLOATS, min_size=1, max_size=20))
     def test_every_element_but_zeros_is_in_the_bucket_around_it(self, values: list[float]) -> None:
         rows = counted_step(Rank(Path("unused")), 0, {"actv": [Measured("x", values)]})
@@ -127,7 +127,7 @@ class TestSigned:
         wide = Partials(partials.columns, np.pad(partials.histogram, ((0, 0), (0, 200))))
         assert signed(wide, 0).tolist() == signed(partials, 0).tolist()
 
-    @settings(max_examples=examples(20, 50), deadline=None)
+    @settings(max_examples=examples(20, 50))
     @given(st.lists(FLOATS, min_size=1, max_size=20))
     def test_every_element_is_in_the_bucket_around_it(self, values: list[float]) -> None:
         rows = counted_step(Rank(Path("unused")), 0, {"adam_update": [Measured("x", values)]})

@@ -20,7 +20,7 @@ def framed_by_the_package(content: bytes) -> bytes:
     return length + struct.pack("<I", masked_crc32c(length)) + content + struct.pack("<I", masked_crc32c(content))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=40), st.integers(0, 500))
 def test_a_record_is_framed_as_the_tensorboard_package_frames_it(text: bytes, repeated: int) -> None:
     content = text * (repeated % 97) + text[:repeated]

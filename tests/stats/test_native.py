@@ -74,7 +74,7 @@ def test_any_length_agrees_with_the_reference(dtype: type, size: int) -> None:
 
 
 @pytest.mark.usefixtures("_kernel")
-@settings(deadline=None, max_examples=examples(100, 300))
+@settings(max_examples=examples(100, 300))
 @given(x=arrays.arrays(np.int64, st.integers(1, 70), elements=st.integers(-(2**63), 2**63 - 1)), wanted=st.booleans())
 def test_any_whole_numbers_have_the_row_of_the_same_numbers_in_double_precision(x: np.ndarray, wanted: bool) -> None:
     found, expected = np.zeros((1, len(COLUMNS))), np.zeros((1, len(COLUMNS)))
@@ -97,7 +97,7 @@ def test_every_number_of_sixteen_bits_is_what_it_is(form: int) -> None:
 
 
 @pytest.mark.usefixtures("_kernel")
-@settings(deadline=None, max_examples=examples(100, 300))
+@settings(max_examples=examples(100, 300))
 @given(x=arrays.arrays(st.sampled_from([np.float32, np.float64]), st.integers(1, 70), elements=st.floats(width=32)))
 def test_any_numbers_agree_with_the_reference(x: np.ndarray) -> None:
     assert_agrees(reduce(x), x, EPS)

@@ -39,7 +39,7 @@ values = st.one_of(
 
 
 @given(st.lists(values, max_size=30), st.lists(st.integers(0, 30), max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_however_a_tensor_is_cut_its_parts_combine_to_the_whole(numbers: list[float], cuts: list[int]) -> None:
     x = torch.tensor(numbers, dtype=torch.float32)
     edges = [0, *sorted(min(cut, len(numbers)) for cut in cuts), len(numbers)]
@@ -48,7 +48,7 @@ def test_however_a_tensor_is_cut_its_parts_combine_to_the_whole(numbers: list[fl
 
 
 @given(st.lists(values, max_size=30), st.lists(st.integers(0, 30), max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_kurtosis_of_the_parts_of_a_tensor_combines_to_that_of_the_whole(numbers: list[float], cuts: list[int]) -> None:
     x = torch.tensor(numbers, dtype=torch.float32)
     edges = [0, *sorted(min(cut, len(numbers)) for cut in cuts), len(numbers)]
@@ -120,7 +120,7 @@ def test_pairs_combine_row_by_row() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_runs_of_rows_combine_each_on_its_own(lengths: list[int]) -> None:
     rows = np.array([row(torch.full((3,), float(i))) for i in range(sum(lengths))])
     starts = np.cumsum([0, *lengths[:-1]])
@@ -158,7 +158,7 @@ def row_of(x: torch.Tensor) -> np.ndarray:
     bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200),
     cuts=st.lists(st.integers(0, 200), max_size=5),
 )
-@settings(max_examples=examples(100, 1000), deadline=None)
+@settings(max_examples=examples(100, 1000))
 def test_check_sums_of_parts_add_up_to_those_of_the_whole(bits: list[int], cuts: list[int]) -> None:
     whole = torch.from_numpy(np.array(bits, dtype=np.uint32).view(np.float32))
     ends = sorted({min(cut, len(bits)) for cut in cuts} | {len(bits)})

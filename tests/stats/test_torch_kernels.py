@@ -63,7 +63,7 @@ class TestTensorKernels(TensorContract):
 
 @pytest.mark.parametrize("precision", [np.float32, np.float64])
 @given(eps=st.floats(min_value=1e-44, max_value=1e38), x=st.floats(allow_nan=False, allow_infinity=False))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_rounded_bound_says_the_same_as_eps(precision: type, eps: float, x: float) -> None:
     with np.errstate(over="ignore"):
         value = precision(x)
@@ -79,7 +79,7 @@ def test_the_rounded_bound_says_the_same_as_eps(precision: type, eps: float, x: 
     steps=st.lists(st.integers(1, 3), min_size=4, max_size=4),
     order=st.randoms(use_true_random=False),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_pieces_of_any_strided_view_hold_each_element_once(shape: list[int], steps: list[int], order: object) -> None:
     base = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64).reshape(shape)
     dims = list(range(len(shape)))

@@ -32,7 +32,7 @@ values = st.one_of(st.floats(width=32), st.sampled_from([0.0, 1e-9, 1e-30, 1e30,
 
 
 @given(st.lists(st.lists(values, min_size=1, max_size=12), min_size=1, max_size=6), st.sampled_from([1e-30, EPS, 0.5, 1e30]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_each_row_is_that_of_its_tensor(numbers: list[list[float]], eps: float) -> None:
     assert_all_agree([torch.tensor(n, dtype=torch.float32) for n in numbers], eps)
 

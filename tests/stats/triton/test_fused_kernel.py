@@ -83,7 +83,7 @@ def test_the_sizes_make_one_part_and_many_and_more_than_are_combined_at_once() -
 
 
 @given(elements=st.integers(0, 1 << 40), lane=st.sampled_from([2, 8, 16, 32]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_parts_cover_a_tensor_and_none_is_empty(elements: int, lane: int) -> None:
     whole = cut(elements, lane, SMALL)
     part = whole.tiles * lane * SMALL.lanes
@@ -165,7 +165,7 @@ SPECIALS = [0.0, -0.0, 1e-45, -1e-42, 1e-38, 1e-30, -1e-12, 1.0, -3.0, 1e18, -1e
     scale=st.sampled_from([1e-44, 1e-38, 1e-20, 1.0, 1e25, 1e37]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=examples(15, 40), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=examples(15, 40), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 def test_any_view_of_any_values(
     shape: list[int], steps: list[int], order: list[int], dtype: torch.dtype, special: list[float], scale: float, seed: int
 ) -> None:
@@ -182,7 +182,7 @@ def test_any_view_of_any_values(
     spread=st.sampled_from([0.0, 1e-6, 1e-2, 1.0]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_spread_of_any_size_about_any_mean(size: int, centre: float, spread: float, seed: int) -> None:
     x = centre + centre * spread * normal(size, seed=seed)
     assert_agrees(row_of(x, COARSE), x, EPS)
