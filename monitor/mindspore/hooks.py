@@ -8,6 +8,7 @@ parameters, and of arguments of a compiled cell) are called alike in both cases.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -26,8 +27,11 @@ from monitor.recording.backend import Removable
 _COMPILED: Final = False
 """False in Python. The compiler reads True from a comment at its use."""
 
-_PRE_HOOKS: Final = "_lazy_forward_pre_hook"
-"""The attribute in which MindSpore 2.10 keeps a cell's hooks before its forward. Other versions have no such hidden hooks."""
+_BEFORE, _AFTER = "_forward_pre_hook", "_forward_hook"
+"""The properties of a cell with its hooks before and after its forward."""
+
+_KEPT: Final = "_lazy{}"
+"""The attribute in which MindSpore 2.10 keeps such hooks. In other versions they are not hidden."""
 
 
 def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object], *, compiled: bool = False) -> Removable:
@@ -43,7 +47,7 @@ def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object], *
             return None
         return _discard(work(cell, args, kwargs))
 
-    hidden = _HiddenHooks.of(cell)
+    hidden = _HiddenHooks.of(cell, _BEFORE)
     handle: Removable = cell.register_forward_pre_hook(hook, with_kwargs=True)
     return handle if hidden is None else hidden.hide(handle)
 
@@ -58,38 +62,43 @@ def after_forward(
         compiled: No effect: compiled code contains no hooks of the monitor.
     """
     del always, compiled
-    in_compiled_code = _replaced if follow_operator() is not None else _warn_of_compiling
+    warns = follow_operator() is None and _is_plain(cell)
+    in_compiled_code = _warn_of_compiling if warns else _replaced
 
     def hook(cell: nn.Cell, args: Any, *rest: Any) -> Any:
         if len(rest) == 1:
             return in_compiled_code()
         return _discard(work(cell, args, *rest))
 
+    hidden = None if warns else _HiddenHooks.of(cell, _AFTER)
     handle: Removable = cell.register_forward_hook(hook, with_kwargs=True)
-    return handle
+    return handle if hidden is None else hidden.hide(handle)
 
 
 class _HiddenHooks(OrderedDict[int, Any]):
-    """The dictionary of a cell's hooks before its forward. Python calls the monitor's hooks in it, and the compiler sees none.
+    """The dictionary of a cell's hooks before or after its forward. Python calls the monitor's hooks, the compiler sees none.
 
-    If the compiler sees one, it passes the cell's arguments through a tuple. If calls of the cell share weights, as in an RNN,
-    it then adds up their gradients in another order, and training has other bits. Hooks after the forward change nothing.
+    If the compiler sees a hook before the forward, it passes the cell's arguments through a tuple. If calls of the cell share
+    weights, as in an RNN, it then adds up their gradients in another order, and training has other bits. Hooks after the
+    forward change bits likewise: those of the cells in an ``nn.GRU`` did.
 
     Attributes:
-        hidden: The monitor's hooks by their ids. They run after the user's.
+        hidden: The monitor's hooks by their ids. They run nearest to the forward: the user's run before or after them.
+        before: Whether they are called before the forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: bool) -> None:
         super().__init__()
+        self.before = before
         self.hidden: OrderedDict[int, Any] = OrderedDict()
 
     @classmethod
-    def of(cls, cell: nn.Cell) -> _HiddenHooks | None:
+    def of(cls, cell: nn.Cell, kind: str) -> _HiddenHooks | None:
         """A cell's hooks; None if it has hooks of the user, whose handles know another dictionary."""
-        attributes = vars(cell)
-        if not cell._forward_pre_hook:  # which makes the attribute
-            attributes[_PRE_HOOKS] = cls()
-        found = attributes.get(_PRE_HOOKS)
+        attributes, kept = vars(cell), _KEPT.format(kind)
+        if not getattr(cell, kind) and kept in attributes:
+            attributes[kept] = cls(kind == _BEFORE)
+        found = attributes.get(kept)
         return found if isinstance(found, cls) else None
 
     def hide(self, handle: Removable) -> Removable:
@@ -103,13 +112,14 @@ class _HiddenHooks(OrderedDict[int, Any]):
         return _HiddenHandle(self.hidden, key, handle)
 
     def items(self) -> Any:
-        return (*super().items(), *self.hidden.items())
+        users, hidden = tuple(super().items()), tuple(self.hidden.items())
+        return users + hidden if self.before else hidden + users
 
     def __bool__(self) -> bool:
         return len(self) > 0 or len(self.hidden) > 0
 
     def __reduce__(self) -> Any:
-        return type(self), (), {"hidden": self.hidden}, None, iter(tuple(super().items()))
+        return type(self), (self.before,), {"hidden": self.hidden}, None, iter(tuple(super().items()))
 
 
 @dataclass(frozen=True)
@@ -151,8 +161,16 @@ def takes_hooks(cell: nn.Cell) -> bool:
     return not getattr(cell, "has_bprop", False) and getattr(cell, "_saved_tensors_pack_hook", None) is None
 
 
+def _is_plain(cell: nn.Cell) -> bool:
+    """Whether a cell is a layer of MindSpore that takes one tensor, such as ``nn.Dense``: a hook that the compiler sees changes
+    no bits there.
+    """
+    own = type(cell).__module__.startswith("mindspore.") and not cell.name_cells()
+    return own and len(inspect.signature(type(cell).construct).parameters) == len(("self", "x"))
+
+
 def _replaced() -> None:
-    """Operators measure in compiled code: they could be used when the hook was registered."""
+    """Operators measure in compiled code, or the hooks of other cells warn."""
 
 
 @constexpr(check=False)  # type: ignore[untyped-decorator]

@@ -44,6 +44,18 @@ class Supervised(nn.Cell):
         return self.head(one).mean() + self.head(two).square().mean() + self.head(self.third(two)).mean()
 
 
+class OfGru(nn.Cell):
+    """Its cells return tuples. A hook that the compiler sees after the forward of one shows in the bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.GRU(SIZE, SIZE, batch_first=True), nn.Dense(SIZE, 1)
+
+    def construct(self, x: Tensor) -> Tensor:
+        states, _ = self.layers(ops.stack((x, ops.cos(x), ops.sin(x)), 1))
+        return self.head(states).square().mean()
+
+
 class Evaluated(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
@@ -109,6 +121,15 @@ def trained(make: Callable[[], nn.Cell], output: Output) -> tuple[list[bytes], l
 def test_whole_graphs_are_recorded_without_being_asked(name: str, output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(COMPILED_VARIABLE)
     bits, found, rows = trained(NETWORKS[name], output)
+    assert found == bits
+    assert {kind for kind, *_ in rows} >= {"actv", "actv_grad", "grad_reduced"}
+
+
+def test_a_network_whose_cells_return_tuples_is_recorded_to_the_same_bits(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(COMPILED_VARIABLE)
+    bits, found, rows = trained(OfGru, output)
     assert found == bits
     assert {kind for kind, *_ in rows} >= {"actv", "actv_grad", "grad_reduced"}
 
