@@ -21,7 +21,7 @@ from monitor.mindspore.compiled import taps as compiled_taps
 from monitor.mindspore.compiled.constructs import original_construct
 from monitor.mindspore.compiled.program import Handle, Handles, ObservedCell, Program
 from monitor.mindspore.compiled.replay import REPLAYING, flush, join, program_of
-from monitor.mindspore.tape import ON_REQUEST, follow_operator
+from monitor.mindspore.tape import COMPILED_VARIABLE, compiled_code_is_excluded, follow_operator
 from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher
 from monitor.recording.attached_model import NamedParts
@@ -260,8 +260,11 @@ def refuse_graph_mode() -> None:
         ValueError: The mode is GRAPH_MODE, in which every cell is compiled and no hook is called, and operators cannot be used.
     """
     if ms.get_context("mode") == ms.GRAPH_MODE and follow_operator() is None:
-        to_do = f"call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) before set_monitor, or {ON_REQUEST}"
-        raise ValueError(f"mode is GRAPH_MODE, so MindSpore calls no hooks and nothing can be recorded: {to_do}.")
+        why, other = "the operator for compiled code cannot be used here", ""
+        if compiled_code_is_excluded():
+            why, other = f"{COMPILED_VARIABLE} is 0", f", or unset {COMPILED_VARIABLE}"
+        to_do = f"call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) before set_monitor{other}"
+        raise ValueError(f"mode is GRAPH_MODE, so MindSpore calls no hooks, and {why}: {to_do}.")
 
 
 def compiled(cell: nn.Cell) -> bool:

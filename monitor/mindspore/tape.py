@@ -142,11 +142,16 @@ def changes_are_accepted() -> bool:
     return os.environ.get(COMPILED_VARIABLE) == "1"
 
 
+def compiled_code_is_excluded() -> bool:
+    """Whether the user wants no compiled code recorded."""
+    return os.environ.get(COMPILED_VARIABLE) == "0"
+
+
 def follow_operator() -> Any:
     """The operator ``follow(x, slot, call)``, for compiled code. Its entry has the number ``call``, int64 of shape ``(1,)``,
     and a number of its own, which it returns likewise. See ``read_operator``. None if compiled code is not recorded now.
     """
-    whole = ms.get_context("mode") == ms.GRAPH_MODE and os.environ.get(COMPILED_VARIABLE) != "0"
+    whole = ms.get_context("mode") == ms.GRAPH_MODE and not compiled_code_is_excluded()
     return _follow() if whole or changes_are_accepted() else None
 
 

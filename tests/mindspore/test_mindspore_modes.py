@@ -12,6 +12,7 @@ from mindspore import Tensor, nn
 from training import Net, train
 
 from monitor.failures import Failures
+from monitor.mindspore import tape
 from monitor.mindspore.modules import chunks_of, compiled, observable, refuse_graph_mode, warn_of_evaluation
 from monitor.mindspore.tape import COMPILED_VARIABLE
 
@@ -62,10 +63,22 @@ def graph_mode() -> Iterator[None]:
 @pytest.mark.usefixtures("graph_mode")
 def test_graph_mode_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COMPILED_VARIABLE, "0")
-    to_do = r"call mindspore\.set_context\(mode=mindspore\.PYNATIVE_MODE\) .*, or on a CPU set MONITOR_COMPILED_CODE=1"
-    expected = f"^mode is GRAPH_MODE, .*: {to_do}"
+    to_do = r"call mindspore\.set_context\(mode=mindspore\.PYNATIVE_MODE\) .*, or unset MONITOR_COMPILED_CODE\.$"
+    expected = f"^mode is GRAPH_MODE, .*MONITOR_COMPILED_CODE is 0: {to_do}"
     with pytest.raises(ValueError, match=expected):
         refuse_graph_mode()
+
+
+@pytest.mark.usefixtures("graph_mode")
+@pytest.mark.parametrize("value", [None, "1"])
+def test_without_the_operator_no_value_of_the_variable_is_advised(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(COMPILED_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(COMPILED_VARIABLE, value)
+    monkeypatch.setattr(tape, "_follow", lambda: None)
+    with pytest.raises(ValueError, match="the operator for compiled code cannot be used here: call mindspore") as refusal:
+        refuse_graph_mode()
+    assert COMPILED_VARIABLE not in str(refusal.value)
 
 
 @pytest.mark.usefixtures("graph_mode")
