@@ -205,6 +205,41 @@ def test_the_structure_and_the_modules_with_a_call_stack_are_the_same(run_job: R
     assert ours
 
 
+COMMANDS = {
+    "merge": ("alerts", ["merge", "BASE", "-o", "OUT/merged"]),
+    "report": ("alerts", ["report", "BASE", "--json"]),
+    "top": ("alerts", ["top", "BASE", "--once"]),
+    "query": ("alerts", ["query", "BASE", "--csv", "select name, step, norm from param_updated order by step, name"]),
+    "convert": ("alerts", ["convert", "BASE", "--to", "sqlite", "-o", "OUT"]),
+    "precision": ("alerts", ["precision", "BASE"]),
+    "rank-anomalies": ("alerts", ["rank-anomalies", "-d", "BASE", "-o", "OUT/found.json"]),
+    "ctl": ("dynamic", ["ctl", "BASE", "status"]),
+}
+"""Those that read one run. The next test runs ``compare``."""
+
+OF_A_RUN = re.compile(r"\b[0-9a-f]{12,32}\b|\b\d\d:\d\d:\d\d\b|\b[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d\b|(?<=\n0 {5})\d+(?= +ended)")
+"""The id of a job, times, and the number of a recording in this process: they differ between any two runs."""
+NUMBER = re.compile(r"\d+\.\d+(?:e[+-]?\d+)?")
+
+
+def said_by(arguments: list[str], one: Recorded, outside: Path) -> tuple[int, list[str], list[float]]:
+    """The exit status of a command, its words, and its numbers, both sorted: frameworks choose the order of calls in a step."""
+    places = {"BASE": str(one.base), "OUT": str(outside)}
+    given = [re.sub("^(BASE|OUT)", lambda found: places[found[0]], argument) for argument in arguments]
+    outcome = CliRunner().invoke(app, given, env={"COLUMNS": "300"})
+    text = OF_A_RUN.sub("", outcome.output.replace(str(one.base), "BASE").replace(str(outside), "OUT"))
+    return outcome.exit_code, sorted(NUMBER.sub("", text).split()), sorted(map(float, NUMBER.findall(text)))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_says_the_same_of_both(run_job: RunJob, command: str, tmp_path: Path) -> None:
+    job, arguments = COMMANDS[command]
+    of_torch, of_mindspore = (said_by(arguments, one, tmp_path / f"{i}") for i, one in enumerate(run_job(job)))
+    assert of_torch[:2] == of_mindspore[:2]
+    assert of_torch[0] in (0, 1), of_torch
+    assert of_torch[2] == pytest.approx(of_mindspore[2], rel=WITHIN, abs=WITHIN)
+
+
 @pytest.mark.parametrize("how", [(), ("--whole",)])
 def test_the_command_compare_finds_both_the_same(run_job: RunJob, how: tuple[str, ...]) -> None:
     bases = [str(one.base) for one in run_job("micro-batches")]
@@ -279,6 +314,11 @@ def table() -> str:
 def test_the_document_names_every_kind_field_and_job(table: str) -> None:
     named = set(re.findall(r"`([^`]+)`", table))
     assert {*KINDS, *MonitorConfig.model_fields, *JOBS} - named == set()
+
+
+def test_every_command_of_the_document_is_run_on_both(table: str) -> None:
+    (row,) = (line for line in table.splitlines() if line.startswith("| commands |"))
+    assert set(re.findall(r"`([^`]+)`", row.split("|")[2])) == {*COMMANDS, "compare"}
 
 
 def test_the_tests_that_the_document_names_exist(table: str) -> None:
