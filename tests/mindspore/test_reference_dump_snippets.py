@@ -31,7 +31,7 @@ CODE = re.compile(
     r"^(import |from |#|debugger|model|trainer|for |grad_net|output|loss|ms\.|set_device|seed_all|prompts|sampling|llm|$)"
 )
 
-GRAPH = "GRAPH_MODE: dumps of that mode need an Ascend device"
+GRAPH = "GRAPH_MODE: only the dump tools of an Ascend device can dump it"
 KERNELS = "level L2 is not recorded: kernels can be recorded only by the dump tools of an Ascend device"
 
 

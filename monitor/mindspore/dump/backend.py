@@ -194,8 +194,9 @@ def rank() -> int | None:
 
 def refuse(level: str) -> None:
     if ms.get_context("mode") == ms.GRAPH_MODE:
-        what = f"level {level} cannot be recorded in GRAPH_MODE: dumps of that mode need an Ascend device"
-        raise ValueError(f"{what}. Call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) first.")
+        what = f"level {level} is not recorded in GRAPH_MODE: only the dump tools of an Ascend device can dump it"
+        to_do = "Call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) first, or record statistics with TrainerMon"
+        raise ValueError(f"{what}. {to_do}.")
 
 
 def traced() -> bool:

@@ -116,7 +116,10 @@ def test_cells_inside_a_compiled_one_are_named_once(tmp_path: Path, caplog: pyte
 def test_the_mode_that_compiles_everything_is_refused(tmp_path: Path) -> None:
     ms.set_context(mode=ms.GRAPH_MODE)
     try:
-        with pytest.raises(ValueError, match="cannot be recorded in GRAPH_MODE: dumps of that mode need an Ascend device"):
+        with pytest.raises(
+            ValueError,
+            match="is not recorded in GRAPH_MODE: only the dump tools of an Ascend device can dump it",
+        ):
             PrecisionDebugger(dump_path=tmp_path, level="L0").start(seeded(Convolutional))
     finally:
         ms.set_context(mode=ms.PYNATIVE_MODE)
