@@ -174,6 +174,7 @@ class Debugger:
         """End the step and complete its files."""
         self._drop_inherited_session()
         self._detach()
+        self._warn_of_no_calls()
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
             self._failures.guarded("completing a dump", session.close, _recovery(session.directory))()
@@ -252,6 +253,16 @@ class Debugger:
         if any(all(model is not one for one in known) for model in models):
             said = "start() was called again before stop(), with another model, which is not dumped"
             self._failures.warn("another model", f"{said}: call stop() first, or pass both as a list.")
+
+    def _warn_of_no_calls(self) -> None:
+        """Warn if no module of the model was called in the step: compiled code calls no hooks."""
+        calls = [f"{base}.forward" for base in self._gradients]
+        if calls and self._token_range is None and not any(map(self._has_call, calls)):
+            said = f"no module of the model was called in step {self._step}, so none is dumped. Compiled code calls no hooks"
+            self._failures.warn("no calls", f"{said}: do not compile what calls the model, and call it after start().")
+
+    def _has_call(self, base: str) -> bool:
+        return any(session.has_numbered(base) for session in self._sessions.values())
 
     def _drop_inherited_session(self) -> None:
         """In a forked process: drop the session that the parent opened. A session of this process itself is kept."""

@@ -284,6 +284,10 @@ class Session:
         """The number of earlier calls of ``base`` in this step."""
         return next(self._counts.setdefault(base, itertools.count()))
 
+    def has_numbered(self, base: str) -> bool:
+        """Whether ``base`` was called in this step."""
+        return base in self._counts
+
     def leaf(self, x: Any, name: str) -> TensorLeaf:
         """Read a tensor now."""
         self._failures.reraise_deferred()

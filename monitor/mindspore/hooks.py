@@ -53,17 +53,24 @@ def before_forward(cell: nn.Cell, work: Callable[[nn.Cell, Any, Any], object], *
 
 
 def after_forward(
-    cell: nn.Cell, work: Callable[[nn.Cell, Any, Any, Any], object], *, always: bool = False, compiled: bool = False
+    cell: nn.Cell,
+    work: Callable[[nn.Cell, Any, Any, Any], object],
+    *,
+    always: bool = False,
+    compiled: bool = False,
+    when_compiled: Callable[[], None] | None = None,
 ) -> Removable:
     """Call ``work(cell, args, kwargs, result)`` after each call from Python that did not raise. It must not raise.
 
     Args:
         always: No effect: the beginning of the next forward shows that the last one has raised.
         compiled: No effect: compiled code contains no hooks of the monitor.
+        when_compiled: A constant expression, which is evaluated when MindSpore compiles the hook of a plain layer. None: warn
+            that the call has no rows, unless operators replace the hook.
     """
     del always, compiled
-    warns = follow_operator() is None and _is_plain(cell)
-    in_compiled_code = _warn_of_compiling if warns else _replaced
+    warns = (when_compiled is not None or follow_operator() is None) and _is_plain(cell)
+    in_compiled_code = (when_compiled or _warn_of_compiling) if warns else _replaced
 
     def hook(cell: nn.Cell, args: Any, *rest: Any) -> Any:
         if len(rest) == 1:

@@ -11,15 +11,16 @@ from typing import Any, Final
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, mint, nn, ops
+from mindspore.ops import constexpr
 from numpy.typing import NDArray
 
 from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
 from monitor.dump.values import HostRow, KernelResult, TensorLeaf
-from monitor.failures import EarlierFailure, Failures
-from monitor.mindspore import autograd
+from monitor.failures import LOGGER, EarlierFailure, Failures
+from monitor.mindspore import autograd, hooks
 from monitor.mindspore.autograd import engine
 from monitor.mindspore.dump.apis import MindSporeApiInterception
-from monitor.mindspore.hooks import after_forward, before_forward, takes_hooks
+from monitor.mindspore.hooks import before_forward, is_exporting, takes_hooks
 from monitor.mindspore.modules import compiled, observable
 from monitor.mindspore.process_group import initialized
 from monitor.mindspore.tensor_reader import TENSOR_PATHS, computing
@@ -147,7 +148,28 @@ def modules_of(model: nn.Cell, failures: Failures) -> Iterable[tuple[str, nn.Cel
         names = ", ".join(repr(name) if name else "the model" for name in cells.hiding)
         said = f"Cells inside {names} are compiled (@jit) and are not dumped: take @jit off to dump them."
         failures.warn(f"compiled cells {names}", said)
-    return [(name, cell) for name, cell in cells.cells if cell is not model and takes_hooks(cell)]
+    below = [(name, cell) for name, cell in cells.cells if cell is not model]
+    for name, cell in below:
+        if not takes_hooks(cell):
+            failures.warn(f"hooks of {name}", f"{name!r} is a {type(cell).__name__}, which takes no hooks: it is not dumped.")
+    return [(name, cell) for name, cell in below if takes_hooks(cell)]
+
+
+def after_forward(cell: nn.Cell, call: Callable[..., None], *, always: bool = False) -> Removable:
+    return hooks.after_forward(cell, call, always=always, when_compiled=_warn_of_compiling)
+
+
+@constexpr(check=False)  # type: ignore[untyped-decorator]
+def _warn_of_compiling() -> None:
+    """The compiler runs this in Python, since it evaluates constants when it compiles."""
+    if not is_exporting():
+        _warn_once()
+
+
+@functools.cache
+def _warn_once() -> None:
+    said = "Code that calls a cell is compiled (@jit), and MindSpore calls no hooks there: such cells are not dumped"
+    LOGGER.warning("%s. Take @jit off to dump them.", said)
 
 
 def compiled_of(models: Sequence[nn.Cell]) -> frozenset[int]:

@@ -113,6 +113,24 @@ def test_cells_inside_a_compiled_one_are_named_once(tmp_path: Path, caplog: pyte
     assert "Cells inside '0' are compiled (@jit) and are not dumped" in caplog.text
 
 
+class Doubling(nn.Cell):
+    """Has a backward of its own, so MindSpore calls no hook after its forward."""
+
+    def construct(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def bprop(self, _x: Tensor, _result: Tensor, gradient: Tensor) -> tuple[Tensor]:
+        return (gradient * 2,)
+
+
+def test_a_cell_that_takes_no_hooks_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    network = nn.SequentialCell(Doubling(), nn.ReLU())
+    with dumping(tmp_path, network, level="L0"):
+        network(ms.ops.ones((1, 3)))
+    assert set(Dump(tmp_path).data) == {"Cell.1.ReLU.forward.0"}
+    assert caplog.text.count("'0' is a Doubling, which takes no hooks: it is not dumped.") == 1
+
+
 def test_the_mode_that_compiles_everything_is_refused(tmp_path: Path) -> None:
     ms.set_context(mode=ms.GRAPH_MODE)
     try:

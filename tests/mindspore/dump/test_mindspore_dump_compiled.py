@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 from monitor.compare.cli import app
 from monitor.mindspore import PrecisionDebugger
+from monitor.mindspore.dump.backend import _warn_once
 from monitor.mindspore.dump.jit import BytecodeContext, Executor
+from monitor.mindspore.tape import COMPILED_VARIABLE
 
 MODES = ("ast", "bytecode")
 X = Tensor(np.array([[-1.0, 2.0, 3.0]], np.float32))
@@ -256,3 +258,72 @@ def test_two_dumps_with_parts_are_compared_part_by_part(tmp_path: Path) -> None:
     same_run, other = (CliRunner().invoke(app, [str(tmp_path / "left"), str(tmp_path / name)]) for name in ("same", "right"))
     assert (same_run.exit_code, other.exit_code) == (0, 1)
     assert "Cell.second.AlexNet.forward.0.output.0" in other.output
+
+
+class OfItsOwn(nn.Cell):
+    """A compiled cell with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = ms.Parameter(Tensor([2.0, -1.0, 0.5], ms.float32))
+
+    @ms.jit
+    def construct(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def test_parameters_of_a_compiled_cell_are_in_both_parts_with_their_gradients(tmp_path: Path) -> None:
+    network = nn.SequentialCell(OfItsOwn(), nn.ReLU())
+    with dumping(tmp_path, network, level="L0"):
+        trained(network)
+    gradient = X.asnumpy()[0] * (X.asnumpy()[0] * network[0].factor.asnumpy() > 0)
+    for part in ("graph", "pynative"):
+        data = Dump(tmp_path / part).data
+        assert same(data["Cell.0.OfItsOwn.forward.0"]["parameters"], {"factor": described(network[0].factor)})
+        assert same(data["Cell.0.OfItsOwn.parameters_grad.0"], {"factor": [described(Tensor(gradient))]})
+
+
+# --- A step that is compiled as a whole.
+
+
+def compiled_step(network: nn.Cell) -> Callable[[Tensor], Tensor]:
+    gradients_of = ms.value_and_grad(network, None, network.trainable_params())
+
+    @ms.jit
+    def step(x: Tensor) -> Tensor:
+        loss, _ = gradients_of(x)
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("asked", [None, "1"])
+@pytest.mark.parametrize("before", [0, 1], ids=["compiled within the dump", "compiled before"])
+@pytest.mark.parametrize("level", ["L0", "mix"])
+def test_a_compiled_step_without_a_cell_is_said_once(
+    level: str,
+    before: int,
+    asked: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _warn_once.cache_clear()
+    monkeypatch.delenv(COMPILED_VARIABLE, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(COMPILED_VARIABLE, asked)  # it has the monitor record compiled code, and no dump
+    network = Inner().set_train()
+    step = compiled_step(network)
+    for _ in range(before):
+        step(X)
+    debugger = PrecisionDebugger(dump_path=tmp_path, level=level)
+    for _ in range(2):
+        debugger.start(network)
+        step(X)
+        debugger.stop()
+        debugger.step()
+    debugger.close()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len([one for one in said if "no module of the model was called in step 0, so none is dumped" in one]) == 1
+    assert len([one for one in said if "such cells are not dumped" in one]) == 1 - before
+    assert [one for one in said if COMPILED_VARIABLE in one or "rows" in one] == []

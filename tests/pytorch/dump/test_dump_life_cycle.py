@@ -40,6 +40,25 @@ def test_segments_of_a_step_are_in_one_file_and_what_lies_between_is_not(tmp_pat
     assert list(Dump(tmp_path).data) == ["Functional.relu.0.forward", "Functional.relu.1.forward"]
 
 
+@pytest.mark.parametrize(("level", "said"), [("L0", 1), ("L1", 0), ("mix", 1)])
+def test_steps_without_a_call_of_the_model_are_said_once(
+    level: str, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = seeded(Convolutional)
+    debugger = PrecisionDebugger(dump_path=tmp_path, level=level)
+    for called in (True, False, False):
+        for _ in range(2):
+            debugger.start(network)
+            debugger.stop()
+        debugger.start(network)
+        if called:
+            loss_of(network)
+        debugger.stop()
+        debugger.step()
+    assert caplog.text.count("no module of the model was called in step 1, so none is dumped") == said
+    assert caplog.text.count("so none is dumped") == said
+
+
 @pytest.mark.parametrize("level", ["L0", "L1", "mix"])
 def test_gradients_come_in_after_stop_until_the_step_is_over(tmp_path: Path, level: str) -> None:
     network = seeded(Convolutional)
