@@ -200,7 +200,8 @@ def is_exporting() -> bool:
 @cache
 def _warn_once() -> None:
     said = "Code that calls a monitored cell is compiled (@jit or GRAPH_MODE), and MindSpore calls no hooks there"
-    LOGGER.warning("%s: such calls have no rows. Use PYNATIVE_MODE without @jit, or %s.", said, ON_REQUEST)
+    to_do = "Use PYNATIVE_MODE without @jit, set GRAPH_MODE before set_monitor"
+    LOGGER.warning("%s: such calls have no rows. %s, or %s.", said, to_do, ON_REQUEST)
 
 
 def _unchanged(gradient: Any) -> Any:

@@ -114,6 +114,27 @@ def test_collect_times_0_stops_early_and_another_edit_starts_anew(output: Output
     assert steps_of(output, "grad_reduced") == [1, 2, 5, 6]
 
 
+def test_after_its_end_it_starts_anew_when_dynamic_on_is_set_again(output: Output) -> None:
+    with training(output, **GRADIENTS | {"collect_times": 2}) as one:
+        one.train(4)
+        assert json.loads(one.path.read_text())["dynamic_on"] is False
+        one.edit(**GRADIENTS, collect_times=2)
+        one.train(4)
+        assert json.loads(one.path.read_text())["dynamic_on"] is False
+    assert steps_of(output, "grad_reduced") == [1, 2, 5, 6]
+
+
+@pytest.mark.parametrize("dynamic_on", [False, True])
+def test_without_dynamic_monitoring_every_step_is_recorded_whatever_dynamic_on_says(
+    dynamic_on: bool, output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNAMIC_MONITOR", "False")
+    with training(output, **GRADIENTS | {"dynamic_on": dynamic_on}) as one:
+        one.train(3)
+    assert steps_of(output, "grad_reduced") == [0, 1, 2]
+    assert json.loads(one.path.read_text())["dynamic_on"] is dynamic_on
+
+
 def test_a_bad_edit_is_said_once_and_what_was_before_continues(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     with training(output, **GRADIENTS) as one:
         one.train(2)
