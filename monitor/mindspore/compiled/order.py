@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from monitor.mindspore.compiled import taps as roles
-from monitor.mindspore.compiled.program import ObservedCell, ObservedParameter, Tap
+from monitor.mindspore.compiled.program import ObservedCell, ObservedOptimizer, ObservedParameter, Tap
 from monitor.mindspore.tape import TapedTensor
 
 INDEPENDENT: Final = (
@@ -114,11 +114,18 @@ def _by_site(group: list[_Call]) -> list[_Call]:
     return sorted(group, key=lambda call: call.site) if len(sites) == len(group) and 0 not in sites else group
 
 
-def in_parts(entries: Sequence[Entry], training: set[int]) -> set[ObservedParameter]:
-    """The parameters with gradients of which it is not known which backward has computed them.
+def in_parts(entries: Sequence[Entry], training: set[int]) -> dict[int, set[ObservedParameter]]:
+    """The parameters with gradients of which it is not known which backward of a step has computed them.
 
     It is known if there is one entry, or equal ones, after the beginning of each forward and before that of the next one.
+
+    Returns:
+        The parameters of each step, by the index of its first entry.
     """
+    return {begin: _in_parts(step, training) for begin, step in _steps(entries)}
+
+
+def _in_parts(entries: Sequence[Entry], training: set[int]) -> set[ObservedParameter]:
     found: dict[ObservedParameter, dict[int, list[TapedTensor]]] = {}
     forwards = 0
     for entry in entries:
@@ -132,6 +139,24 @@ def in_parts(entries: Sequence[Entry], training: set[int]) -> set[ObservedParame
         if (forwards > 1 and set(parts) != set(range(1, forwards + 1)))
         or any(not np.array_equal(x.row, every[0].row, equal_nan=True) for every in parts.values() for x in every)
     }
+
+
+def _steps(entries: Sequence[Entry]) -> Iterator[tuple[int, Sequence[Entry]]]:
+    """The entries of each step, and the index of its first one. In a step, each optimizer steps at most once."""
+    ends = [(place, entry.tap.owner) for place, entry in enumerate(entries, 1) if entry.tap.role == roles.TURN_ENDS]
+    optimizers = {optimizer for _, optimizer in ends}
+    begin = last = 0
+    stepped: set[ObservedOptimizer] = set()
+    for place, optimizer in ends:
+        if optimizer in stepped:
+            yield begin, entries[begin:last]
+            begin, stepped = last, set()
+        stepped.add(optimizer)
+        last = place
+    if stepped and stepped == optimizers:
+        yield begin, entries[begin:last]
+        begin = last
+    yield begin, entries[begin:]
 
 
 def in_order(entries: Sequence[Entry]) -> list[Entry]:

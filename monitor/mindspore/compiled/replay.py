@@ -154,9 +154,10 @@ class Replay:
         entries = in_order(entries)
         begins = beginnings(entries, self._warn)
         waiting = {call for calls in begins.values() for _, call in calls}
-        self._parts = in_parts(entries, self._training)
+        parts = in_parts(entries, self._training)
         early: dict[int, list[Entry]] = {}
         for place, entry in enumerate(entries):
+            self._parts = parts.get(place, self._parts)
             for cell, call in begins.get(place, ()):
                 self._cell_begins(cell, call)
                 waiting.remove(call)

@@ -14,7 +14,7 @@ from training import inputs
 from watching_cells import written
 
 from monitor.mindspore import TrainerMon
-from monitor.mindspore.compiled.program import MOST_FORWARDS
+from monitor.mindspore.compiled.program import MOST_FORWARDS, Program
 from monitor.mindspore.compiled.replay import program_of
 from monitor.mindspore.tape import Tape, follow_operator
 from monitor.stats.partials import COLUMNS
@@ -67,6 +67,27 @@ def test_forwards_without_a_backward_leave_few_entries_and_the_rows_of_training(
     last = {key: values for key, values in expected.items() if key[2] < STEPS - 1}
     assert {key: values for key, values in rows.items() if key[2] < STEPS - 1} == last
     assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_gradients_of_several_steps_that_are_replayed_together_are_not_confused(
+    how: str, output: Output, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the training flag off, no forward separates them."""
+    monkeypatch.setattr(Program, "follow", lambda _: None)
+    before = output.directories()
+    with mode_of(how):
+        net = with_fixed_weights(Deep()).set_train(False)
+        optimizer = adam(net.trainable_params())
+        with TrainerMon(written(output, **RECORDED)) as monitor:
+            monitor.set_monitor(net, 1, optimizer)
+            step = step_of(how, net, optimizer)
+            for number in range(STEPS):
+                step(inputs(number))
+    (directory,) = set(output.directories()) - set(before)
+    steps = [step for kind, name, step, _ in rows_in(output, directory) if (kind, name) == ("grad_unreduced", "a.weight")]
+    assert steps == list(range(STEPS))
+    assert [said for said in warnings_in(caplog) if "several gradients of one parameter" in said] == []
 
 
 # --- Orders of execution, entry by entry.
