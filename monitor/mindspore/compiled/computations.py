@@ -26,8 +26,11 @@ WRITES: Final = "side_effect_mem", str(ir.ValueProto(dtype=ir.DT_BOOL, bool_val=
 UNUSED: Final = {"side_effect_hidden", "side_effect_mem", "input_names", "output_names"}
 """Attributes that do not say what an operator computes."""
 
-SEED: Final = "seed"
-"""How the attributes of random operators begin."""
+EXACT: Final = {
+    *("Reshape", "Tile", "Transpose", "ExpandDims", "Squeeze", "BroadcastTo", "Concat", "Stack", "Slice", "StridedSlice"),
+    *("Gather", "Cast", "ZerosLike", "OnesLike", "FillV2", "Neg", "Add", "Sub", "Mul", "Muls", "RealDiv", "Divs"),
+}
+"""Operators with the same result in the compiler as in a kernel: they move elements, or IEEE 754 says how to round."""
 
 FLOATS: Final = ir.DT_FLOAT16, ir.DT_FLOAT32, ir.DT_FLOAT64
 """The types of numbers that are compared as elements."""
@@ -75,7 +78,8 @@ class Computations:
 def computations(executor: Any, phase: str) -> Computations | None:
     """What the graph of a phase returns, and what it writes to parameters, without what only measures.
 
-    MindSpore computes constants from constants while it compiles, except those that are measured.
+    MindSpore computes constants from constants while it compiles, except those that are measured. What ``EXACT`` operators make
+    of constants is a constant in both cases. Others, such as ``Log``, have other last bits in a kernel.
 
     Returns:
         None if that cannot be told: the graph calls other graphs, since it has loops or branches on tensors.
@@ -154,16 +158,12 @@ class _Graph:
             before = self.written.get(inputs[0], ())
             self.written[node.name] = before + tuple(self.effects[name] for name in inputs[1:] if name in self.effects)
             return STATE
-        if known and all(value[0] == "constant" for value in known) and not self._keeps(node):
+        if node.op_type in EXACT and known and all(value[0] == "constant" for value in known):
             parts = [self.elements.get(name) for name in inputs]
             computed = _digest(node.op_type, _attributes(node), [part and part.computed for part in parts])
             self.elements[node.name] = Constant(computed, _digest([part and part.elements for part in parts]))
             return _constant(node.output_type.tensor_type)
         return self._computed(node, inputs, [value for value in known if value != STATE])
-
-    def _keeps(self, node: Any) -> bool:
-        """Whether MindSpore computes nothing of this node while it compiles: a tuple, or random numbers."""
-        return node.op_type == "MakeTuple" or any(one.name.startswith(SEED) for one in node.attribute)
 
     def _computed(self, node: Any, inputs: list[str], known: list[Value]) -> Value:
         parameters = frozenset(name for kind, *names in known if kind == "parameter" for name in names)

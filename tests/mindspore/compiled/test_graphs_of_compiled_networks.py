@@ -109,6 +109,31 @@ class Drawn(nn.Cell):
         return x + ops.standard_normal((6, SIZE), seed=self.seed)
 
 
+class Function(nn.Cell):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class OfConstant(nn.Cell):
+    """MindSpore computes a function of a constant while it compiles; with taps, a kernel does."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.function = nn.Dense(SIZE, SIZE), Function(function)
+        self.numbers = Tensor(np.random.default_rng(0).uniform(0.1, 3, (6, SIZE)).astype(np.float32))
+
+    def construct(self, x: Tensor) -> Tensor:
+        return (self.body(x) * self.function(self.numbers)).square().mean()
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x / 3.0 * 7.0
+
+
 def trained(make: Callable[[], nn.Cell], output: Output) -> tuple[list[bytes], list[bytes], Rows]:
     """The bits without and with a monitor, and its rows."""
     ms.set_seed(1)
@@ -125,11 +150,12 @@ def test_whole_graphs_are_recorded_without_being_asked(name: str, output: Output
     assert {kind for kind, *_ in rows} >= {"actv", "actv_grad", "grad_reduced"}
 
 
-def test_a_network_whose_cells_return_tuples_is_recorded_to_the_same_bits(
-    output: Output, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("make", [OfGru, lambda: OfConstant(scaled)], ids=["tuples", "products of a constant"])
+def test_networks_with_tuples_and_constants_are_recorded_to_the_same_bits(
+    make: Callable[[], nn.Cell], output: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(COMPILED_VARIABLE)
-    bits, found, rows = trained(OfGru, output)
+    bits, found, rows = trained(make, output)
     assert found == bits
     assert {kind for kind, *_ in rows} >= {"actv", "actv_grad", "grad_reduced"}
 
@@ -143,8 +169,8 @@ def test_they_have_the_rows_that_they_have_on_request(output: Output, monkeypatc
 
 @pytest.mark.parametrize(
     "make",
-    [Supervised, NETWORKS["loop"], DrawnByNumPy, DrawnNumber],
-    ids=["supervised", "loop", "drawn by NumPy", "drawn number"],
+    [Supervised, NETWORKS["loop"], DrawnByNumPy, DrawnNumber, lambda: OfConstant(ops.log)],
+    ids=["supervised", "loop", "drawn by NumPy", "drawn number", "logarithm of a constant"],
 )
 def test_other_computations_and_those_that_cannot_be_compared_are_compiled_without_the_monitor(
     make: Callable[[], nn.Cell], output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
