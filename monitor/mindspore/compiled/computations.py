@@ -20,6 +20,9 @@ MEASURING: Final = "monitor/mindspore/_tape"
 IDENTITIES: Final = ("Depend", "TensorMove")
 """Operators that return their first argument: tied to an order of execution, or copied, since a later operator writes to it."""
 
+CARRIERS: Final = "Depend", "MakeTuple"
+"""Operators that carry what has been written to where it counts."""
+
 WRITES: Final = "side_effect_mem", str(ir.ValueProto(dtype=ir.DT_BOOL, bool_val=True))
 """The attribute of operators that write to their parameters."""
 
@@ -122,6 +125,7 @@ class _Graph:
         written: What has been written before each state of the memory, in that order: values of operators, with the
             parameters that they write to.
         effects: These, by the name of the operator.
+        carried: What has been written before a node, by its name: one operator, or those of a tuple.
         elements: The constants by name.
         inputs: What the graph takes, by name.
         constants: As in ``Computations``.
@@ -133,6 +137,7 @@ class _Graph:
     values: dict[str, Value] = field(default_factory=dict)
     written: dict[str, tuple[tuple[Value, frozenset[str]], ...]] = field(default_factory=dict)
     effects: dict[str, tuple[Value, frozenset[str]]] = field(default_factory=dict)
+    carried: dict[str, tuple[tuple[Value, frozenset[str]], ...]] = field(default_factory=dict)
 
     def value(self, graph: Any) -> Value:
         self.values.update({one.name: ("parameter", one.name) for one in graph.parameters})
@@ -150,13 +155,15 @@ class _Graph:
     def _of(self, node: Any) -> Value:
         inputs = [one.name for one in node.input]
         known = [self.values[name] for name in inputs]
+        if node.op_type in CARRIERS:
+            self.carried[node.name] = tuple(effect for name in inputs for effect in self.carried.get(name, ()))
         if node.op_type in IDENTITIES:
             if inputs[0] in self.elements:
                 self.elements[node.name] = self.elements[inputs[0]]
             return known[0]
         if node.op_type == "UpdateState":
             before = self.written.get(inputs[0], ())
-            self.written[node.name] = before + tuple(self.effects[name] for name in inputs[1:] if name in self.effects)
+            self.written[node.name] = before + tuple(effect for name in inputs[1:] for effect in self.carried.get(name, ()))
             return STATE
         if node.op_type in EXACT and known and all(value[0] == "constant" for value in known):
             parts = [self.elements.get(name) for name in inputs]
@@ -172,6 +179,7 @@ class _Graph:
         value = _digest(node.op_type, _attributes(node), known, earlier)
         if any((one.name, str(one.value)) == WRITES for one in node.attribute):
             self.effects[node.name] = value, parameters
+            self.carried[node.name] = (self.effects[node.name],)
         for i, name in enumerate(inputs):
             if name in self.elements:
                 self.constants.setdefault((value, i), set()).add(self.elements[name])

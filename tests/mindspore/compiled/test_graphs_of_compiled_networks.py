@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -12,9 +13,10 @@ from compiled_steps import RECORDED, Rows, mode_of, plain, recorded
 from mindspore import Tensor, nn, ops
 from mindspore.nn.cell import _cell_graph_executor
 from mindspore.ops import constexpr
+from mindspore.train import anf_ir_pb2 as ir
 from test_bits_of_compiled_networks import LOOP, NETWORKS, SIZE, batches
 
-from monitor.mindspore.compiled.computations import Computations, computations
+from monitor.mindspore.compiled.computations import WRITES, Computations, _Graph, computations
 from monitor.mindspore.compiled.fallback import CHANGED
 from monitor.mindspore.tape import COMPILED_VARIABLE
 
@@ -228,6 +230,29 @@ def test_random_numbers_of_other_seeds_are_other_computations() -> None:
     assert one is not None
     assert other is not None
     assert one.returned != other.returned
+
+
+@pytest.mark.parametrize("carriers", [(), ("MakeTuple",), ("Depend", "MakeTuple")])
+def test_a_read_after_a_write_is_another_one_than_before(carriers: tuple[str, ...]) -> None:
+    """The state of the memory may take a tuple of writes."""
+    before, after = (_Graph({}, {}).value(of_write_and_read(carriers, read)) for read in ("U", "state"))
+    assert before != after
+
+
+def of_write_and_read(carriers: tuple[str, ...], state_of_read: str) -> Any:
+    """The description of a graph that writes to a parameter, and returns it."""
+    graph = ir.GraphProto(parameters=[ir.ParameterProto(name=name) for name in ("p", "x")])
+    graph.const_vals.add(key="U", value=ir.ValueProto(dtype=ir.DT_STRING, str_val="U"))
+    nodes = [("write", "Assign", ("p", "x", "U"))]
+    for place, carrier in enumerate(carriers):
+        nodes.append((f"carried {place}", carrier, (nodes[-1][0],)))
+    nodes += [("state", "UpdateState", ("U", nodes[-1][0])), ("read", "Load", ("p", state_of_read))]
+    for name, kind, inputs in nodes:
+        node = graph.node.add(name=name, op_type=kind, input=[ir.InputProto(name=one) for one in inputs])
+        if kind == "Assign":
+            node.attribute.add(name=WRITES[0], value=ir.ValueProto(dtype=ir.DT_BOOL, bool_val=True))
+    graph.outputs.add(name="read")
+    return graph
 
 
 def test_the_same_network_has_other_bits_if_it_is_recorded_on_request(output: Output) -> None:
