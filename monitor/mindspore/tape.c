@@ -15,7 +15,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
-enum { MOST_TAPES = 256, MOST_DIMENSIONS = 32 /* as in numpy 1 */, ROW = 20 };
+enum { SLOT = 3, MOST_TAPES = 256, MOST_DIMENSIONS = 32 /* as in numpy 1 */, ROW = 20 };
 enum { GATED = 1, CHECKED = 2, MARK = 4, TURN = 8, FORWARD = 16, BACKWARD = 32 };
 
 /* What an entry has: all numbers; only elements, a copy that Python has to reduce; or neither. */
@@ -312,6 +312,23 @@ EXPORTED int follow_tensor(int count, void **params, int *ndims, int64_t **shape
     enter(entry, slot, params[0], shapes[0], dtypes[0]);
     if (slot[2] & TURN) {
         end_turn(slot);
+    }
+    return 0;
+}
+
+/* The operator `follow_all(x, ..., slots, call)`: an entry for each x. `slots` has their slots one after the other. */
+EXPORTED int follow_tensors(int count, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra) {
+    (void)stream;
+    (void)extra;
+    int tensors = count - 3;
+    if (tensors < 0) {
+        return 0;
+    }
+    const int64_t *slot = params[tensors], *call = params[tensors + 1];
+    *(int64_t *)params[tensors + 2] = *call;
+    for (int i = 0; i < tensors; i++, slot += SLOT) {
+        struct entry entry = {.id = slot[1], .flags = slot[2], .format = -1, .dimensions = ndims[i], .number = next_number(), .call = *call};
+        enter(entry, slot, params[i], shapes[i], dtypes[i]);
     }
     return 0;
 }

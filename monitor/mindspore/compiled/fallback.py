@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ import numpy as np
 from mindspore import Parameter
 from mindspore.nn.cell import _cell_graph_executor
 
+from monitor.failures import LOGGER
 from monitor.mindspore.compiled.computations import Computations, computations
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.tape import ON_REQUEST, changes_are_accepted
@@ -51,6 +53,12 @@ LOST: Final = {
 }
 """What the monitor says when it compiles less."""
 
+LONG_S: Final = 10.0
+"""Seconds of a compilation that make a user wonder."""
+AGAIN: Final = (
+    "MindSpore has compiled a graph in %.0f s, and compiles it again with the monitor's operators, which may take a few times "
+    "as long. It does so once for each graph. Fewer kinds and targets take less."
+)
 CHANGED: Final = (
     "With the monitor's operators, MindSpore would compile other computations for this model, or it cannot be told: loops and "
     "branches on tensors hide it. Last bits of training could change. So the model was compiled without these operators, and "
@@ -326,7 +334,7 @@ def _proven(programs: Sequence[Fallback], compilation: _Compilation) -> Any:
     """What is compiled. Without the user's consent it has taps only if these change no computation."""
     if changes_are_accepted() or not any(one.has_taps for one in programs):
         return _compiled(programs, compilation.run)
-    known, drawn = compilation.known(), _Drawn()
+    known, drawn, began = compilation.known(), _Drawn(), time.monotonic()
     with _at(WITHOUT_TAPS, programs):
         result = compilation.run()
     if compilation.known() == known:  # compiled before, with taps or without
@@ -335,6 +343,8 @@ def _proven(programs: Sequence[Fallback], compilation: _Compilation) -> Any:
         for one in () if compilation.is_of_mindspore else programs:
             one.warn("parts of the dynamic graph", PARTIAL)
         return result
+    if (took := time.monotonic() - began) >= LONG_S:
+        LOGGER.info(AGAIN, took)
     expected = compilation.computations(result)
     compilation.forget(result)
     tapped = _compiled(programs, compilation.run)

@@ -30,7 +30,14 @@ from mindspore.ops.functional import is_sequence_shape_unknown
 from monitor.mindspore.autograd import recording
 from monitor.mindspore.compiled.constructs import Construct, call_from_python, call_original
 from monitor.mindspore.features.reading import FLOATS
-from monitor.mindspore.tape import NO_TAPE, UNJOINED, follow_operator, numbering_operator, ordered_follow_operator
+from monitor.mindspore.tape import (
+    NO_TAPE,
+    UNJOINED,
+    follow_all_operators,
+    follow_operator,
+    numbering_operator,
+    ordered_follow_operator,
+)
 
 if TYPE_CHECKING:
     from monitor.mindspore.compiled.program import Program
@@ -89,6 +96,9 @@ class _Back(nn.Cell):  # type: ignore[misc]
 _DEEPEST: Final = 3
 """How many structures inside each other have rows."""
 
+TOGETHER: Final = 16
+"""How many gradients, weights or moments of an optimizer's step one operator measures, in one thread."""
+
 
 class Place(NamedTuple):
     """The place of a tap. The compiler passes it as a plain tuple.
@@ -129,6 +139,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
     """
     known: Any = weakref.ref(program)
     follow, ordered, numbered, depend = follow_operator(), ordered_follow_operator(), numbering_operator(), ops.Depend()
+    follow_all, ordered_all = follow_all_operators()
     unjoined = ops.Depend().add_prim_attr(UNJOINED, True)
     back = _Back(numbered, unjoined)
     nowhere = Tensor(np.array([NO_TAPE, 0, 0], dtype=np.int64))
@@ -472,23 +483,58 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
             if program is None or not program.has_tape():
                 return unobserved_step, ()
             begin, end = (program.slot(number, role, "", 0, 1) for role in (TURN_BEGINS, TURN_ENDS))
-            return observed_step, (begin, slots_of(program, BEFORE), slots_of(program, AFTER), end)
+            return observed_step, (begin, slots_of_state(program, BEFORE), slots_of_state(program, AFTER), end)
 
-        def slots_of(program: Program, role: str) -> Any:
-            return tuple(program.slot(number, role, "", i, 1) for i in range(len(state) * program.reads(number, role)))
+        def slots_of_state(program: Program, role: str) -> Any:
+            spans = spans_of(len(state) * program.reads(number, role))
+            return tuple(spans), slots_of(program, role, spans)
+
+        def slots_of(program: Program, role: str, spans: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+            each_of = ([program.slot(number, role, "", i, 1).asnumpy() for i in range(*span)] for span in spans)
+            return tuple(Tensor(np.stack(slots)) for slots in each_of)
 
         @constexpr(check=False)  # type: ignore[untyped-decorator]
-        def reducing(kind: Any) -> Any:
-            return reduce if isinstance(kind, typing.TensorType) and known().reads(number, REDUCED) else not_measured
+        def reducing(kinds: Any) -> Any:
+            if not known().reads(number, REDUCED):
+                return reduce_none
+            return reduce_dense if all(isinstance(kind, typing.TensorType) for kind in kinds) else reduce_each
+
+        def reduce_none(gradients: Any, call: Any) -> Any:
+            return ()
+
+        def reduce_each(gradients: Any, call: Any) -> Any:
+            return each(partial(reduce_one, call), gradients, positions(len(gradients)))
 
         def reduce_one(call: Any, x: Any, position: Any) -> Any:
-            return reducing(typeof(x))(x, position, call)
+            return reducing_one(typeof(x))(x, position, call)
 
-        def before(call: Any, x: Any, slot: Any) -> Any:
-            return follow(x, slot, call)
+        @constexpr(check=False)  # type: ignore[untyped-decorator]
+        def reducing_one(kind: Any) -> Any:
+            return reduce if isinstance(kind, typing.TensorType) else not_measured
 
-        def after(call: Any, x: Any, slot: Any) -> Any:
-            return ordered(x, slot, call)
+        def reduce_dense(gradients: Any, call: Any) -> Any:
+            function, constants = reducing_dense(each(shape_of, gradients))
+            return function(gradients, call, *constants)
+
+        @constexpr(check=False)  # type: ignore[untyped-decorator]
+        def reducing_dense(shapes: Any) -> Any:
+            program = known()
+            if not all(program.has_fixed(shape, gradient=True) for shape in shapes):
+                return reduce_each, ()
+            spans = spans_of(len(shapes))
+            return reduce_together, (tuple(spans), slots_of(program, REDUCED, spans))
+
+        def reduce_together(gradients: Any, call: Any, spans: Any, slots: Any) -> Any:
+            return each(partial(together_of, gradients, call), spans, slots)
+
+        def together_of(gradients: Any, call: Any, span: Any, slots: Any) -> Any:
+            return follow_all(*gradients[span[0] : span[1]], slots, call)
+
+        def before(call: Any, span: Any, slots: Any) -> Any:
+            return follow_all(*state[span[0] : span[1]], slots, call)
+
+        def after(call: Any, span: Any, slots: Any) -> Any:
+            return ordered_all(*state[span[0] : span[1]], slots, call)
 
         def unobserved_step(self: Any, gradients: Any, args: Any, kwargs: Any, _slots: Any) -> Any:
             return self._unobserved(gradients, *args, **kwargs)
@@ -497,12 +543,12 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
             begin, of_state, of_new_state, end = slots
             gradients = tuple(gradients)
             call = follow(depend(none, each(values_of, gradients)), begin, none)
-            measured = each(partial(reduce_one, call), gradients, positions(len(gradients)))
-            measured = measured + each(partial(before, call), state[: len(of_state)], of_state)
+            measured = reducing(each(typeof, gradients))(gradients, call)
+            measured = measured + each(partial(before, call), *of_state)
             ready = depend(call, measured)
             given = each(partial(tie_gradient, ready), gradients)
             result = self._unobserved(given, *args, **kwargs)
-            each(partial(after, call), state[: len(of_new_state)], of_new_state)
+            each(partial(after, call), *of_new_state)
             ordered(ready, end, call)
             return result
 
@@ -517,5 +563,8 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def positions(count: int) -> Any:
         return tuple(range(count))
+
+    def spans_of(count: int) -> list[tuple[int, int]]:
+        return [(first, min(first + TOGETHER, count)) for first in range(0, count, TOGETHER)]
 
     return Functions(of_cell, of_parameter, of_optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from mindspore.ops import constexpr
 from mindspore.train import anf_ir_pb2 as ir
 from test_bits_of_compiled_networks import LOOP, NETWORKS, SIZE, batches
 
+from monitor.mindspore.compiled import fallback
 from monitor.mindspore.compiled.computations import WRITES, Computations, _Graph, computations
 from monitor.mindspore.compiled.fallback import CHANGED
 from monitor.mindspore.tape import COMPILED_VARIABLE
@@ -192,6 +194,16 @@ def test_a_model_that_is_called_by_itself_has_the_same_computations(
     with mode_of("graph"), attached(output, net, nn.SGD(net.trainable_params()), **RECORDED):
         net.set_train(False)(batches(0), batches(1))
     assert [one for one in warnings_in(caplog) if CHANGED in one] == []
+
+
+def test_a_long_compilation_says_that_it_is_repeated(
+    output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(COMPILED_VARIABLE)
+    monkeypatch.setattr(fallback, "LONG_S", 0.0)
+    caplog.set_level(logging.INFO, logger="monitor")
+    trained(NETWORKS["lstm"], output)
+    assert "compiles it again" in caplog.text
 
 
 def test_random_operators_have_the_seeds_that_they_have_without_a_monitor(

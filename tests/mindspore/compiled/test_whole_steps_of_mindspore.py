@@ -12,6 +12,8 @@ from compiled_steps import STEPS, WHOLE, Deep, assert_same, by_model, plain, rec
 from mindspore import Parameter, Tensor, nn, ops
 from training import inputs
 
+from monitor.mindspore.compiled import taps
+
 
 class Repeated(nn.Cell):
     """A cell is called three times, one of them with the result of another call."""
@@ -104,6 +106,13 @@ def as_in_the_dynamic_graph(
 def test_every_kind_has_the_rows_of_the_dynamic_graph(how: str, output: Output, caplog: pytest.LogCaptureFixture) -> None:
     as_in_the_dynamic_graph(how, Deep, output)
     assert warnings_in(caplog) == []
+
+
+@pytest.mark.parametrize("how", WHOLE)
+@pytest.mark.parametrize("together", [1, 3])
+def test_each_of_many_weights_has_its_rows(how: str, together: int, output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taps, "TOGETHER", together)
+    as_in_the_dynamic_graph(how, Deep, output)
 
 
 @pytest.mark.parametrize("how", WHOLE)
