@@ -114,6 +114,8 @@ class _HiddenHooks(OrderedDict[int, Any]):
         Args:
             handle: Its handle.
         """
+        if not len(self):  # MindSpore registers none: the cell has a backward of its own
+            return handle
         key, hook = self.popitem()
         self.hidden[key] = hook
         return _HiddenHandle(self.hidden, key, handle)
