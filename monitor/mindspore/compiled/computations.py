@@ -124,8 +124,8 @@ class _Graph:
     Attributes:
         written: What has been written before each state of the memory, in that order: values of operators, with the
             parameters that they write to.
-        effects: These, by the name of the operator.
-        carried: What has been written before a node, by its name: one operator, or those of a tuple.
+        effects: The values of operators that write.
+        carried: What a node has written, by its name: one operator, or those of a tuple.
         elements: The constants by name.
         inputs: What the graph takes, by name.
         constants: As in ``Computations``.
@@ -136,7 +136,7 @@ class _Graph:
     constants: dict[tuple[Value, int], set[Constant]] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
     written: dict[str, tuple[tuple[Value, frozenset[str]], ...]] = field(default_factory=dict)
-    effects: dict[str, tuple[Value, frozenset[str]]] = field(default_factory=dict)
+    effects: list[Value] = field(default_factory=list)
     carried: dict[str, tuple[tuple[Value, frozenset[str]], ...]] = field(default_factory=dict)
 
     def value(self, graph: Any) -> Value:
@@ -150,7 +150,7 @@ class _Graph:
             measures = any(MEASURING in str(one.value) for one in node.attribute)
             self.values[node.name] = ("measured",) if measures else self._of(node)
         (output,) = graph.outputs
-        return self.values[output.name], *sorted(value for value, _ in self.effects.values())
+        return self.values[output.name], *sorted(self.effects)
 
     def _of(self, node: Any) -> Value:
         inputs = [one.name for one in node.input]
@@ -178,8 +178,8 @@ class _Graph:
         earlier = [value for value, of in before if of & parameters]
         value = _digest(node.op_type, _attributes(node), known, earlier)
         if any((one.name, str(one.value)) == WRITES for one in node.attribute):
-            self.effects[node.name] = value, parameters
-            self.carried[node.name] = (self.effects[node.name],)
+            self.effects.append(value)
+            self.carried[node.name] = ((value, parameters),)
         for i, name in enumerate(inputs):
             if name in self.elements:
                 self.constants.setdefault((value, i), set()).add(self.elements[name])
