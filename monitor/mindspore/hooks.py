@@ -185,8 +185,7 @@ def _replaced() -> None:
 @constexpr(check=False)  # type: ignore[untyped-decorator]
 def _warn_of_compiling() -> None:
     """The compiler runs this in Python, since it evaluates constants when it compiles."""
-    if not is_exporting():
-        _warn_once()
+    warn_of_compiled(_NO_ROWS)
 
 
 def is_exporting() -> bool:
@@ -199,11 +198,21 @@ def is_exporting() -> bool:
     return False
 
 
+_NO_ROWS: Final = (
+    "Code that calls a monitored cell is compiled (@jit or GRAPH_MODE), and MindSpore calls no hooks there: such calls have no "
+    f"rows. Use PYNATIVE_MODE without @jit, set GRAPH_MODE before set_monitor, or {ON_REQUEST}."
+)
+
+
+def warn_of_compiled(said: str) -> None:
+    """Warn once, unless MindSpore compiles a file."""
+    if not is_exporting():
+        _warn_once(said)
+
+
 @cache
-def _warn_once() -> None:
-    said = "Code that calls a monitored cell is compiled (@jit or GRAPH_MODE), and MindSpore calls no hooks there"
-    to_do = "Use PYNATIVE_MODE without @jit, set GRAPH_MODE before set_monitor"
-    LOGGER.warning("%s: such calls have no rows. %s, or %s.", said, to_do, ON_REQUEST)
+def _warn_once(said: str) -> None:
+    LOGGER.warning("%s", said)
 
 
 def _unchanged(gradient: Any) -> Any:

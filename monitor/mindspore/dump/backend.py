@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from monitor.dump.backend import ApiListener, replace_everywhere, seed_python
 from monitor.dump.values import HostRow, KernelResult, TensorLeaf
-from monitor.failures import LOGGER, EarlierFailure, Failures
+from monitor.failures import EarlierFailure, Failures
 from monitor.mindspore import autograd, hooks
 from monitor.mindspore.autograd import engine
 from monitor.mindspore.dump.apis import MindSporeApiInterception
-from monitor.mindspore.hooks import before_forward, is_exporting, takes_hooks
+from monitor.mindspore.hooks import before_forward, takes_hooks
 from monitor.mindspore.modules import compiled, observable
 from monitor.mindspore.process_group import initialized
 from monitor.mindspore.tensor_reader import TENSOR_PATHS, computing
@@ -162,14 +162,13 @@ def after_forward(cell: nn.Cell, call: Callable[..., None], *, always: bool = Fa
 @constexpr(check=False)  # type: ignore[untyped-decorator]
 def _warn_of_compiling() -> None:
     """The compiler runs this in Python, since it evaluates constants when it compiles."""
-    if not is_exporting():
-        _warn_once()
+    hooks.warn_of_compiled(_NOT_DUMPED)
 
 
-@functools.cache
-def _warn_once() -> None:
-    said = "Code that calls a cell is compiled (@jit), and MindSpore calls no hooks there: such cells are not dumped"
-    LOGGER.warning("%s. Take @jit off to dump them.", said)
+_NOT_DUMPED: Final = (
+    "Code that calls a cell is compiled (@jit), and MindSpore calls no hooks there: such cells are not dumped. Take @jit off "
+    "to dump them."
+)
 
 
 def compiled_of(models: Sequence[nn.Cell]) -> frozenset[int]:

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from monitor.compare.cli import app
 from monitor.mindspore import PrecisionDebugger
-from monitor.mindspore.dump.backend import _warn_once
 from monitor.mindspore.dump.jit import BytecodeContext, Executor
+from monitor.mindspore.hooks import _warn_once
 from monitor.mindspore.tape import COMPILED_VARIABLE
 
 MODES = ("ast", "bytecode")
