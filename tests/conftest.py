@@ -92,6 +92,7 @@ def device() -> torch.device:
 
 def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
+    launching()  # tests of other folders import it
     if is_worker or not config.getoption("numprocesses", None):  # a process that runs tests
         os.environ["PYTHONPATH"] = os.pathsep.join(
             [str(TESTS / "without_pandas"), *filter(None, [os.environ.get("PYTHONPATH")])]
