@@ -523,8 +523,13 @@ class ModelMonitor(DeprecatedMethods):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            if kind is None:
+                raise
+            LOGGER.warning("Closing the monitor raised %r. The error that ended the program's block is passed on.", error)
 
     def _known(self, ops: Iterable[str]) -> tuple[str, ...]:
         known, unknown = known_ops([ops] if isinstance(ops, str) else ops)

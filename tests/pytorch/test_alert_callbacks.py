@@ -93,6 +93,31 @@ def test_all_callbacks_are_called_and_the_cause_of_the_first_exception_stays() -
 
 
 @pytest.mark.usefixtures("output")
+@pytest.mark.parametrize("program_fails", [True, False])
+def test_at_the_end_of_a_block_the_error_of_the_program_comes_first(
+    program_fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def train() -> None:
+        with monitor.watch(model, optimizer, None, micro_batches=1, **ON_NAN) as watching:
+            close = watching.close
+
+            def closes_with_an_alert() -> None:
+                close()
+                raise TooMuchError  # as a callback may
+
+            monkeypatch.setattr(watching, "close", closes_with_an_alert)
+            if program_fails:
+                raise MemoryError
+
+    with pytest.raises(MemoryError if program_fails else TooMuchError):
+        train()
+    assert ("Closing the monitor raised TooMuchError" in caplog.text) == program_fails
+
+
+@pytest.mark.usefixtures("output")
 def test_the_last_alerts_come_with_close() -> None:
     found: list[AlertEvent] = []
     steps = iter(range(10))
