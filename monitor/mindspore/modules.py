@@ -21,7 +21,7 @@ from monitor.mindspore.compiled import taps as compiled_taps
 from monitor.mindspore.compiled.constructs import original_construct
 from monitor.mindspore.compiled.program import Handle, Handles, ObservedCell, Program
 from monitor.mindspore.compiled.replay import REPLAYING, flush, join, program_of
-from monitor.mindspore.tape import COMPILED_VARIABLE, compiled_code_is_excluded, follow_operator
+from monitor.mindspore.tape import COMPILED_VARIABLE, compiled_code_is_excluded, follow_operator, refuse_unknown_values
 from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher
 from monitor.recording.attached_model import NamedParts
@@ -76,9 +76,11 @@ def chunks_of(model: Any) -> Sequence[nn.Cell]:
 
     Raises:
         TypeError: One of them is no cell.
-        ValueError: In graph mode everything is compiled, so nothing can be recorded.
+        ValueError: In graph mode everything is compiled, so nothing can be recorded. Or the environment variable about that has
+            an unknown value.
     """
     chunks = arguments.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
+    refuse_unknown_values()
     refuse_graph_mode()
     for chunk in chunks:
         if said := _observed(chunk).warning():

@@ -137,6 +137,20 @@ ON_REQUEST: Final = f"on a CPU set {COMPILED_VARIABLE}=1, which may change last 
 """What to do to have compiled code recorded, for messages."""
 
 
+def refuse_unknown_values() -> None:
+    """Check the environment variable, before anything is attached.
+
+    Raises:
+        ValueError: It has a value without a meaning.
+    """
+    value = os.environ.get(COMPILED_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f"{COMPILED_VARIABLE} is {value!r}: 1 records all of MindSpore's compiled code, 0 none. Unset it to record whole "
+            "graphs where that changes no computation."
+        )
+
+
 def changes_are_accepted() -> bool:
     """Whether code may be recorded that has other last bits then."""
     return os.environ.get(COMPILED_VARIABLE) == "1"

@@ -91,6 +91,19 @@ def test_the_default_mode_is_not_refused() -> None:
     refuse_graph_mode()
 
 
+@pytest.mark.parametrize("value", ["true", "2"])
+def test_a_value_without_a_meaning_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMPILED_VARIABLE, value)
+    with pytest.raises(ValueError, match=f"^MONITOR_COMPILED_CODE is '{value}': 1 records all .*, 0 none"):
+        chunks_of(nn.Dense(2, 2))
+
+
+@pytest.mark.parametrize("value", ["", "0", "1"])
+def test_values_with_a_meaning_are_accepted(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMPILED_VARIABLE, value)
+    assert len(chunks_of(nn.Dense(2, 2))) == 1
+
+
 def test_cells_inside_compiled_ones_take_no_hooks_and_are_reported() -> None:
     found = observable(Partly())
     assert [name for name, _ in found.cells] == ["", "block", "lone", "plain"]
