@@ -381,7 +381,7 @@ def _no_event(coverage: Coverage, *, whole: bool) -> str:
     on = f"of {len(coverage.ranks):,} rank{'' if len(coverage.ranks) == 1 else 's'}"
     steps = f"{coverage.steps:,} step{'' if coverage.steps == 1 else 's'}"
     looked = f"{steps} {on}" if coverage.rows is None else f"{coverage.rows:,} rows {on} in {steps}"
-    return f"No event in {looked}." + ("" if whole else " The lines above say what was not judged.")
+    return f"No event in {looked}." + ("" if whole else " Not everything was judged.")
 
 
 def _because(one: Ranked) -> str:

@@ -72,7 +72,7 @@ def test_steps_that_no_rule_has_judged_are_said_with_the_reason_and_the_status_i
     PlayedRank(**changes).write(tmp_path)
     status, told = ran(tmp_path)
     assert (status, f"Not judged: {said}." in told) == (1, True), told
-    assert told.endswith("The lines above say what was not judged.")
+    assert told.endswith("Not everything was judged.")
 
 
 def test_steps_that_one_rank_alone_has_not_judged_are_said_to_be_its_own(tmp_path):
