@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from monitor.pytorch.frameworks.dtensor import part_like
-from monitor.pytorch.frameworks.framework import SteppedTensor
+from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
 from monitor.recording.phases import STILL_SCALED, Collector, OptimizerTurn
 from monitor.recording.updates import HealthCollector, RatioCollector, WeightsBefore

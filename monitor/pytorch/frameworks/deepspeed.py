@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION
 from monitor.failures import Failures
-from monitor.pytorch.frameworks.framework import Framework, SteppedTensor
+from monitor.pytorch.frameworks.framework import Framework
+from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.pytorch.optimizer_steps import innermost
 from monitor.pytorch.process_group import group_ranks

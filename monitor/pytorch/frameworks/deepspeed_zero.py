@@ -16,7 +16,8 @@ from monitor.coordinator.ownership import SAME_AFTER_REDUCTION
 from monitor.failures import Failures
 from monitor.pytorch.frameworks import deepspeed
 from monitor.pytorch.frameworks.deepspeed import DeepSpeed, RepackedDeepSpeed, SteppedPiece
-from monitor.pytorch.frameworks.framework import LocalGradients, SteppedTensor
+from monitor.pytorch.frameworks.framework import LocalGradients
+from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.pytorch.hooks import first_after_accumulation
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import HookSet, Removable
