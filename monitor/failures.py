@@ -7,7 +7,8 @@ import logging
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -53,6 +54,17 @@ class EarlierFailure(BaseException):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+@contextmanager
+def giving_way_to(raised: type[BaseException] | None) -> Iterator[None]:
+    """A block whose error is only logged if something else was raised before, which is on its way to the program."""
+    try:
+        yield
+    except Exception as error:
+        if raised is None:
+            raise
+        LOGGER.warning("Closing the monitor raised %r. The error that ended the program's block is passed on.", error)
 
 
 class _HookDepth(threading.local):

@@ -18,7 +18,7 @@ from monitor.config.model import CcDistribution
 from monitor.coordinator.manifest_format import RECORDINGS, RecordedModel
 from monitor.coordinator.output import base_directory, prepare
 from monitor.coordinator.ownership import Ownership, no_rank_monitored
-from monitor.failures import LOGGER, EarlierFailure, Failures
+from monitor.failures import LOGGER, EarlierFailure, Failures, giving_way_to
 from monitor.forwarding.forwarding import forwarding_of, forwarding_to
 from monitor.recording.arguments import count, given
 from monitor.recording.attached_model import AttachmentSpec, ModelNames
@@ -524,12 +524,8 @@ class ModelMonitor(DeprecatedMethods):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
+        with giving_way_to(kind):
             self.close()
-        except Exception as error:
-            if kind is None:
-                raise
-            LOGGER.warning("Closing the monitor raised %r. The error that ended the program's block is passed on.", error)
 
     def _known(self, ops: Iterable[str]) -> tuple[str, ...]:
         known, unknown = known_ops([ops] if isinstance(ops, str) else ops)

@@ -304,8 +304,7 @@ def members(optimizer: Any) -> Sequence[Any]:
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
     """The torch optimizers inside. A member without parameters has none."""
-    found = (member.optimizer for member in members(optimizer))
-    return [inner for inner in found if isinstance(inner, Optimizer)]
+    return [member.optimizer for member in members(optimizer) if isinstance(member.optimizer, Optimizer)]
 
 
 def _megatron_optimizer(optimizer: Any) -> Any:

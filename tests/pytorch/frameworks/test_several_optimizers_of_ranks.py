@@ -25,7 +25,13 @@ def torchtitan(run_job: Callable[..., Job]) -> Job:
     return run_job("several_optimizers.py", 2, "torchtitan", update_ratio=True)
 
 
-@pytest.fixture(params=["nanochat", "torchtitan"])
+@pytest.fixture(scope="module")
+def redundant(run_job: Callable[..., Job]) -> Job:
+    fields = dict.fromkeys(("update_ratio", "mg_direction", "optimizer_health"), True)
+    return run_job("several_optimizers.py", 2, "redundant", **fields)
+
+
+@pytest.fixture(params=["nanochat", "torchtitan", "redundant"])
 def job(request: pytest.FixtureRequest) -> Job:
     found: Job = request.getfixturevalue(request.param)
     return found
@@ -84,3 +90,13 @@ def test_what_reduces_inside_its_step_has_no_reduced_gradients_and_says_so(nanoc
 
 def test_stacked_second_moments_have_a_reason_instead_of_rows(nanochat: Job) -> None:
     assert "second_momentum_buffer" in nanochat.manifest(0).notes["optimizer_state"]
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq", "other", "optimizer_health"])
+def test_each_rank_writes_what_comes_from_the_moments_that_it_holds(redundant: Job, kind: str) -> None:
+    found = [{row.name for row in redundant.rows(kind, rank) if row.step == 2} for rank in (0, 1)]
+    assert found == [set(redundant.plain[rank]["moments"][2]["exp_avg"]) for rank in (0, 1)]
+    assert all(found)
+    health = [row.values for rank in (0, 1) for row in redundant.rows("optimizer_health", rank) if row.step == 2]
+    assert all(row["staleness"] > 0 for row in health)
+    assert all("optimizer_state" not in redundant.manifest(rank).notes for rank in (0, 1))

@@ -1,4 +1,4 @@
-"""Several optimizers, or one of several kinds, on two ranks; ``several_optimizers.py nanochat|torchtitan``."""
+"""Several optimizers, or one of several kinds, on two ranks; ``several_optimizers.py nanochat|torchtitan|redundant``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from framework_run import Attach, run
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 HOW = sys.argv[1]
@@ -103,11 +105,15 @@ def torchtitan(model: nn.Sequential) -> Optimizer:
     return Container([SGD(matrices, lr=0.01, momentum=0.9), AdamW(rest, lr=0.01)])
 
 
+def redundant(model: nn.Module) -> Optimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01)
+
+
 def state_of(model: nn.Module, optimizer: Any) -> dict[str, dict[str, float]]:
     """By kind and parameter, the norm of the moment that this rank holds."""
     names = {id(p): name for name, p in model.named_parameters()}
     told: dict[str, dict[str, float]] = {"exp_avg": {}, "exp_avg_sq": {}}
-    for one in getattr(optimizer, "optimizers", [optimizer]):
+    for one in getattr(optimizer, "optimizers", [getattr(optimizer, "optim", optimizer)]):
         for group in one.param_groups:
             for place, p in enumerate(group["params"]):
                 for kind, x in moments_of(one, group, place).items():
@@ -129,9 +135,11 @@ def moments_of(optimizer: Optimizer, group: Any, place: int) -> dict[str, Tensor
 
 def train(attach: Attach) -> Any:
     torch.manual_seed(0)
-    model = network()
-    optimizer = {"nanochat": nanochat, "torchtitan": torchtitan}[HOW](model)
-    attach(model, optimizer, 1, dp_group=dist.group.WORLD if HOW == "nanochat" else None)
+    model: Any = network()
+    if HOW == "redundant":
+        model = DistributedDataParallel(model)
+    optimizer = {"nanochat": nanochat, "torchtitan": torchtitan, "redundant": redundant}[HOW](model)
+    attach(model, optimizer, 1, dp_group=None if HOW == "torchtitan" else dist.group.WORLD)
     torch.manual_seed(1 + dist.get_rank())
     told: dict[str, list[Any]] = {"losses": [], "moments": [], "before": [], "after": []}
     for _ in range(STEPS):
