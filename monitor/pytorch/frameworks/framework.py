@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.dtensor import Layout, Meshes, layouts_of, mesh_groups, mesh_ranks, placement_of
-from monitor.pytorch.frameworks.optimizer_state import MomentFinder, SteppedTensor, placement_of_moments
+from monitor.pytorch.frameworks.optimizer_state import MomentFinder, SteppedTensor, is_redundant, placement_from_moments
 from monitor.pytorch.optimizer_steps import OptimizerSteps, containers_in, optimizers_in, wrappers_in
 from monitor.pytorch.process_group import group_ranks
 from monitor.recording.arguments import only
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import Removable, StepListener, StepNotifier
-from monitor.series import LOCAL, MOMENT_KINDS, Placement, Ranks, ranks_of
+from monitor.series import LOCAL, Placement, Ranks, ranks_of
 
 
 class LocalGradients(Protocol):
@@ -106,8 +106,8 @@ class Framework:
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
         """The placement of this rank's numbers of a parameter, without the user's groups."""
         found = placement_of(parameter.tensor)
-        if found is None and kind in MOMENT_KINDS:
-            found = placement_of_moments(self.optimizers, parameter.tensor)
+        if found is None:
+            found = placement_from_moments(kind, self.optimizers, parameter.tensor)
         if found is not None:
             return found
         return self._data_parallel.get(id(parameter.tensor), LOCAL) if kind in SAME_AFTER_REDUCTION else LOCAL
@@ -230,9 +230,22 @@ class Framework:
             optimizer: The torch optimizer that steps.
         """
         known = self._stepped.get(id(parameter.tensor))
-        if known is None or known.optimizer is not optimizer:
-            known = self._stepped[id(parameter.tensor)] = SteppedTensor(optimizer, parameter.tensor)
-        return known
+        if known is not None and known.optimizer is optimizer:
+            return known
+        if is_redundant(optimizer):
+            return self._stepped_here(parameter, optimizer)
+        found = self._stepped[id(parameter.tensor)] = SteppedTensor(optimizer, parameter.tensor)
+        return found
+
+    def _stepped_here(self, parameter: NamedParameter, optimizer: Any) -> SteppedTensor | None:
+        """``stepped`` for a ``ZeroRedundancyOptimizer``: None if another rank steps the parameter."""
+        known, own = self._stepped.get(id(parameter.tensor)), getattr(optimizer, "optim", None)
+        if known is not None and known.optimizer is own:
+            return known
+        if not isinstance(own, Optimizer) or optimizer._param_to_rank.get(parameter.tensor) != optimizer.rank:
+            return None
+        found = self._stepped[id(parameter.tensor)] = SteppedTensor(own, parameter.tensor)
+        return found
 
     @property
     def unusable_state(self) -> Sequence[str]:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from monitor.series import Placement, Shard, ranks_of
+from monitor.series import DIRECTION_KIND, HEALTH_KIND, MOMENT_KINDS, Placement, Shard, ranks_of
 
-# --- Stacked and sliced state of nanochat's optimizers.
+# --- Stacked and sliced state of nanochat's optimizers, and state that torch deals out to ranks.
 #
 # nanochat's ``MuonAdamW`` steps groups of matrices of one shape together, and keeps their momenta in one stack under
 # the first matrix. ``DistMuonAdamW`` distributes the matrices of a group over the ranks, in runs. It splits large
@@ -22,6 +22,12 @@ from monitor.series import Placement, Shard, ranks_of
 
 SPLITTING: Final = "DistMuonAdamW"
 """The class that distributes its work over all ranks of the job."""
+
+REDUNDANT: Final = "ZeroRedundancyOptimizer"
+"""torch's class of which each rank steps some parameters, by an optimizer of its own (``.optim``)."""
+
+FROM_MOMENTS: Final = (*MOMENT_KINDS, HEALTH_KIND, DIRECTION_KIND, "adam_update", "adam_ratio")
+"""Kinds that need the state of an optimizer."""
 
 WHOLE_BELOW: Final = 1024
 """``DistMuonAdamW`` slices parameters with at least this many elements."""
@@ -85,8 +91,14 @@ def slice_of(optimizer: Optimizer, parameter: Tensor) -> Slice | None:
     return Slice((rows, *parameter.shape[1:]), rows * dist.get_rank())
 
 
-def placement_of_moments(optimizers: Sequence[Optimizer], parameter: Tensor) -> Placement | None:
-    """The placement of a parameter's moments; None if no optimizer distributes them."""
+def placement_from_moments(kind: str, optimizers: Sequence[Optimizer], parameter: Tensor) -> Placement | None:
+    """The placement of what comes from a parameter's moments; None for other kinds, and if no optimizer distributes these."""
+    if kind not in FROM_MOMENTS:
+        return None
+    if (redundant := _redundant(optimizers, parameter)) is not None:
+        return Placement(differing=ranks_of(dist.get_process_group_ranks(redundant.process_group)))
+    if kind not in MOMENT_KINDS:
+        return None
     group = next((group for one in optimizers if _splits(one) for group in one.param_groups if _lists(group, parameter)), None)
     if group is None:
         return None
@@ -100,9 +112,24 @@ def placement_of_moments(optimizers: Sequence[Optimizer], parameter: Tensor) -> 
     return Placement(shard=Shard(ranks, tuple(parameter.shape), offset))
 
 
+def _redundant(optimizers: Sequence[Optimizer], parameter: Tensor) -> Any:
+    """The ``ZeroRedundancyOptimizer`` that steps a parameter, if it has several ranks."""
+    found = (one for one in optimizers if is_redundant(one) and any(_lists(group, parameter) for group in one.param_groups))
+    one: Any = next(found, None)
+    return one if one is not None and one.world_size > 1 else None
+
+
+def is_redundant(optimizer: Optimizer) -> bool:
+    """Whether each rank steps some of the optimizer's parameters, by an optimizer of its own."""
+    return _is_a(optimizer, REDUNDANT)
+
+
+def _is_a(optimizer: Optimizer, name: str) -> bool:
+    return any(base.__name__ == name for base in type(optimizer).__mro__)
+
+
 def _splits(optimizer: Optimizer) -> bool:
-    is_one = any(base.__name__ == SPLITTING for base in type(optimizer).__mro__)
-    return is_one and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return _is_a(optimizer, SPLITTING) and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _lists(group: dict[str, Any], parameter: Tensor) -> bool:
@@ -184,9 +211,6 @@ class MomentFinder:
             if unknown:
                 keeps = f"{type(stepped.optimizer).__name__} keeps {', '.join(map(repr, unknown))}"
                 self._say(f"{keeps}, which is not known to be {MEANING[kind]}: {kind} has no rows of it")
-            elif isinstance(getattr(stepped.optimizer, "optim", None), Optimizer):  # torch's ZeroRedundancyOptimizer
-                keeps = f"{type(stepped.optimizer).__name__} keeps the state of some parameters on each rank, in `.optim`"
-                self._say(f"{keeps}, which is not read: {kind} has no rows of it")
         return stacked
 
     def _stacked(self, kind: str, stepped: SteppedTensor) -> Tensor | None:
