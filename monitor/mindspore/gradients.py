@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, nn
 
@@ -287,7 +288,8 @@ class MindSporeGradients:
         return [tuple(one.tensor.shape) for one in later if one.tensor.requires_grad]
 
     def can_be_hooked(self, parameter: NamedParameter) -> bool:
-        return bool(parameter.tensor.requires_grad)
+        is_called = self._program is not None or ms.get_context("mode") != ms.GRAPH_MODE
+        return is_called and bool(parameter.tensor.requires_grad)
 
     def register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
         if self._program is None:

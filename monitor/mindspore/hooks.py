@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
+import mindspore as ms
 from mindspore import Tensor, nn
 from mindspore.ops import constexpr
 from mindspore.train import serialization
@@ -69,7 +70,8 @@ def after_forward(
             that the call has no rows, unless operators replace the hook.
     """
     del always, compiled
-    warns = (when_compiled is not None or follow_operator() is None) and _is_plain(cell)
+    unseen = follow_operator() is None and ms.get_context("mode") != ms.GRAPH_MODE
+    warns = (when_compiled is not None or unseen) and _is_plain(cell)
     in_compiled_code = (when_compiled or _warn_of_compiling) if warns else _replaced
 
     def hook(cell: nn.Cell, args: Any, *rest: Any) -> Any:

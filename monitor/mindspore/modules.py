@@ -21,7 +21,13 @@ from monitor.mindspore.compiled import taps as compiled_taps
 from monitor.mindspore.compiled.constructs import original_construct
 from monitor.mindspore.compiled.program import Handle, Handles, ObservedCell, Program
 from monitor.mindspore.compiled.replay import REPLAYING, flush, join, program_of
-from monitor.mindspore.tape import COMPILED_VARIABLE, compiled_code_is_excluded, follow_operator, refuse_unknown_values
+from monitor.mindspore.tape import (
+    COMPILED_VARIABLE,
+    compiled_code_is_excluded,
+    follow_operator,
+    is_read_outside,
+    refuse_unknown_values,
+)
 from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher
 from monitor.recording.attached_model import NamedParts
@@ -76,12 +82,10 @@ def chunks_of(model: Any) -> Sequence[nn.Cell]:
 
     Raises:
         TypeError: One of them is no cell.
-        ValueError: In graph mode everything is compiled, so nothing can be recorded. Or the environment variable about that has
-            an unknown value.
+        ValueError: The environment variable about compiled code has an unknown value.
     """
     chunks = arguments.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
     refuse_unknown_values()
-    refuse_graph_mode()
     for chunk in chunks:
         if said := _observed(chunk).warning():
             LOGGER.warning("%s", said)
@@ -255,14 +259,22 @@ class Observable:
         return f"Cells inside {names} are compiled (@jit) and have no rows: take @jit off to record them."
 
 
-def refuse_graph_mode() -> None:
-    """Refuse graph mode, before anything is attached.
+OF_WEIGHTS: Final = ("param_distribution", "mv_distribution", "update_ratio")
+"""The fields of the configuration whose rows can be read before and after compiled code."""
+
+
+def refuse_graph_mode(*, of_weights: bool = False) -> None:
+    """Refuse graph mode if it would have no rows, before anything is attached.
+
+    Args:
+        of_weights: Whether weights or moments are recorded, which also live outside of compiled code.
 
     Raises:
         ValueError: The mode is GRAPH_MODE, in which every cell is compiled and no hook is called, and operators cannot be used.
     """
-    if ms.get_context("mode") == ms.GRAPH_MODE and follow_operator() is None:
-        why, other = "the operator for compiled code cannot be used here", ""
+    if ms.get_context("mode") == ms.GRAPH_MODE and follow_operator() is None and not (of_weights and is_read_outside()):
+        why, other = "the operator for compiled code cannot be used here", ", or turn on one of {}, which have rows without it"
+        other = other.format(", ".join(OF_WEIGHTS))
         if compiled_code_is_excluded():
             why, other = f"{COMPILED_VARIABLE} is 0", f", or unset {COMPILED_VARIABLE}"
         to_do = f"call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) before set_monitor{other}"

@@ -15,9 +15,11 @@ from mindspore import Parameter, Tensor, nn
 
 from monitor.config.model import HISTOGRAM_OPS
 from monitor.failures import Failures
+from monitor.mindspore.compiled.outside import StepsFromOutside
 from monitor.mindspore.compiled.program import Program
 from monitor.mindspore.compiled.replay import flush
 from monitor.mindspore.hooks import after_forward, before_forward
+from monitor.mindspore.tape import is_read_outside
 from monitor.recording.backend import HookSet, StepListener
 from monitor.recording.startup_estimate import records_measurements
 
@@ -39,9 +41,11 @@ class GradientReceiver(Protocol):
 
     Attributes:
         measured: What compiled code has measured of weights and moments, by the id of the parameter; None for other steps.
+        is_outside: Whether compiled code makes the step in progress, and weights and moments are read outside of it.
     """
 
     measured: Mapping[int, Any] | None
+    is_outside: bool
 
     def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
         """The optimizer was called with these gradients.
@@ -85,11 +89,16 @@ class MindSporeOptimizerSteps:
             before, after = partial(self._before, given), partial(self._after, given)
             self._hooks.add(before_forward(optimizer, self._guarded("reading before the step", before)))
             self._hooks.add(after_forward(optimizer, self._guarded("ending the step", after)))
+        self._outside: StepsFromOutside | None = None
         if program is not None:
             self._observe(program, optimizers)
+        elif is_read_outside():
+            self._outside = StepsFromOutside(optimizers, listener, failures)
 
     def remove(self) -> None:
         flush(self._program)
+        if self._outside is not None:
+            self._outside.remove()
         self._hooks.remove()
 
     def _observe(self, program: Program, optimizers: Sequence[tuple[nn.Cell, GradientReceiver]]) -> None:

@@ -161,6 +161,11 @@ def compiled_code_is_excluded() -> bool:
     return os.environ.get(COMPILED_VARIABLE) == "0"
 
 
+def is_read_outside() -> bool:
+    """Whether weights and moments are read before and after compiled code, since the operator cannot be used in it."""
+    return not compiled_code_is_excluded() and _follow() is None
+
+
 def follow_operator() -> Any:
     """The operator ``follow(x, slot, call)``, for compiled code. Its entry has the number ``call``, int64 of shape ``(1,)``,
     and a number of its own, which it returns likewise. See ``read_operator``. None if compiled code is not recorded now.

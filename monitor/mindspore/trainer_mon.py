@@ -17,7 +17,7 @@ from monitor.mindspore.frameworks.optimizer_state import EXPECTED
 from monitor.mindspore.gradients import MindSporeGradients
 from monitor.mindspore.tensor_reader import MindSporeTensorReader
 from monitor.mindspore.updates import new_updates
-from monitor.recording.backend import RecordingBackend
+from monitor.recording.backend import FrameworkAdapter, RecordingBackend
 from monitor.recording.trainer_mon import ModelMonitor
 
 # --- MindSpore's implementation of the adapter interface in ``monitor.recording.backend``.
@@ -42,6 +42,16 @@ class TrainerMon(ModelMonitor):
     __doc__ = ModelMonitor.__doc__
 
     _backend: ClassVar[RecordingBackend] = BACKEND
+
+    def _framework_of(self, model: Any, optimizer: Any) -> FrameworkAdapter:
+        """See ``ModelMonitor``.
+
+        Raises:
+            ValueError: The mode is GRAPH_MODE, and nothing that is configured can be recorded there.
+        """
+        config = self._config
+        modules.refuse_graph_mode(of_weights=self._dynamic or any(getattr(config, field) for field in modules.OF_WEIGHTS))
+        return super()._framework_of(model, optimizer)
 
     def log(self, **numbers: Any) -> None:
         self._take_compiled_steps()

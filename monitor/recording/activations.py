@@ -450,7 +450,7 @@ class ModuleCollector:
             self._forward_raised(chunk)  # of the two, one is the call that begins now
         self.before_forward()
         counted = self.recorder.active or self.clock.learning
-        if not counted or self._repeating() or root is not self.roots[chunk]:
+        if not counted or self._repeating() or root is not self.roots.get(chunk):
             return
         self.threads.add(get_ident())
         self.tracking[chunk] = self._adapter.root_trains(root) and self._has_room(chunk)

@@ -383,6 +383,13 @@ class ModelNames:
             for name, module in modules.items():
                 yield NamedModule(chunk, self._row_names.get(name, name), module, self.selection.module(chunk, name))
 
+    def activation_kinds(self) -> set[str]:
+        """The kinds of activations that are recorded for at least one module."""
+        wanted = [one.wanted for one in self.modules() if one.wanted is not None]
+        forward = any(one.input.wanted or one.output.wanted for one in wanted)
+        backward = any(one.input_grad.wanted or one.output_grad.wanted for one in wanted)
+        return {kind for kind, asked in (("actv", forward), ("actv_grad", backward)) if asked}
+
     def targeted(self, targets: Sequence[str]) -> Targeted:
         """The modules that ``targets`` select, by full or short names."""
         names = [ChunkNames(tuple(modules), ()) for modules in self._modules]

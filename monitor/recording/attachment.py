@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, final
@@ -216,7 +216,7 @@ class Attachment:
         attached = Attached(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self.sealer.note)
         for field, collector in self._configured(attached, modules):
             self.collectors.add(collector, self._recorder.due(field))
-        self.expected = attached.kinds | (_of_activations(modules) if config.xy_distribution else set())
+        self.expected = attached.kinds | (self.names.activation_kinds() if config.xy_distribution else set())
         begins = self._failures.guarded("beginning a forward", self._forward_begins)
         for root in filter(self._backend.modules.takes_hooks, watch.chunks):
             self._hooks.add(self._backend.modules.before_forward(root, begins, compiled=True))
@@ -331,6 +331,11 @@ class Attachment:
         self._begin_turn(optimizer)
         if self._recorder.active:
             self.collectors.each(phases.Collector.before_step, self._stepping(optimizer))
+
+    def unseen_step(self, optimizer: Any) -> None:
+        """The optimizer has stepped, and it is too late to read what this step has left."""
+        self._begin_turn(optimizer)
+        self._end_turn(optimizer, skipped=False)
 
     def gradients_ready(self, optimizer: Any) -> None:
         if self._recorder.active:
@@ -533,14 +538,6 @@ class Attachment:
         """Whether this attachment already watches one of the chunks or one of the optimizers."""
         watched = [*self.watch.chunks, *self._steps.optimizers]
         return any(one is other for one in (*chunks, *optimizers) for other in watched if other is not None)
-
-
-def _of_activations(modules: Iterable[NamedModule]) -> set[str]:
-    """The kinds of activations that are recorded for at least one of the modules."""
-    wanted = [one.wanted for one in modules if one.wanted is not None]
-    forward = any(one.input.wanted or one.output.wanted for one in wanted)
-    backward = any(one.input_grad.wanted or one.output_grad.wanted for one in wanted)
-    return {kind for kind, asked in (("actv", forward), ("actv_grad", backward)) if asked}
 
 
 def _no_change(_step: int) -> None:

@@ -302,14 +302,14 @@ class Recorder:
         self.steps = 0
         self.late: LateRows = NoLateRows()
         self.total: TotalNorm | None = None
-        self._inert = False
+        self._inert, self._forgotten = False, 0
         self._due: dict[str, Due] = {}
         PROCESS.on_fork_child(self._become_inert)
 
     @property
     def has_rows(self) -> bool:
-        """Whether anything was recorded since the last seal."""
-        return self.table.writes > 0
+        """Whether anything was recorded since the last seal, and not forgotten."""
+        return self.table.writes > self._forgotten
 
     def use(self, eps: float, *, magnitudes: bool = False, higher: bool = False, check_sums: bool = False) -> None:
         """Set what to measure of every tensor, from the next one on.
@@ -371,8 +371,19 @@ class Recorder:
             self.late.enter()
             into.total = self.total
             self.table.seal(into)
-            self.steps += 1
+            self.steps, self._forgotten = self.steps + 1, 0
             self.reader.forget_step()
+
+    def forget(self, first: int, last: int) -> None:
+        """Remove the rows that were written in the ``first`` to the ``last`` write of the step in progress."""
+        with self.lock:
+            self._forgotten += max(0, last - first + 1)
+            for page in self.table.pages:
+                order = self.table.columns.order[page.first_row : page.first_row + page.used]
+                for row in np.flatnonzero((order >= first) & (order <= last)).tolist():
+                    order[row] = 0
+                    for memory in filter(None, (page.memory, page.histogram)):
+                        memory.forget(row)
 
     def kinds_now(self) -> dict[str, KindRows]:
         """The rows of the step in progress so far. Waits for the device."""
@@ -390,7 +401,7 @@ class Recorder:
                 self.reader.forget_step()
                 self.late.discard()
                 self.table.discard()
-                self.steps += 1
+                self.steps, self._forgotten = self.steps + 1, 0
 
 
 # --- Derives the dataflow between series from the rows of one step, read from the live table before it is sealed.

@@ -65,10 +65,10 @@ class Absences:
         self._earlier.remove(phase)
         found = {id(one) for one in executor._graph_executor.get_params(phase).values()}
         optimizers = program.cells_of_optimizers()
-        weights = _parameters(program.roots())
-        if found & (_parameters(optimizers) - weights):
+        weights = parameters_of(program.roots())
+        if found & (parameters_of(optimizers) - weights):
             in_graph_mode = isinstance(executor, type(_cell_graph_executor))
-            if in_graph_mode or not _is_called(optimizers):  # else Python sees the step
+            if in_graph_mode or not is_called(optimizers):  # else Python sees the step
                 program.warn("late", LATE)
         elif found & weights and any(root.training for root in program.roots()):
             if recording():
@@ -106,11 +106,12 @@ def _compiled_phases() -> set[str]:
     return of_functions.union(*cells_compile_cache.values())
 
 
-def _parameters(cells: Iterable[nn.Cell]) -> set[int]:
+def parameters_of(cells: Iterable[nn.Cell]) -> set[int]:
+    """The ids of the parameters of cells."""
     return {id(parameter) for cell in cells for parameter in cell.get_parameters()}
 
 
-def _is_called(cells: Iterable[nn.Cell]) -> bool:
+def is_called(cells: Iterable[nn.Cell]) -> bool:
     """Whether one of the cells is called on this thread's stack."""
     wanted = {id(cell) for cell in cells}
     frame: FrameType | None = sys._getframe(1)

@@ -41,6 +41,7 @@ class SteppedOptimizer:
         gradients: The gradients that the optimizer was given, from its call to the end of its step.
         measured: What compiled code has measured of its weights and moments, by the id of the parameter, while collectors are
             called for a step in compiled code; None otherwise.
+        is_outside: Whether compiled code makes the step in progress, and its weights and moments are read outside of that.
     """
 
     def __init__(self, optimizer: nn.Cell) -> None:
@@ -51,6 +52,12 @@ class SteppedOptimizer:
         self.has_stepped = self.state.has_stepped()
         self.gradients: Sequence[Any] = ()
         self.measured: Mapping[int, Any] | None = None
+        self.is_outside = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code makes the step in progress."""
+        return self.is_outside or self.measured is not None
 
     def seen(self, x: Parameter | None) -> Any:
         """A weight or moment as it was at this point of the step."""
@@ -73,6 +80,7 @@ class SteppedOptimizer:
         """Drop the gradients of the step."""
         self.gradients = ()
         self.measured = None
+        self.is_outside = False
 
     def gradient(self, parameter: Parameter) -> Tensor | None:
         """The gradient that the optimizer was given in the step in progress; None if it was given none."""
@@ -177,7 +185,7 @@ class MindSporeFramework:
         """
         found = self._of(parameter)
         place = None if found is None else found.state.place(parameter.tensor)
-        return None if found is None or place is None or found.measured is not None else (found.state, place)
+        return None if found is None or place is None or found.is_compiled else (found.state, place)
 
     def keeps(self, kind: str, parameter: ParameterHolder) -> bool:
         """Whether the optimizer has such a moment of a parameter, even before its first step."""
@@ -197,12 +205,12 @@ class MindSporeFramework:
     def adam_of(self, parameter: ParameterHolder) -> MindSporeMoments | None:
         """The terms of the parameter's latest step; None if they are unknown."""
         found = self._of(parameter)
-        return None if found is None or found.measured is not None else found.adams.of(parameter.tensor)
+        return None if found is None or found.is_compiled else found.adams.of(parameter.tensor)
 
     def learning_rates(self, optimizer: Any) -> Sequence[Any]:
         """The learning rate of each parameter group for the step that begins, as the optimizer computes it."""
         stepped = self.stepped[id(optimizer)]
-        return stepped.state.learning_rates() if stepped.measured is None else ()
+        return () if stepped.is_compiled else stepped.state.learning_rates()
 
     def scales_itself(self, optimizer: Any) -> bool:
         """Whether the optimizer divides the gradients that it is given by a loss scale."""

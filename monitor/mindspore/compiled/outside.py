@@ -1,0 +1,223 @@
+"""Records weights and moments of compiled code from outside: on devices, and wherever the operator in C cannot be used.
+
+Weights and moments live between two executions of compiled code. So Python reads them before and after each execution that may
+step an optimizer, with the ordinary reader. Nothing is added to what MindSpore compiles, so training has the same bits.
+Activations and gradients exist only during an execution, and have no rows.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from mindspore import Parameter, nn
+from mindspore.nn.cell import _cell_graph_executor
+
+from monitor.failures import Failures
+from monitor.mindspore.compiled.absences import is_called, parameters_of
+from monitor.mindspore.compiled.replay import REPLAYING
+from monitor.mindspore.frameworks.optimizer_state import innermost
+from monitor.recording.patches import CallListener, CallPatch
+from monitor.recording.startup_estimate import records_measurements
+from monitor.series import KIND_TABLE
+from monitor.stats.mindspore.tensors import on_host
+
+if TYPE_CHECKING:
+    from monitor.mindspore.optimizer_steps import GradientReceiver
+
+MISSING: Final = (
+    "A training step is compiled (GRAPH_MODE or @jit), and the monitor's operator for compiled code cannot be used here. "
+    "Weights and moments are read before and after the step. {fields} cannot be read there, and have no rows. Use "
+    "PYNATIVE_MODE without @jit to record them."
+)
+SEVERAL: Final = (
+    "Compiled code has made {count} steps in one call, as with data sinking. Weights and moments can only be read before the "
+    "first of them and after the last one. The rows of the steps in between are missing. Pass sink_size=1 to Model.train to "
+    "record them."
+)
+BETWEEN: Final = ", ".join(kind.name for kind in KIND_TABLE if kind.field in ("param_distribution", "mv_distribution"))
+NOT_OUTSIDE: Final = (
+    *("xy_distribution", "wg_distribution", "ur_distribution", "mg_direction", "optimizer_health"),
+    *("recording_l2_features", "stack_info"),
+)
+"""The fields of the configuration whose rows need more than weights and moments."""
+
+COUNTS: Final = ("global_step", "state_step", "step_t")
+"""The parameters in which optimizers of MindSpore count their steps. Some, such as ``experimental.optim.SGD``, count none."""
+
+
+@dataclass(eq=False, frozen=True)
+class Stepping:
+    """An optimizer in an execution that may step it.
+
+    Attributes:
+        count: The parameter that counts its steps; None if the compiled code has none, and makes a step in each execution.
+        before: The count before the execution.
+        take_back: Removes the rows that were read before the execution.
+    """
+
+    optimizer: nn.Cell
+    given: GradientReceiver
+    count: Parameter | None
+    before: int
+    take_back: Callable[[], None]
+
+    def steps(self) -> int:
+        """How many steps it has made. Waits for the execution."""
+        return 1 if self.count is None else max(0, _number(self.count) - self.before)
+
+
+class StepsFromOutside(CallListener):
+    """Reports the steps of optimizers in compiled code to a listener: an ``Attachment``."""
+
+    def __init__(self, optimizers: Sequence[tuple[nn.Cell, GradientReceiver]], listener: Any, failures: Failures) -> None:
+        self._optimizers, self._listener, self._failures = dict(optimizers), listener, failures
+        self._weights = parameters_of(listener.watch.chunks)
+        self._held: dict[str, Mapping[nn.Cell, Parameter | None]] = {}
+        self._running = threading.local()
+        self._begins = failures.guarded("reading before compiled code", self._before)
+        self._ends = failures.guarded("reading after compiled code", self._after)
+        self._forward_in: int | None = None
+        self._has_warned = False
+        for patch in PATCHES:
+            patch.add(self)
+
+    def remove(self) -> None:
+        for patch in PATCHES:
+            patch.remove(self)
+
+    # Each execution of this thread has an entry: None before it is known what is executed.
+
+    @property
+    def _open(self) -> list[Sequence[Stepping] | None]:
+        found: list[Sequence[Stepping] | None] = self._running.__dict__.setdefault("open", [])
+        return found
+
+    def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if patch.name == RUN:
+            known = getattr(args[1], "phase_cache", {}).get(kwargs.get("phase"))
+            self._open.append((known and self._begins(args[0], known)) or ())
+        elif patch.name == CALL:
+            self._open.append(None)
+
+    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del kwargs
+        if patch.name == COMPILE:
+            if self._open and self._open[-1] is None:  # a function is compiled and about to be executed
+                self._open[-1] = self._begins(args[0], result) or ()
+        elif self._open and (found := self._open.pop()):
+            self._ends(found)
+
+    def call_raised(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del args, kwargs
+        if patch.name != COMPILE and self._open:
+            for one in self._open.pop() or ():
+                one.take_back()
+
+    def _before(self, executor: Any, phase: str) -> Sequence[Stepping]:
+        """Compiled code is about to be executed. Returns the optimizers that it may step."""
+        if phase not in self._held:
+            self._held[phase] = self._held_by(executor._graph_executor.get_params(phase).values())
+        held = self._held[phase]
+        if not held or (not isinstance(executor, type(_cell_graph_executor)) and is_called(self._optimizers)):
+            return ()  # Python sees the step
+        self._warn_of_missing()
+        self._count_forward()
+        return [self._begin(optimizer, count) for optimizer, count in held.items()]
+
+    def _held_by(self, parameters: Iterable[Parameter]) -> Mapping[nn.Cell, Parameter | None]:
+        """The optimizers of which these are weights and state, with the parameters that count their steps."""
+        ids = {id(one) for one in parameters}
+        found: dict[nn.Cell, Parameter | None] = {}
+        for optimizer in self._optimizers:
+            every = parameters_of([optimizer])
+            if ids & (every - self._weights) and ids & every & self._weights:
+                counts = (getattr(innermost(optimizer), name, None) for name in COUNTS)
+                found[optimizer] = next((count for count in counts if id(count) in ids), None)
+        return found
+
+    def _warn_of_missing(self) -> None:
+        config = self._listener.watch.config
+        missing = [field for field in NOT_OUTSIDE if getattr(config, field)]
+        if config.run_numbers or (config.run_numbers is None and records_measurements(config)):
+            missing.append("learning_rate")
+        if missing and not self._has_warned:
+            said = MISSING.format(fields=", ".join(missing))
+            kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing)
+            # The check for missing kinds says nothing of kinds that a cause names.
+            self._failures.warn(f"reading {kinds} in compiled code", said)
+            self._listener.sealer.note("compiled_code", said)
+        self._has_warned = True
+
+    def _count_forward(self) -> None:
+        """Count a forward of the model, unless Python has called it in this step, and only the optimizer is compiled."""
+        if self._listener.begun and self._forward_in != self._listener.clock.step:
+            return
+        token = REPLAYING.set(True)
+        try:
+            self._listener.micro_batch_begins()
+            self._listener.micro_batch_ends(())
+        finally:
+            REPLAYING.reset(token)
+        self._forward_in = self._listener.clock.step
+
+    def _begin(self, optimizer: nn.Cell, count: Parameter | None) -> Stepping:
+        before, given = 0 if count is None else _number(count), self._optimizers[optimizer]
+        given.begin_step(())
+        given.is_outside = True
+        step, recorder = self._listener.clock.step, self._listener.modules.recorder
+        writes = recorder.table.writes
+        self._listener.before_step(optimizer)
+        if self._listener.clock.step != step:  # it had its turn in that step
+            writes = 0
+        return Stepping(optimizer, given, count, before, partial(recorder.forget, writes + 1, recorder.table.writes))
+
+    def _after(self, run: Sequence[Stepping]) -> None:
+        """Compiled code was executed."""
+        steps = {one: one.steps() for one in run}
+        for one in run:
+            if not steps[one]:
+                one.take_back()
+                one.given.end_step()
+        while (most := max(steps.values())) > 1:
+            self._failures.warn(f"steps without {BETWEEN}", SEVERAL.format(count=most))
+            for one in [one for one in run if steps[one] == most]:
+                self._listener.unseen_step(one.optimizer)
+                steps[one] -= 1
+        for one in [one for one in run if steps[one]]:
+            self._end(one)
+
+    def _end(self, one: Stepping) -> None:
+        one.given.call_ended()
+        try:
+            self._listener.after_step(one.optimizer)
+        finally:
+            one.given.end_step()
+
+
+def _number(count: Parameter) -> int:
+    return int(on_host(count).reshape(-1)[0])
+
+
+# --- The patches.
+
+RUN: Final = "run"
+"""The function of MindSpore that executes a compiled cell."""
+CALL: Final = "__call__"
+"""The one that compiles a function and executes it."""
+COMPILE: Final = "compile"
+
+
+def _patches() -> Sequence[CallPatch]:
+    """MindSpore's executors of cells and of functions. They have moved between versions."""
+    of_cells = type(_cell_graph_executor)
+    of_functions = getattr(sys.modules[of_cells.__module__], "_JitExecutor", None)
+    found = [(of_cells, RUN)] + [(of_functions, name) for name in (CALL, COMPILE) if of_functions is not None]
+    return tuple(CallPatch(owner, name) for owner, name in found)
+
+
+PATCHES: Final = _patches()
