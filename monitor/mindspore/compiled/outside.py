@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MISSING: Final = (
     "A training step is compiled (GRAPH_MODE or @jit), and the monitor's operator for compiled code cannot be used here. "
-    "Weights and moments are read before and after the step. {fields} cannot be read there, and have no rows. Use "
+    "Weights and moments are read before and after the step. These cannot be read there and have no rows: {fields}. Use "
     "PYNATIVE_MODE without @jit to record them."
 )
 SEVERAL: Final = (
@@ -82,7 +82,7 @@ class StepsFromOutside(CallListener):
         self._begins = failures.guarded("reading before compiled code", self._before)
         self._ends = failures.guarded("reading after compiled code", self._after)
         self._forward_in: int | None = None
-        self._has_warned = False
+        self._looked_at: Any = None
         for patch in PATCHES:
             patch.add(self)
 
@@ -142,16 +142,18 @@ class StepsFromOutside(CallListener):
 
     def _warn_of_missing(self) -> None:
         config = self._listener.watch.config
+        if not self._listener.modules.recorder.active or config is self._looked_at:
+            return
+        self._looked_at = config
         missing = [field for field in NOT_OUTSIDE if getattr(config, field)]
         if config.run_numbers or (config.run_numbers is None and records_measurements(config)):
             missing.append("learning_rate")
-        if missing and not self._has_warned:
+        if missing:
             said = MISSING.format(fields=", ".join(missing))
             kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing)
             # The check for missing kinds says nothing of kinds that a cause names.
             self._failures.warn(f"reading {kinds} in compiled code", said)
             self._listener.sealer.note("compiled_code", said)
-        self._has_warned = True
 
     def _count_forward(self) -> None:
         """Count a forward of the model, unless Python has called it in this step, and only the optimizer is compiled."""

@@ -86,7 +86,7 @@ def test_weights_and_moments_have_the_rows_of_the_dynamic_graph_and_one_warning_
 ) -> None:
     as_in_the_dynamic_graph(how, output)
     (said,) = (one for one in warnings_in(caplog) if not one.startswith("Code that calls a monitored cell is compiled"))
-    assert "xy_distribution, wg_distribution cannot be read there, and have no rows." in said
+    assert "These cannot be read there and have no rows: xy_distribution, wg_distribution." in said
     notes = [json.loads((one / "manifest.json").read_text())["notes"] for one in output.directories()]
     (said,) = (one["compiled_code"] for one in notes if "compiled_code" in one)
     assert "xy_distribution, wg_distribution" in said
@@ -401,6 +401,30 @@ def test_a_model_can_be_attached_again_after_its_code_was_compiled(how: str, out
             rows |= found
         assert footprint(net, optimizer) == before
     assert_same(rows, {key: values for key, values in of_state(expected).items() if key[2] != 1})
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_recording_begins_while_training_runs_and_then_one_warning_names_what_is_missing(
+    how: str, output: Output, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DYNAMIC_MONITOR", "True")
+    with mode_of(how):
+        net = with_fixed_weights(Deep())
+        optimizer = adam(net.trainable_params())
+        config = {**OF_STATE, "xy_distribution": True, "run_numbers": False, "collect_times": 2}
+        with attached(output, net, optimizer, **config, dynamic_on=False) as monitor:
+            step = step_of(how, net, optimizer)
+            train(step, 2)
+            assert not any("is compiled (GRAPH_MODE or @jit), and" in said for said in warnings_in(caplog))
+            Path(monitor._config_path).write_text(json.dumps({**config, "dynamic_on": True}))
+            monitor._recordings[0].switching._control._watching.turn()  # type: ignore[union-attr]
+            train(step, 6)
+            assert monitor.step == 8
+    steps = steps_of(output, "param_origin")
+    assert len(steps) == 2
+    assert steps_of(output, "param_updated") == steps_of(output, "exp_avg") == steps
+    assert sum("no rows: xy_distribution." in said for said in warnings_in(caplog)) == 1
+    assert not any("has no row of actv" in said for said in warnings_in(caplog))
 
 
 def test_on_a_device_the_kernels_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
