@@ -31,6 +31,18 @@ def ended(command: list[str], cwd: Path, *path: Path, **variables: str) -> Ended
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
+def each_ended(command: list[str], hows: tuple[str, ...], cwd: Path) -> dict[str, Ended]:
+    """Start a program once for several runs. Each ran in the folder of its name; see ``scripts/several.py``."""
+    done = ended([*command, *hows], cwd)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {how: _left_in(cwd / how) for how in hows}
+
+
+def _left_in(folder: Path) -> Ended:
+    status, out, errors = ((folder / name).read_text() for name in ("status", "out", "errors"))
+    return Ended([], int(status), out, errors)
+
+
 def weights(done: Ended) -> list[str]:
     """What the ranks print of their weights, in no order."""
     assert done.returncode == 0, done.stderr[-3000:]

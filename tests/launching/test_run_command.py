@@ -6,16 +6,61 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launched import ROOT, RUN, WITH_TORCHRUN, ended, rows, weights
+from launched import ROOT, RUN, WITH_TORCHRUN, Ended, each_ended, ended, rows, weights
+from launching import Launcher, Nursery
 
 import monitor
 
 LOOPS, GUESSED = (Path(__file__).with_name("scripts") / name for name in ("loops.py", "guessed.py"))
 FIRST = 2
 """From this step on, all programs have rows: the first one shows the optimizers, and the second one the micro-batches."""
+
+
+TOGETHER = ("gan", "two_optimizers", "two_optimizers by hand", "replaced", "no_model")
+"""Loops that run in one start of the command; the others have one each."""
+GUESSES = ("parts", "reentrant", "actor and critic", "before", "threads", "skipped")
+
+Directly = Callable[..., Ended]
+
+
+@pytest.fixture
+def directly(tmp_path: Path, nursery: Nursery) -> Iterator[Directly]:
+    """Runs a loop, as one or more ranks, without the command. It records to the folder of its name."""
+    launcher = Launcher(tmp_path, nursery)
+
+    def run(how: str, ranks: int = 1) -> Ended:
+        options = {"base": tmp_path / how, "preload": "compiler", "brief": True}
+        if ranks > 1:
+            started = launcher.start_ranks(ranks, str(LOOPS), how, **options)
+        else:
+            started = [launcher.start(str(LOOPS), how, **options)]
+        done = [one.end() for one in started]
+        status = next((one.status for one in done if one.status != 0), 0)
+        return Ended([], status, "".join(one.out for one in done), "".join(one.err for one in done))
+
+    yield run
+    assert launcher.clean_up() == ([], [])
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ended, Path]]:
+    """How each of ``TOGETHER`` ended under the command, and where its recordings are."""
+    base = tmp_path_factory.mktemp("together")
+    done = each_ended([*RUN, sys.executable, str(LOOPS)], TOGETHER, base)
+    return {how: (one, base / how / "recorded") for how, one in done.items()}
+
+
+@pytest.fixture(scope="module")
+def guessed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ended, Path]]:
+    """How each of ``GUESSES`` ended under the command, and where its recordings are."""
+    base = tmp_path_factory.mktemp("guessed")
+    (base / "both.json").write_text('{"wg_distribution": true, "ops": ["norm"], "format": "parquet"}')
+    done = each_ended([*RUN, "--config", "both.json", sys.executable, str(GUESSED)], GUESSES, base)
+    return {how: (one, base / how / "recorded") for how, one in done.items()}
 
 
 @pytest.mark.parametrize(
@@ -27,13 +72,18 @@ FIRST = 2
         ("ranks", 2),
     ],
 )
-def test_the_rows_are_those_of_a_line_in_the_program(how: str, recordings: int, tmp_path: Path) -> None:
-    python = WITH_TORCHRUN if how == "ranks" else [sys.executable]
-    program = [*python, str(LOOPS), how]
-    plain, by_hand = ended(program, tmp_path), ended(program, tmp_path, BY_HAND="1", MONITOR_OUTPUT_DIR="by_hand")
-    launched = ended([*RUN, *program], tmp_path)
+def test_the_rows_are_those_of_a_line_in_the_program(
+    how: str, recordings: int, tmp_path: Path, directly: Directly, together: dict[str, tuple[Ended, Path]]
+) -> None:
+    ranks = 2 if how == "ranks" else 1
+    plain, by_hand = directly(how, ranks), directly(f"{how} by hand", ranks)
+    if how in together:
+        launched, recorded = together[how]
+    else:
+        python = WITH_TORCHRUN if how == "ranks" else [sys.executable]
+        launched, recorded = ended([*RUN, *python, str(LOOPS), how], tmp_path), tmp_path / "recorded"
     assert weights(launched) == weights(by_hand) == weights(plain)
-    expected, found = rows(tmp_path / "by_hand", FIRST), rows(tmp_path / "recorded", FIRST)
+    expected, found = rows(tmp_path / f"{how} by hand", FIRST), rows(recorded, FIRST)
     assert found.keys() == expected.keys()
     assert found == expected
     assert len(found) == recordings
@@ -42,18 +92,18 @@ def test_the_rows_are_those_of_a_line_in_the_program(how: str, recordings: int, 
     assert [line for line in launched.stderr.splitlines() if "[monitor] WARNING" in line] == []
 
 
-def test_what_cannot_be_told_is_left_alone_with_a_warning(tmp_path: Path) -> None:
-    done = ended([*RUN, sys.executable, str(LOOPS), "no_model"], tmp_path)
+def test_what_cannot_be_told_is_left_alone_with_a_warning(together: dict[str, tuple[Ended, Path]]) -> None:
+    done, recorded = together["no_model"]
     assert done.returncode == 0
     assert "SGD is not monitored, because no model was found that has its parameters" in done.stderr
-    assert not (tmp_path / "recorded").exists()
+    assert not recorded.exists()
 
 
-def test_a_program_that_attaches_the_monitor_itself_is_left_alone(tmp_path: Path) -> None:
-    done = ended([*RUN, sys.executable, str(LOOPS), "two_optimizers"], tmp_path, BY_HAND="1")
+def test_a_program_that_attaches_the_monitor_itself_is_left_alone(together: dict[str, tuple[Ended, Path]]) -> None:
+    done, recorded = together["two_optimizers by hand"]
     assert weights(done)
     assert done.stderr.count("the program monitors") == 2
-    assert len(list((tmp_path / "recorded").glob("*-rank*"))) == 1
+    assert len(list(recorded.glob("*-rank*"))) == 1
 
 
 def test_another_configuration_by_name_or_path(tmp_path: Path) -> None:
@@ -66,33 +116,34 @@ def test_another_configuration_by_name_or_path(tmp_path: Path) -> None:
         assert {row["kind"] for row in table} - {"run", "update_ratio"} == kinds
 
 
-def test_an_optimizer_that_replaces_another_ends_the_recording_of_its_model(tmp_path: Path) -> None:
-    done = ended([*RUN, sys.executable, str(LOOPS), "replaced"], tmp_path)
-    assert weights(done) == weights(ended([sys.executable, str(LOOPS), "replaced"], tmp_path))
+def test_an_optimizer_that_replaces_another_ends_the_recording_of_its_model(
+    directly: Directly, together: dict[str, tuple[Ended, Path]]
+) -> None:
+    done, recorded = together["replaced"]
+    assert weights(done) == weights(directly("replaced"))
     assert "Unhashable begins to step Net later than others. From here on, this model is not monitored." in done.stderr
-    (table,) = rows(tmp_path / "recorded", 0).values()
+    (table,) = rows(recorded, 0).values()
     assert {row["step"] for row in table if row["kind"] == "grad_reduced"} == {1, 2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("how", ["parts", "reentrant", "actor and critic", "before", "threads", "skipped"])
-def test_rows_begin_with_step_1_whatever_the_first_backwards_were(how: str, tmp_path: Path) -> None:
-    (tmp_path / "both.json").write_text('{"wg_distribution": true, "ops": ["norm"], "format": "parquet"}')
-    done = ended([*RUN, "--config", "both.json", sys.executable, str(GUESSED), how], tmp_path)
+@pytest.mark.parametrize("how", GUESSES)
+def test_rows_begin_with_step_1_whatever_the_first_backwards_were(how: str, guessed: dict[str, tuple[Ended, Path]]) -> None:
+    done, recorded = guessed[how]
     assert done.returncode == 0, done.stderr[-3000:]
     printed = {int(step): float(norm) for step, norm in re.findall(r"^step (\d+) norm (\S+)$", done.stdout, re.MULTILINE)}
     for kind in ("grad_reduced", "grad_unreduced"):
         scale = 0.25 if how == "skipped" and kind == "grad_unreduced" else 1.0  # twice halved, and not yet taken out
         expected = pytest.approx({step: scale * printed[step] for step in (1, 2, 3)}, rel=1e-6)
         squares: Counter[int] = Counter()
-        for row in monitor.open_run(tmp_path / "recorded").rows(kind).to_pylist():
+        for row in monitor.open_run(recorded).rows(kind).to_pylist():
             squares[row["step"]] += row["norm"] ** 2
         assert {step: square**0.5 for step, square in squares.items()} == expected
 
 
-def test_what_was_compiled_in_the_first_step_has_rows_of_activations(tmp_path: Path) -> None:
+def test_what_was_compiled_in_the_first_step_has_rows_of_activations(tmp_path: Path, directly: Directly) -> None:
     (tmp_path / "activations.json").write_text('{"xy_distribution": true, "all_xy": true, "format": "parquet"}')
     done = ended([*RUN, "--config", "activations.json", sys.executable, str(LOOPS), "compiled"], tmp_path)
-    assert weights(done) == weights(ended([sys.executable, str(LOOPS), "compiled"], tmp_path))
+    assert weights(done) == weights(directly("compiled"))
     assert "WARNING" not in done.stderr
     (table,) = rows(tmp_path / "recorded", 0).values()
     assert {row["step"] for row in table if row["name"] == "layers.0.output"} == {1, 2, 3, 4, 5}

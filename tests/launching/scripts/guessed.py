@@ -1,4 +1,7 @@
-"""Loops whose first step says more or less of micro-batches than the others; ``guessed.py HOW``. Prints the norms by step."""
+"""Loops whose first step says more or less of micro-batches than the others; ``guessed.py HOW...``. Prints the norms by step.
+
+``several.py`` says how several of them run.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import sys
 import threading
 
 import torch
+from several import one_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -41,7 +45,7 @@ def backward_of_threads() -> None:
 
 
 def main() -> None:
-    how = sys.argv[1]
+    how = one_of(sys.argv[1:])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

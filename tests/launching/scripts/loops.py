@@ -1,18 +1,17 @@
-"""Programs that know nothing of the monitor; ``loops.py HOW``. With ``BY_HAND=1`` they attach it in one line.
+"""Programs that know nothing of the monitor; ``loops.py HOW...``. Those that are named ``HOW by hand`` attach it in one line.
 
-They print the sum of their weights, as ``float.hex``.
+They print the sum of their weights, as ``float.hex``. ``several.py`` says how several of them run.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 import torch
+from several import one_of
 from torch import Tensor, nn
 
-HOW = sys.argv[1]
 STEPS = 6
 
 
@@ -29,7 +28,7 @@ class Net(nn.Module):
 
 
 def watch(model: Any, optimizer: Any) -> None:
-    if os.environ.get("BY_HAND"):
+    if by_hand:
         import monitor
 
         monitor.watch(model, optimizer)
@@ -129,7 +128,8 @@ def no_model() -> list[nn.Module]:
     return []
 
 
+how, by_hand, _ = one_of(sys.argv[1:]).partition(" by hand")
 torch.manual_seed(0)
 torch.set_num_threads(1)
-models = globals()[HOW]()
+models = globals()[how]()
 print(sum((float(p.detach().double().sum()) for model in models for p in model.parameters()), 0.0).hex())
