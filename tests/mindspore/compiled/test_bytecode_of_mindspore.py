@@ -9,6 +9,7 @@ import mindspore as ms
 import pytest
 from attaching import Output, attached, warnings_in, with_fixed_weights
 from compiled_steps import RECORDED, Deep, Rows, Step, adam, recorded, rows_in, state_of, step_of, train
+from evidence import in_turn
 from mindspore import Tensor, nn, ops
 from training import inputs
 
@@ -114,15 +115,13 @@ def trained(make: Callable[[], nn.Cell], step_from: StepOf, monitor_of: MonitorO
     return losses + train(step, 2) + state_of(net, optimizer)
 
 
-@pytest.mark.parametrize("step_from", STEPS)
-@pytest.mark.parametrize("make", [Branching, Smooth, Shared])
+@pytest.mark.parametrize(("step_from", "make"), in_turn(STEPS, [Branching, Shared, Smooth]))
 def test_a_step_has_the_same_bits_wherever_it_breaks(make: Callable[[], nn.Cell], step_from: StepOf, output: Output) -> None:
     monitored = trained(make, step_from, lambda *trained: attached(output, *trained, **RECORDED))
     assert monitored == trained(make, step_from, None)
 
 
-@pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize("step_from", STEPS)
+@pytest.mark.parametrize(("step_from", "before"), in_turn(STEPS, [0, 2]))
 def test_a_step_is_said_once_to_have_no_rows_also_if_it_was_compiled_before_the_monitor(
     step_from: StepOf, before: int, output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from attaching import Output
 from compiled_steps import WHOLE, Deep, OptimizerOf, adam, assert_same, plain, recorded
+from evidence import in_turn
 from mindspore import nn
 
 NOTHING = dict.fromkeys(("xy_distribution", "all_xy", "wg_distribution", "param_distribution", "mv_distribution"), False)
@@ -23,14 +24,12 @@ def reversed_adam(parameters: list[Any]) -> nn.Cell:
     return adam(parameters[::-1])
 
 
-CASES = [("activations", reversed_adam), ("gradients", adam), ("weights", adam), ("moments", adam)]
+OPTIMIZERS: dict[str, OptimizerOf] = {"activations": reversed_adam, "gradients": adam, "weights": adam, "moments": adam}
 
 
-@pytest.mark.parametrize("how", WHOLE)
-@pytest.mark.parametrize(("kinds", "optimizer_of"), CASES, ids=[kinds for kinds, _ in CASES])
-def test_a_kind_has_all_its_rows_if_it_is_recorded_alone(
-    how: str, kinds: str, optimizer_of: OptimizerOf, output: Output
-) -> None:
+@pytest.mark.parametrize(("kinds", "how"), in_turn(OPTIMIZERS, WHOLE))
+def test_a_kind_has_all_its_rows_if_it_is_recorded_alone(kinds: str, how: str, output: Output) -> None:
+    optimizer_of = OPTIMIZERS[kinds]
     config = {**NOTHING, **ALONE[kinds]}
     _, expected = recorded("dynamic", Deep, output, optimizer_of, **config)
     bits, rows = recorded(how, Deep, output, optimizer_of, **config)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from attaching import Output
 from compiled_steps import STEPS, WHOLE, Deep, Rows, assert_same, plain, recorded
+from evidence import in_turn
 from mindspore import Tensor, nn, ops, parallel
 
 
@@ -70,8 +71,7 @@ MICRO_BATCHES: dict[str, Callable[[], nn.Cell]] = {
 }
 
 
-@pytest.mark.parametrize("how", WHOLE)
-@pytest.mark.parametrize("name", MICRO_BATCHES)
+@pytest.mark.parametrize(("name", "how"), in_turn(MICRO_BATCHES, WHOLE))
 def test_micro_batches_of_one_compiled_step_have_the_rows_of_the_dynamic_graph(name: str, how: str, output: Output) -> None:
     make = MICRO_BATCHES[name]
     _, expected = recorded("dynamic", make, output, loop=LOOP)
@@ -80,8 +80,7 @@ def test_micro_batches_of_one_compiled_step_have_the_rows_of_the_dynamic_graph(n
     assert_same(rows, expected)
 
 
-@pytest.mark.parametrize("how", WHOLE)
-@pytest.mark.parametrize("make", [EqualGradients, EqualArguments, EqualCalls])
+@pytest.mark.parametrize(("make", "how"), in_turn([EqualGradients, EqualArguments, EqualCalls], WHOLE))
 def test_equal_calls_have_a_row_each(make: type[nn.Cell], how: str, output: Output) -> None:
     _, expected = recorded("dynamic", make, output, loop=LOOP)
     bits, rows = recorded(how, make, output, loop=LOOP)

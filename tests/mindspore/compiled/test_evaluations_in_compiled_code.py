@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from attaching import Output, warnings_in, with_fixed_weights
 from compiled_steps import RECORDED, STEPS, WHOLE, Deep, adam, mode_of, plain, recorded, rows_in, state_of, step_of
+from evidence import in_turn
 from mindspore import Tensor, nn
 from training import inputs
 from watching_cells import written
@@ -31,8 +32,7 @@ def called(net: nn.Cell) -> Any:
     return evaluate
 
 
-@pytest.mark.parametrize("how", WHOLE)
-@pytest.mark.parametrize("training", [False, True], ids=["evaluations", "forwards in training mode"])
+@pytest.mark.parametrize(("training", "how"), in_turn([False, True], WHOLE))
 def test_forwards_without_a_backward_leave_few_entries_and_the_rows_of_training(
     how: str, training: bool, output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:

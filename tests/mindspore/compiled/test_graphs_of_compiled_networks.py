@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attaching import Output, attached, warnings_in, with_fixed_weights
 from compiled_steps import RECORDED, Rows, mode_of, plain, recorded
+from evidence import sampled
 from mindspore import Tensor, nn, ops
 from mindspore.nn.cell import _cell_graph_executor
 from mindspore.ops import constexpr
@@ -22,8 +23,9 @@ from monitor.mindspore.compiled.computations import WRITES, Computations, _Graph
 from monitor.mindspore.compiled.fallback import CHANGED
 from monitor.mindspore.tape import COMPILED_VARIABLE
 
-WHOLE = sorted(NETWORKS.keys() - {"loop"})
+WHOLE = [name for name in NETWORKS if name != "loop"]
 """Networks that are one graph."""
+SAMPLE = [WHOLE.index(name) for name in ("lstm", "GRU cell", "names", "residual", "projected", "mixed precision")]
 
 
 class Gate(nn.Cell):
@@ -142,11 +144,15 @@ def trained(make: Callable[[], nn.Cell], output: Output) -> tuple[list[bytes], l
     """The bits without and with a monitor, and its rows."""
     ms.set_seed(1)
     bits = plain("graph", make, **LOOP)
+    return bits, *monitored(make, output)
+
+
+def monitored(make: Callable[[], nn.Cell], output: Output) -> tuple[list[bytes], Rows]:
     ms.set_seed(1)
-    return bits, *recorded("graph", make, output, loop=LOOP)
+    return recorded("graph", make, output, loop=LOOP)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", sampled(WHOLE, *SAMPLE))
 def test_whole_graphs_are_recorded_without_being_asked(name: str, output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(COMPILED_VARIABLE)
     bits, found, rows = trained(NETWORKS[name], output)
@@ -165,9 +171,9 @@ def test_networks_with_tuples_and_constants_are_recorded_to_the_same_bits(
 
 
 def test_they_have_the_rows_that_they_have_on_request(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, expected = trained(NETWORKS["lstm"], output)
+    _, expected = monitored(NETWORKS["lstm"], output)
     monkeypatch.delenv(COMPILED_VARIABLE)
-    _, _, rows = trained(NETWORKS["lstm"], output)
+    _, rows = monitored(NETWORKS["lstm"], output)
     assert rows == expected
 
 
@@ -202,7 +208,7 @@ def test_a_long_compilation_says_that_it_is_repeated(
     monkeypatch.delenv(COMPILED_VARIABLE)
     monkeypatch.setattr(fallback, "LONG_S", 0.0)
     caplog.set_level(logging.INFO, logger="monitor")
-    trained(NETWORKS["lstm"], output)
+    monitored(NETWORKS["siamese"], output)
     assert "compiles it again" in caplog.text
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from attaching import Output, warnings_in
 from compiled_steps import WHOLE, Rows, recorded
+from evidence import in_turn
 from mindspore import Tensor, nn, ops
 from training import Recurrent
 
@@ -79,8 +80,7 @@ def calls_in(rows: Rows) -> Counter[Any]:
     return Counter((cell, tuple(sorted(found))) for (cell, _), found in calls.items())
 
 
-@pytest.mark.parametrize("how", WHOLE)
-@pytest.mark.parametrize("make", [Siamese, Tree])
+@pytest.mark.parametrize(("make", "how"), in_turn([Siamese, Tree], WHOLE))
 def test_independent_calls_have_the_same_numbers_in_each_step(how: str, make: Any, output: Output) -> None:
     rows = rows_of(how, make, output)
     by_name: dict[Any, set[float]] = {}
@@ -90,8 +90,7 @@ def test_independent_calls_have_the_same_numbers_in_each_step(how: str, make: An
     assert {name for name, norms in by_name.items() if len(norms) > 1} == set()
 
 
-@pytest.mark.parametrize("how", WHOLE)
-@pytest.mark.parametrize("make", [Siamese, Tree])
+@pytest.mark.parametrize(("make", "how"), in_turn([Tree, Siamese], WHOLE))
 def test_all_rows_of_an_independent_call_have_its_number(how: str, make: Any, output: Output) -> None:
     assert calls_in(rows_of(how, make, output)) == calls_in(rows_of("dynamic", make, output))
 

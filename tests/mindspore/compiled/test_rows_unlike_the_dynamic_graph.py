@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attaching import Output, attached, warnings_in, with_fixed_weights
 from compiled_steps import RECORDED, WHOLE, Rows, adam, mode_of, plain, recorded, rows_in, step_of, train
+from evidence import in_turn
 from mindspore import Tensor, nn, ops
 from training import inputs
 
@@ -122,8 +123,7 @@ def test_forward_mode_works_beside_a_monitor_that_hooks_no_parameter(output: Out
     assert {step for _, _, step, _ in rows_in(output, output.directory())} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("how", WHOLE)
-@pytest.mark.parametrize("of_a_copy", [False, True])
+@pytest.mark.parametrize(("of_a_copy", "how"), in_turn([False, True], WHOLE))
 def test_forward_mode_ends_the_rows_of_compiled_code_unless_it_is_that_of_a_copy(
     how: str, of_a_copy: bool, output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:

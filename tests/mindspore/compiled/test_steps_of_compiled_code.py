@@ -9,6 +9,7 @@ import mindspore as ms
 import pytest
 from attaching import Output, attached, warnings_in, with_fixed_weights
 from compiled_steps import RECORDED, WHOLE, Deep, Rows, adam, assert_same, mode_of, rows_in, state_of, train
+from evidence import in_turn
 from mindspore import Tensor, amp, nn, ops
 
 
@@ -101,8 +102,7 @@ def called(cell: Any) -> Callable[[Tensor], Tensor]:
     return step
 
 
-@pytest.mark.parametrize("how", WHOLE)
-@pytest.mark.parametrize("name", STEPS_OF)
+@pytest.mark.parametrize(("name", "how"), in_turn(STEPS_OF, WHOLE))
 def test_steps_have_the_rows_of_the_dynamic_graph(
     name: str, how: str, output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:

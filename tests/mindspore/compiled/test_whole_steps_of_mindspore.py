@@ -9,6 +9,7 @@ import mindspore as ms
 import pytest
 from attaching import Output, warnings_in
 from compiled_steps import STEPS, WHOLE, Deep, assert_same, by_model, plain, recorded
+from evidence import in_turn
 from mindspore import Parameter, Tensor, nn, ops
 from training import inputs
 
@@ -108,15 +109,13 @@ def test_every_kind_has_the_rows_of_the_dynamic_graph(how: str, output: Output, 
     assert warnings_in(caplog) == []
 
 
-@pytest.mark.parametrize("how", WHOLE)
-@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize(("together", "how"), in_turn([1, 3], WHOLE))
 def test_each_of_many_weights_has_its_rows(how: str, together: int, output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taps, "TOGETHER", together)
     as_in_the_dynamic_graph(how, Deep, output)
 
 
-@pytest.mark.parametrize("how", WHOLE)
-@pytest.mark.parametrize("make", [Repeated, Structured], ids=["repeated", "structured"])
+@pytest.mark.parametrize(("make", "how"), in_turn([Repeated, Structured], WHOLE))
 def test_calls_and_arguments_have_the_names_of_the_dynamic_graph(how: str, make: type[nn.Cell], output: Output) -> None:
     as_in_the_dynamic_graph(how, make, output)
 
@@ -126,24 +125,21 @@ def test_a_cell_of_integers_has_no_gradient_of_its_input(how: str, output: Outpu
     as_in_the_dynamic_graph(how, OfIntegers, output, given=integers)
 
 
-@pytest.mark.parametrize("how", WHOLE)
-@pytest.mark.parametrize("dtype", [ms.float16, ms.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "how"), in_turn([ms.float16, ms.bfloat16], WHOLE))
 def test_narrow_types_are_read(how: str, dtype: Any, output: Output) -> None:
     as_in_the_dynamic_graph(how, lambda: Narrow(dtype), output)
 
 
-@pytest.mark.parametrize("how", WHOLE)
-@pytest.mark.parametrize(
-    "optimizer_of",
-    [
-        lambda p: nn.SGD(p, 0.1, momentum=0.9),
-        lambda p: nn.Momentum(p, 0.1, momentum=0.9),
-        lambda p: nn.Adam(p, 0.01, use_amsgrad=True),
-    ],
-    ids=["SGD", "Momentum", "AMSGrad"],
-)
-def test_moments_of_other_optimizers_are_read(how: str, optimizer_of: Any, output: Output) -> None:
-    as_in_the_dynamic_graph(how, Deep, output, optimizer_of)
+OPTIMIZERS: dict[str, Callable[[Any], nn.Cell]] = {
+    "SGD": lambda p: nn.SGD(p, 0.1, momentum=0.9),
+    "Momentum": lambda p: nn.Momentum(p, 0.1, momentum=0.9),
+    "AMSGrad": lambda p: nn.Adam(p, 0.01, use_amsgrad=True),
+}
+
+
+@pytest.mark.parametrize(("name", "how"), in_turn(OPTIMIZERS, WHOLE))
+def test_moments_of_other_optimizers_are_read(name: str, how: str, output: Output) -> None:
+    as_in_the_dynamic_graph(how, Deep, output, OPTIMIZERS[name])
 
 
 @pytest.mark.parametrize("sink", [False, True], ids=["not sunk", "sunk"])
