@@ -328,12 +328,13 @@ def test_of_several_steps_in_one_call_the_first_and_the_last_have_rows(
     assert "Compiled code has made 3 steps in one call" in said
 
 
-def test_an_optimizer_that_python_calls_is_read_by_its_hooks_alone(output: Output) -> None:
-    """Its own functions are compiled, and take its moments. The forward and the backward are compiled, too."""
+@pytest.mark.parametrize("optimizer_of", [adam, lambda p: optim.Adam(p, 0.01)], ids=["whole", "in parts"])
+def test_an_optimizer_that_python_calls_is_read_by_its_hooks_alone(optimizer_of: Any, output: Output) -> None:
+    """MindSpore compiles the optimizer's own functions, which take its moments. Forward and backward are compiled, too."""
 
     def run(output: Output, *, compiled: bool) -> Rows:
         net = with_fixed_weights(Deep())
-        optimizer = optim.Adam(net.trainable_params(), 0.01)
+        optimizer = optimizer_of(net.trainable_params())
         gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
         gradients_of = ms.jit(gradients_of) if compiled else gradients_of
         with read_from(output) as rows, attached(output, net, optimizer, **RECORDED):
@@ -346,7 +347,9 @@ def test_an_optimizer_that_python_calls_is_read_by_its_hooks_alone(output: Outpu
     assert steps_with(rows, "grad_reduced") == set(range(STEPS))
 
 
-def test_an_optimizer_that_is_compiled_apart_has_its_rows_beside_those_of_the_dynamic_graph(output: Output) -> None:
+def test_an_optimizer_that_is_compiled_apart_has_its_rows_beside_those_of_the_dynamic_graph(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
     _, expected = recorded("dynamic", Deep, output, update_ratio=False)
     net = with_fixed_weights(Deep())
     optimizer = adam(net.trainable_params())
@@ -360,6 +363,7 @@ def test_an_optimizer_that_is_compiled_apart_has_its_rows_beside_those_of_the_dy
         for number in range(STEPS):
             apply(gradients_of(inputs(number))[1])
     assert_same(rows, {key: values for key, values in expected.items() if key[0] != "grad_reduced"})
+    assert not any("more root forwards" in said for said in warnings_in(caplog))
 
 
 def called(net: nn.Cell) -> Any:
