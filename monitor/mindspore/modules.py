@@ -16,18 +16,11 @@ from mindspore.ops.composite import base
 
 from monitor.config.loading import DYNAMIC_VARIABLE
 from monitor.failures import LOGGER, Failures
-from monitor.mindspore import autograd, hooks as cell_hooks
+from monitor.mindspore import autograd, hooks as cell_hooks, tape
 from monitor.mindspore.compiled import taps as compiled_taps
 from monitor.mindspore.compiled.constructs import original_construct
 from monitor.mindspore.compiled.program import Handle, Handles, ObservedCell, Program
 from monitor.mindspore.compiled.replay import REPLAYING, flush, join, program_of
-from monitor.mindspore.tape import (
-    COMPILED_VARIABLE,
-    compiled_code_is_excluded,
-    follow_operator,
-    is_read_outside,
-    refuse_unknown_values,
-)
 from monitor.recording import arguments
 from monitor.recording.activations import ModuleCollector, ModuleWatcher
 from monitor.recording.attached_model import NamedParts
@@ -85,7 +78,7 @@ def chunks_of(model: Any) -> Sequence[nn.Cell]:
         ValueError: The environment variable about compiled code has an unknown value.
     """
     chunks = arguments.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
-    refuse_unknown_values()
+    tape.refuse_unknown_values()
     for chunk in chunks:
         if said := _observed(chunk).warning():
             LOGGER.warning("%s", said)
@@ -272,11 +265,15 @@ def refuse_graph_mode(*, of_weights: bool = False) -> None:
     Raises:
         ValueError: The mode is GRAPH_MODE, in which every cell is compiled and no hook is called, and operators cannot be used.
     """
-    if ms.get_context("mode") == ms.GRAPH_MODE and follow_operator() is None and not (of_weights and is_read_outside()):
+    if (
+        ms.get_context("mode") == ms.GRAPH_MODE
+        and tape.follow_operator() is None
+        and not (of_weights and tape.is_read_outside())
+    ):
         why, other = "the operator for compiled code cannot be used here", ", or turn on one of {}, which have rows without it"
         other = other.format(", ".join(OF_WEIGHTS))
-        if compiled_code_is_excluded():
-            why, other = f"{COMPILED_VARIABLE} is 0", f", or unset {COMPILED_VARIABLE}"
+        if tape.compiled_code_is_excluded():
+            why, other = f"{tape.COMPILED_VARIABLE} is 0", f", or unset {tape.COMPILED_VARIABLE}"
         to_do = f"call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) before set_monitor{other}"
         raise ValueError(f"mode is GRAPH_MODE, so MindSpore calls no hooks, and {why}: {to_do}.")
 
@@ -306,7 +303,7 @@ def observable(root: nn.Cell, *, by_operators: bool = False) -> Observable:
 
 def _observed(root: nn.Cell) -> Observable:
     """The cells of a model that are recorded."""
-    return observable(root, by_operators=follow_operator() is not None)
+    return observable(root, by_operators=tape.follow_operator() is not None)
 
 
 def _repeats(name: str, parts: list[str]) -> bool:

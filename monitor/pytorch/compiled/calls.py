@@ -21,19 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from monitor.pytorch.compiled.operators import (
-    FAILURES,
-    MISSING_ROWS,
-    OBSERVED,
-    CallObserver,
-    ObservedHook,
-    TracedHook,
-    define_effect,
-    define_traced,
-    is_within,
-    nothing,
-    saved,
-)
+from monitor.pytorch.compiled import operators
 from monitor.pytorch.features import attention
 from monitor.pytorch.features.attention import PRODUCTS, SDPA, SDPA_ARGUMENTS, SOFTMAXES, AttentionCall, ReplayedSearch
 from monitor.pytorch.features.flex import FLEX
@@ -74,7 +62,7 @@ class SeenCall(NamedTuple):
     autocast: str
 
 
-class WholeCallObserver(CallObserver):
+class WholeCallObserver(operators.CallObserver):
     """An observer that calls a function with the arguments and results of a call, as far as these are tensors, and with a maker
     of searches that replay the calls inside.
     """
@@ -129,7 +117,7 @@ def _dtype_of(autocast: str) -> torch.dtype | None:
 
 
 def _called(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], mask: str, inside: str, autocast: str) -> None:
-    observed = OBSERVED.get(handle.data_ptr())
+    observed = operators.OBSERVED.get(handle.data_ptr())
     if observed is not None and isinstance(observed.observer, WholeCallObserver):
         dtype = _dtype_of(autocast)
         with torch.no_grad(), torch.autocast(handle.device.type, dtype, enabled=dtype is not None):
@@ -262,7 +250,7 @@ def _interpreter() -> torch.fx.Interpreter | None:
 
 
 def _search(arguments: Sequence[Tensor], handle: Tensor, looks: bool) -> None:
-    if is_within(handle) or (interpreter := _interpreter()) is None:
+    if operators.is_within(handle) or (interpreter := _interpreter()) is None:
         return
     open_searches: list[tuple[Tensor, TracedSearch]] = vars(interpreter).setdefault(_SEARCHES, [])
     open_searches.append((handle, TracedSearch(arguments, looks=looks)))
@@ -291,7 +279,7 @@ def _each(searches: Iterable[TracedSearch], see: Callable[[TracedSearch], None])
             see(search)
         except Exception as error:  # a failure here must not reach the compiler
             search.hidden = NOT_SEEN
-            FAILURES.report("observing compiled code", error, MISSING_ROWS)
+            operators.FAILURES.report("observing compiled code", error, operators.MISSING_ROWS)
 
 
 def _found(handle: Tensor) -> TracedSearch:
@@ -309,7 +297,7 @@ def _found(handle: Tensor) -> TracedSearch:
 
 
 def _call(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], mask: str) -> None:
-    if is_within(handle):
+    if operators.is_within(handle):
         return
     try:
         search = _found(handle)
@@ -322,10 +310,10 @@ def _call(tensors: Sequence[Tensor], handle: Tensor, names: Sequence[str], mask:
         every = [*tensors, *flat]
         if any(is_traceable_wrapper_subclass(x) and not isinstance(x, FunctionalTensor) for x in every):
             every, names, seen["calls"] = [], [], []
-        with saved():
+        with operators.saved():
             torch.ops.monitor.called.default(every, handle, names, mask, json.dumps(seen), _autocast_on(handle.device))
     except Exception as error:
-        FAILURES.report("observing compiled code", error, MISSING_ROWS)
+        operators.FAILURES.report("observing compiled code", error, operators.MISSING_ROWS)
 
 
 def _define() -> torch.library.Library:
@@ -333,10 +321,10 @@ def _define() -> torch.library.Library:
     library.define("called(Tensor[] tensors, Tensor handle, str[] names, str mask, str inside, str autocast) -> ()")
     library.define("search(Tensor[] arguments, Tensor handle, bool looks) -> ()")
     library.define("call(Tensor[] tensors, Tensor handle, str[] names, str mask) -> ()")
-    define_effect(library, "called", _called)
-    library.impl("called", nothing, "Meta")
-    define_traced(library, "search", _search)
-    define_traced(library, "call", _call)
+    operators.define_effect(library, "called", _called)
+    library.impl("called", operators.nothing, "Meta")
+    operators.define_traced(library, "search", _search)
+    operators.define_traced(library, "call", _call)
     return library
 
 
@@ -344,14 +332,14 @@ LIBRARY: Final = _define()
 """Keeps the operators registered."""
 
 
-class TracedBegin(TracedHook):
+class TracedBegin(operators.TracedHook):
     """Before a module's forward: from now on changes of its arguments are seen.
 
     Args:
         looks: Whether the functions that it calls are seen, too.
     """
 
-    def __init__(self, observed: ObservedHook, *, looks: bool) -> None:
+    def __init__(self, observed: operators.ObservedHook, *, looks: bool) -> None:
         super().__init__(observed)
         self._looks = looks
 
@@ -360,14 +348,14 @@ class TracedBegin(TracedHook):
         torch.ops.monitor.search.default([x for x in given if isinstance(x, Tensor)], self._handle, self._looks)
 
 
-class TracedWhole(TracedHook):
+class TracedWhole(operators.TracedHook):
     """After a module's forward: its results, as far as they are tensors.
 
     Args:
         arguments: Whether its arguments are shown with them. They stay in memory until then.
     """
 
-    def __init__(self, observed: ObservedHook, *, arguments: bool) -> None:
+    def __init__(self, observed: operators.ObservedHook, *, arguments: bool) -> None:
         super().__init__(observed, ends=True)
         self._arguments = arguments
 
