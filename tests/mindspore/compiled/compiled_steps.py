@@ -64,6 +64,21 @@ class Whole(nn.Cell):
         return loss
 
 
+class Skipping(nn.Cell):
+    """A training step as a cell. Its second argument decides whether the optimizer is called, as loss scaling does."""
+
+    def __init__(self, net: nn.Cell, optimizer: nn.Cell) -> None:
+        super().__init__()
+        self.net, self.optimizer = net, optimizer
+        self.gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
+
+    def construct(self, x: Tensor, apply: Tensor) -> Tensor:
+        loss, gradients = self.gradients_of(x)
+        if apply > 0:
+            loss = ops.depend(loss, self.optimizer(gradients))
+        return loss
+
+
 def step_of(how: str, net: nn.Cell, optimizer: nn.Cell) -> Step:
     """A training step: ``dynamic``, ``graph`` (GRAPH_MODE), ``jit``, or ``bytecode``."""
     if how == "graph":

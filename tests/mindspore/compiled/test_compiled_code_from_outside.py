@@ -18,6 +18,7 @@ from compiled_steps import (
     WHOLE,
     Deep,
     Rows,
+    Skipping,
     adam,
     assert_same,
     by_model,
@@ -160,21 +161,6 @@ def test_steps_that_are_not_due_are_counted_and_not_read(how: str, output: Outpu
     assert_same(rows, of_state(expected))
 
 
-class Choosing(nn.Cell):
-    """A step that calls its optimizer unless it is told not to: as with loss scaling, and with accumulation."""
-
-    def __init__(self, net: nn.Cell, optimizer: nn.Cell) -> None:
-        super().__init__()
-        self.net, self.optimizer = net, optimizer
-        self.gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
-
-    def construct(self, x: Tensor, apply: Tensor) -> Tensor:
-        loss, gradients = self.gradients_of(x)
-        if apply > 0:
-            loss = ops.depend(loss, self.optimizer(gradients))
-        return loss
-
-
 def choosing(how: str, output: Output, chosen: list[int], grad_acc_steps: int, *, batches: bool) -> tuple[list[bytes], Rows]:
     """Makes a step in some calls of a cell only. The bits, which are those without a monitor, and the rows."""
 
@@ -183,7 +169,7 @@ def choosing(how: str, output: Output, chosen: list[int], grad_acc_steps: int, *
         optimizer = adam(net.trainable_params())
         if monitor is not None:
             monitor.set_monitor(net, grad_acc_steps, optimizer)
-        step = Choosing(net, optimizer)
+        step = Skipping(net, optimizer)
         for number, apply in enumerate(chosen):
             step(inputs(number), Tensor([apply], ms.int32))
             if monitor is not None and batches:

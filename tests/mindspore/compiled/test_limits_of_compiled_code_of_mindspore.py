@@ -12,7 +12,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from attaching import Output, warnings_in, with_fixed_weights
-from compiled_steps import RECORDED, WHOLE, Deep, adam, mode_of, plain, recorded, rows_in, state_of, step_of, train
+from compiled_steps import RECORDED, WHOLE, Deep, Skipping, adam, mode_of, plain, recorded, rows_in, state_of, step_of, train
 from mindspore import Tensor, nn, ops
 from training import inputs
 from watching_cells import written
@@ -162,21 +162,6 @@ def test_tensors_in_lists_and_dictionaries_have_no_rows(how: str, output: Output
     assert {"taking.inner.input", "taking.inner.output", "b.input", ".output"} <= names
     assert not any(name.startswith(("taking.input", "taking.output")) for name in names)
     assert any("Taking takes or returns lists or dictionaries" in said for said in warnings_in(caplog))
-
-
-class Skipping(nn.Cell):
-    """A step that calls its optimizer unless the loss is too large, as with loss scaling."""
-
-    def __init__(self, net: nn.Cell, optimizer: nn.Cell) -> None:
-        super().__init__()
-        self.net, self.optimizer = net, optimizer
-        self.gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
-
-    def construct(self, x: Tensor, apply: Tensor) -> Tensor:
-        loss, gradients = self.gradients_of(x)
-        if apply > 0:
-            loss = ops.depend(loss, self.optimizer(gradients))
-        return loss
 
 
 def test_a_compiled_step_that_skips_its_optimizer_is_a_skipped_step(output: Output) -> None:
