@@ -81,6 +81,7 @@ class StepsFromOutside(CallListener):
         self._running = threading.local()
         self._begins = failures.guarded("reading before compiled code", self._before)
         self._ends = failures.guarded("reading after compiled code", self._after)
+        self._fails = failures.guarded("dropping what was read before compiled code", self._drop)
         self._forward_in: int | None = None
         self._looked_at: Any = None
         for patch in PATCHES:
@@ -116,7 +117,7 @@ class StepsFromOutside(CallListener):
         del args, kwargs
         if patch.name != COMPILE and self._open:
             for one in self._open.pop() or ():
-                one.take_back()
+                self._fails(one)
 
     def _before(self, executor: Any, phase: str) -> Sequence[Stepping]:
         """Compiled code is about to be executed. Returns the optimizers that it may step."""
@@ -183,8 +184,7 @@ class StepsFromOutside(CallListener):
         steps = {one: one.steps() for one in run}
         for one in run:
             if not steps[one]:
-                one.take_back()
-                one.given.end_step()
+                self._drop(one)
         while (most := max(steps.values())) > 1:
             self._failures.warn(f"steps without {BETWEEN}", SEVERAL.format(count=most))
             for one in [one for one in run if steps[one] == most]:
@@ -192,6 +192,11 @@ class StepsFromOutside(CallListener):
                 steps[one] -= 1
         for one in [one for one in run if steps[one]]:
             self._end(one)
+
+    def _drop(self, one: Stepping) -> None:
+        """An optimizer has made no step."""
+        one.take_back()
+        one.given.end_step()
 
     def _end(self, one: Stepping) -> None:
         one.given.call_ended()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -112,11 +112,10 @@ def placement_from_moments(kind: str, optimizers: Sequence[Optimizer], parameter
     return Placement(shard=Shard(ranks, tuple(parameter.shape), offset))
 
 
-def _redundant(optimizers: Sequence[Optimizer], parameter: Tensor) -> Any:
+def _redundant(optimizers: Iterable[Any], parameter: Tensor) -> Any:
     """The ``ZeroRedundancyOptimizer`` that steps a parameter, if it has several ranks."""
-    found = (one for one in optimizers if is_redundant(one) and any(_lists(group, parameter) for group in one.param_groups))
-    one: Any = next(found, None)
-    return one if one is not None and one.world_size > 1 else None
+    several = (one for one in optimizers if is_redundant(one) and one.world_size > 1)
+    return next((one for one in several if parameter in one._param_to_rank), None)
 
 
 def is_redundant(optimizer: Optimizer) -> bool:
