@@ -21,7 +21,7 @@ from monitor.mindspore.compiled.replay import flush
 from monitor.mindspore.hooks import after_forward, before_forward
 from monitor.mindspore.tape import is_read_outside
 from monitor.recording.backend import HookSet, StepListener
-from monitor.recording.startup_estimate import records_measurements
+from monitor.recording.startup_estimate import records_run_numbers
 
 NOT_IN_COMPILED_CODE: Final = (
     "update_ratio", "optimizer_health", "ur_distribution", "mg_direction", "recording_l2_features", "stack_info"
@@ -139,7 +139,7 @@ class MindSporeOptimizerSteps:
         listener: Any = self._listener
         config = listener.watch.config
         missing = [field for field in fields if getattr(config, field)]
-        if of_steps and (config.run_numbers or (config.run_numbers is None and records_measurements(config))):
+        if of_steps and records_run_numbers(config):
             missing.append("learning_rate")
         missing += [op for op in config.ops if op in HISTOGRAM_OPS]
         if missing:

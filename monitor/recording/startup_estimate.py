@@ -198,6 +198,11 @@ def records_measurements(config: MonitorConfig) -> bool:
     return not _ends_after_first_step(config) and (features or _records_tensors(config))
 
 
+def records_run_numbers(config: MonitorConfig) -> bool:
+    """Whether the run's numbers, such as learning rates, are asked for, or come with other rows."""
+    return config.run_numbers or (config.run_numbers is None and records_measurements(config))
+
+
 def _judges(config: MonitorConfig) -> bool:
     """Whether there may be rows that an alert rule judges. Only ``AnomalyBounds`` judges features."""
     bounded = {kind.field for kind in KIND_TABLE if kind.field and kind.columns and BOUNDS[kind.name]}

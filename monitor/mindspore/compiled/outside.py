@@ -22,7 +22,7 @@ from monitor.mindspore.compiled.absences import is_called, parameters_of
 from monitor.mindspore.compiled.replay import REPLAYING
 from monitor.mindspore.frameworks.optimizer_state import innermost
 from monitor.recording.patches import CallListener, CallPatch
-from monitor.recording.startup_estimate import records_measurements
+from monitor.recording.startup_estimate import records_run_numbers
 from monitor.series import KIND_TABLE
 from monitor.stats.mindspore.tensors import on_host
 
@@ -147,7 +147,7 @@ class StepsFromOutside(CallListener):
             return
         self._looked_at = config
         missing = [field for field in NOT_OUTSIDE if getattr(config, field)]
-        if config.run_numbers or (config.run_numbers is None and records_measurements(config)):
+        if records_run_numbers(config):
             missing.append("learning_rate")
         if missing:
             said = MISSING.format(fields=", ".join(missing))
