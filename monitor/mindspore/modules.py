@@ -268,7 +268,7 @@ def refuse_graph_mode(*, of_weights: bool = False) -> None:
     if (
         ms.get_context("mode") == ms.GRAPH_MODE
         and tape.follow_operator() is None
-        and not (of_weights and tape.is_read_outside())
+        and not (of_weights and not tape.compiled_code_is_excluded())
     ):
         why, other = "the operator for compiled code cannot be used here", ", or turn on one of {}, which have rows without it"
         other = other.format(", ".join(OF_WEIGHTS))

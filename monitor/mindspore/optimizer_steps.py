@@ -19,7 +19,7 @@ from monitor.mindspore.compiled.outside import StepsFromOutside
 from monitor.mindspore.compiled.program import Program
 from monitor.mindspore.compiled.replay import flush
 from monitor.mindspore.hooks import after_forward, before_forward
-from monitor.mindspore.tape import is_read_outside
+from monitor.mindspore.tape import compiled_code_is_excluded
 from monitor.recording.backend import HookSet, StepListener
 from monitor.recording.startup_estimate import records_run_numbers
 
@@ -92,8 +92,8 @@ class MindSporeOptimizerSteps:
         self._outside: StepsFromOutside | None = None
         if program is not None:
             self._observe(program, optimizers)
-        elif is_read_outside():
-            self._outside = StepsFromOutside(optimizers, listener, failures)
+        if not compiled_code_is_excluded():
+            self._outside = StepsFromOutside(optimizers, listener, failures, program)
 
     def remove(self) -> None:
         flush(self._program)

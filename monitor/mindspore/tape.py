@@ -161,9 +161,9 @@ def compiled_code_is_excluded() -> bool:
     return os.environ.get(COMPILED_VARIABLE) == "0"
 
 
-def is_read_outside() -> bool:
-    """Whether weights and moments are read before and after compiled code, since the operator cannot be used in it."""
-    return not compiled_code_is_excluded() and _follow() is None
+def could_be_measured() -> bool:
+    """Whether the operator for compiled code can be used, if the user wants it."""
+    return _follow() is not None
 
 
 def follow_operator() -> Any:

@@ -14,6 +14,8 @@ from training import Net, Recurrent, array, inputs
 from monitor.mindspore import hooks
 from monitor.mindspore.tape import COMPILED_VARIABLE
 
+CELLS = "Code that calls a monitored cell is compiled (@jit or GRAPH_MODE), and MindSpore calls no hooks there"
+
 
 class Compiled(nn.Cell):
     def __init__(self) -> None:
@@ -80,7 +82,7 @@ def compiled_losses(net: nn.Cell, optimizer: nn.Cell) -> list[bytes]:
     return [step(inputs(number)).asnumpy().tobytes() for number in range(3)]
 
 
-def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_without_rows_and_that_is_said_once(
+def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_and_what_has_no_rows_is_said_once(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
     hooks._warn_once.cache_clear()
@@ -90,11 +92,15 @@ def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_without_rows
     optimizer = nn.Adam(net.trainable_params(), 0.01)
     with attached(output, net, optimizer, **EVERYTHING):
         assert compiled_losses(net, optimizer) == expected
-    assert list(output.directory().glob("*.csv")) == []
-    (said,) = warnings_in(caplog)
-    assert said.startswith(
-        "Code that calls a monitored cell is compiled (@jit or GRAPH_MODE), and MindSpore calls no hooks there"
-    )
+    for kind in ("param_origin", "param_updated"):
+        assert steps_of(output, kind) == [0, 1, 2]
+    for kind in ("actv", "actv_grad", "grad_unreduced", "grad_reduced"):
+        assert steps_of(output, kind) == []
+    of_cells, of_steps = warnings_in(caplog)
+    assert of_cells.startswith(CELLS)
+    assert "last bits of training could change" in of_steps
+    assert "have no rows: xy_distribution, wg_distribution" in of_steps
+    assert f"set {COMPILED_VARIABLE}=1" in of_steps
 
 
 class Rnn(nn.Cell):
@@ -166,13 +172,14 @@ def test_a_hook_of_the_user_may_replace_the_result_of_a_cell_and_both_are_record
     assert footprint(net, optimizer) == {}
 
 
-def test_after_a_compiled_step_one_that_is_not_is_recorded(output: Output) -> None:
+def test_after_compiled_steps_one_that_is_not_has_the_next_number(output: Output) -> None:
     net = Net()
     optimizer = nn.Adam(net.trainable_params(), 0.01)
     with attached(output, net, optimizer, **EVERYTHING):
         compiled_losses(net, optimizer)
         step_with(net, optimizer)
-    assert steps_of(output, "grad_unreduced") == steps_of(output, "actv") == [0]
+    assert steps_of(output, "grad_unreduced") == steps_of(output, "actv") == [3]
+    assert steps_of(output, "param_updated") == [0, 1, 2, 3]
 
 
 @pytest.fixture
@@ -206,7 +213,7 @@ def test_graph_mode_is_recorded(output: Output) -> None:
         assert steps_of(output, kind) == [0, 1, 2]
 
 
-def test_a_model_that_is_attached_in_the_dynamic_graph_has_no_rows_of_graph_mode_and_that_is_said_once(
+def test_a_model_that_is_attached_in_the_dynamic_graph_has_rows_of_weights_in_graph_mode_and_what_it_lacks_is_said_once(
     output: Output, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     hooks._warn_once.cache_clear()
@@ -219,8 +226,10 @@ def test_a_model_that_is_attached_in_the_dynamic_graph_has_no_rows_of_graph_mode
         for number in range(3):
             step(inputs(number))
     assert steps_of(output, "actv") == [0]
-    (said,) = warnings_in(caplog)
-    assert said.startswith("Code that calls a monitored cell is compiled (@jit or GRAPH_MODE)")
+    assert steps_of(output, "param_updated") == [0, 1, 2, 3]
+    of_cells, of_steps = warnings_in(caplog)
+    assert of_cells.startswith(CELLS)
+    assert "have no rows: xy_distribution, wg_distribution" in of_steps
 
 
 def test_nothing_is_said_of_a_model_that_is_exported(output: Output, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ LOST: Final = {
     "and grad_unreduced has no rows in compiled code. Parameters below stop_gradient are a known cause: set requires_grad to "
     "False for them before set_monitor to record the others.",
     WITHOUT_TAPS: "MindSpore cannot compile this model with the monitor's operators ({error}). It was compiled without them, "
-    "and compiled code of the model has no rows from now on. Watch fewer cells with targets, or train without @jit in "
-    "PYNATIVE_MODE, to record it.",
+    "and from now on compiled code of the model has rows of weights and moments only. Watch fewer cells with targets, or train "
+    "without @jit in PYNATIVE_MODE, to record it.",
 }
 """What the monitor says when it compiles less."""
 
@@ -62,7 +62,8 @@ AGAIN: Final = (
 CHANGED: Final = (
     "With the monitor's operators, MindSpore would compile other computations for this model, or it cannot be told: loops and "
     "branches on tensors hide it. Last bits of training could change. So the model was compiled without these operators, and "
-    f"its compiled code has no rows from now on. Train in PYNATIVE_MODE without @jit to record it, or {ON_REQUEST}."
+    "from now on its compiled code has rows of weights and moments only. Train in PYNATIVE_MODE without @jit to record it, or "
+    f"{ON_REQUEST}."
 )
 PARTIAL: Final = (
     "Parts of the dynamic graph are compiled (@jit), and have no rows: last bits of training could change. Take @jit off to "

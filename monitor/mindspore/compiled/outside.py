@@ -1,4 +1,4 @@
-"""Records weights and moments of compiled code from outside: on devices, and wherever the operator in C cannot be used.
+"""Records weights and moments of compiled code from outside, wherever no operator in C measures in it.
 
 Weights and moments live between two executions of compiled code. So Python reads them before and after each execution that may
 step an optimizer, with the ordinary reader. Nothing is added to what MindSpore compiles, so training has the same bits.
@@ -19,21 +19,27 @@ from mindspore.nn.cell import _cell_graph_executor
 
 from monitor.failures import Failures
 from monitor.mindspore.compiled.absences import is_called, parameters_of
-from monitor.mindspore.compiled.replay import REPLAYING
+from monitor.mindspore.compiled.replay import REPLAYING, flush
 from monitor.mindspore.frameworks.optimizer_state import innermost
+from monitor.mindspore.tape import ON_REQUEST, could_be_measured
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.recording.startup_estimate import records_run_numbers
 from monitor.series import KIND_TABLE
 from monitor.stats.mindspore.tensors import on_host
 
 if TYPE_CHECKING:
+    from monitor.mindspore.compiled.program import Program
     from monitor.mindspore.optimizer_steps import GradientReceiver
 
 MISSING: Final = (
-    "A training step is compiled (GRAPH_MODE or @jit), and the monitor's operator for compiled code cannot be used here. "
-    "Weights and moments are read before and after the step. These cannot be read there and have no rows: {fields}. Use "
-    "PYNATIVE_MODE without @jit to record them."
+    "A training step is compiled (GRAPH_MODE or @jit), and the monitor measures nothing inside: {why}. Weights and moments are "
+    "read before and after the step. These cannot be read there and have no rows: {fields}. {to_do} to record them."
 )
+IN_PYTHON: Final = "Use PYNATIVE_MODE without @jit"
+NOT_THERE: Final = ("its operator for compiled code cannot be used here", IN_PYTHON)
+NOT_USED: Final = ("last bits of training could change", f"{IN_PYTHON}, or {ON_REQUEST},")
+LEFT_OUT: Final = ("the step was compiled without its operators", IN_PYTHON)
+"""Why compiled code measures nothing, and what to do."""
 SEVERAL: Final = (
     "Compiled code has made {count} steps in one call, as with data sinking. Weights and moments can only be read before the "
     "first of them and after the last one. The rows of the steps in between are missing. Pass sink_size=1 to Model.train to "
@@ -74,8 +80,20 @@ class Stepping:
 class StepsFromOutside(CallListener):
     """Reports the steps of optimizers in compiled code to a listener: an ``Attachment``."""
 
-    def __init__(self, optimizers: Sequence[tuple[nn.Cell, GradientReceiver]], listener: Any, failures: Failures) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[tuple[nn.Cell, GradientReceiver]],
+        listener: Any,
+        failures: Failures,
+        program: Program | None = None,
+    ) -> None:
+        """Follow executions from now on.
+
+        Args:
+            program: What compiled code measures itself.
+        """
         self._optimizers, self._listener, self._failures = dict(optimizers), listener, failures
+        self._program = program
         self._weights = parameters_of(listener.watch.chunks)
         self._held: dict[str, Mapping[nn.Cell, Parameter | None]] = {}
         self._running = threading.local()
@@ -121,6 +139,9 @@ class StepsFromOutside(CallListener):
 
     def _before(self, executor: Any, phase: str) -> Sequence[Stepping]:
         """Compiled code is about to be executed. Returns the optimizers that it may step."""
+        if self._program is not None and self._program.fallback.has_taps:
+            return ()  # it reports the steps itself
+        flush(self._program)
         if phase not in self._held:
             self._held[phase] = self._held_by(executor._graph_executor.get_params(phase).values())
         held = self._held[phase]
@@ -150,7 +171,8 @@ class StepsFromOutside(CallListener):
         if records_run_numbers(config):
             missing.append("learning_rate")
         if missing:
-            said = MISSING.format(fields=", ".join(missing))
+            why, to_do = LEFT_OUT if self._program is not None else NOT_USED if could_be_measured() else NOT_THERE
+            said = MISSING.format(why=why, fields=", ".join(missing), to_do=to_do)
             kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing)
             # The check for missing kinds says nothing of kinds that a cause names.
             self._failures.warn(f"reading {kinds} in compiled code", said)

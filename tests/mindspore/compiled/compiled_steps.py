@@ -175,6 +175,14 @@ def assert_same(found: Rows, expected: Rows, tolerance: float = 1e-6) -> None:
                 assert found[key][op] == value, (key, op)
 
 
+OUTSIDE = ("param_origin", "param_updated", "exp_avg", "exp_avg_sq")
+"""The kinds of ``RECORDED`` that live between two executions of compiled code."""
+
+
+def of_state(rows: Rows) -> Rows:
+    return {key: values for key, values in rows.items() if key[0] in OUTSIDE}
+
+
 # --- ``Model.train``
 
 

@@ -23,6 +23,7 @@ from compiled_steps import (
     assert_same,
     by_model,
     mode_of,
+    of_state,
     plain,
     recorded,
     rows_in,
@@ -43,7 +44,6 @@ from monitor.mindspore.tensor_reader import MindSporeTensorReader
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
 
-OUTSIDE = ("param_origin", "param_updated", "exp_avg", "exp_avg_sq")
 OF_STATE = {"param_distribution": True, "mv_distribution": True, "ops": ["min", "max", "mean", "norm"], "ndigits": 12}
 
 
@@ -63,10 +63,6 @@ def read_from(output: Output) -> Iterator[Rows]:
     yield found
     (directory,) = set(output.directories()) - set(others)
     found |= rows_in(output, directory)
-
-
-def of_state(rows: Rows) -> Rows:
-    return {key: values for key, values in rows.items() if key[0] in OUTSIDE}
 
 
 def steps_with(rows: Rows, kind: str) -> set[int]:

@@ -13,7 +13,7 @@ import mindspore.dataset as ds
 import numpy as np
 import pytest
 from attaching import EVERYTHING, Output, with_fixed_weights
-from compiled_steps import Deep, adam, mode_of, plain, recorded as recorded_in_csv
+from compiled_steps import OUTSIDE, Deep, adam, mode_of, plain, recorded as recorded_in_csv
 from mindspore import Tensor, nn, ops
 from pyarrow import parquet
 from training import inputs
@@ -275,12 +275,19 @@ def test_a_cell_of_the_table_is_what_is_recorded(
 
 # --- The table of the environment variable.
 
-SETTINGS = [(None, "graph", True), (None, "jit", False), ("1", "graph", True), ("1", "jit", True), ("0", "jit", False)]
+INSIDE = {"actv", "actv_grad", "grad_unreduced", "grad_reduced"}
+SETTINGS = [
+    (None, "graph", {*INSIDE, *OUTSIDE}),
+    (None, "jit", set(OUTSIDE)),
+    ("1", "graph", {*INSIDE, *OUTSIDE}),
+    ("1", "jit", {*INSIDE, *OUTSIDE}),
+    ("0", "jit", set()),
+]
 
 
-@pytest.mark.parametrize(("value", "how", "has_rows"), SETTINGS)
-def test_the_variable_decides_whether_compiled_code_has_rows(
-    value: str | None, how: str, has_rows: bool, output: Output, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("value", "how", "kinds"), SETTINGS)
+def test_the_variable_decides_what_has_rows_in_compiled_code(
+    value: str | None, how: str, kinds: set[str], output: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if value is None:
         monkeypatch.delenv(COMPILED_VARIABLE)
@@ -288,7 +295,7 @@ def test_the_variable_decides_whether_compiled_code_has_rows(
         monkeypatch.setenv(COMPILED_VARIABLE, value)
     bits, rows = recorded_in_csv(how, Deep, output)
     assert bits == plain(how, Deep)
-    assert bool(rows) is has_rows
+    assert {kind for kind, *_ in rows} == kinds
 
 
 def test_the_value_0_has_graph_mode_refused(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
