@@ -201,10 +201,7 @@ class ModuleWatcher:
             call.targets = {at: self.expected("actv_grad", name, call.place.call) for at, name in names.items()}
 
     def _end_call(self, call: ModuleCall, result: Any, left: Left, *, graph: bool) -> None:
-        leaves = self._leaves.outputs(result)
-        if not leaves:
-            return
-        found = self._leaves.length(result)
+        leaves, found = self._leaves.outputs(result), self._leaves.length(result)
         if left.rows and call.records_forward and self.wanted.output.wanted:
             self._record_forward("output", self.fitting("output", self.wanted.output, found), leaves, call)
         if not graph:

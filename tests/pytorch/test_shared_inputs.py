@@ -218,10 +218,39 @@ class TakesOut(nn.Module):
         return y.sum() + self.take(bag).sum()
 
 
+class Puts(nn.Module):
+    """Returns all that it computes in a bag."""
+
+    def __init__(self, put: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.put = put
+
+    def forward(self, b: Tensor) -> Any:
+        return self.put(3 * b)
+
+
+class TakesAlone(nn.Module):
+    def __init__(self, put: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.b = nn.Linear(4, 4, dtype=WIDE)
+        self.inner = Puts(put)
+        self.take = take
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.take(self.inner(self.b(x))).sum()
+
+
 @pytest.mark.parametrize("how", UNKNOWN)
 def test_what_is_returned_in_an_unknown_object_is_among_the_uses_of_an_input(how: str, output: Output) -> None:
     found = gradients(output, seeded(lambda: TakesOut(*UNKNOWN[how])))
     assert of_inputs(found, "inner") == statistics("inner.input_1", torch.full((3, 4), 4.0))
+
+
+@pytest.mark.parametrize("how", UNKNOWN)
+def test_an_unknown_object_may_be_the_whole_result(how: str, output: Output) -> None:
+    put, take = UNKNOWN[how]
+    found = gradients(output, seeded(lambda: TakesAlone(put, take)))
+    assert of_inputs(found, "inner") == statistics("inner.input", torch.full((3, 4), 3.0))
 
 
 @pytest.mark.parametrize("how", ["property", "slots"])
@@ -244,6 +273,12 @@ def test_a_result_that_cannot_be_looked_into_costs_the_rows_of_inputs_and_is_sai
 ) -> None:
     model = seeded(lambda: TakesOut(lambda y: iter([y]), next))
     found = gradients(output, model)
+    assert not of_inputs(found, "inner")
+    assert caplog.text.count("Gradients of the inputs of 'inner' are not recorded") == 1
+
+
+def test_so_it_is_where_the_result_holds_nothing_else(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    found = gradients(output, seeded(lambda: TakesAlone(lambda y: iter([y]), next)))
     assert not of_inputs(found, "inner")
     assert caplog.text.count("Gradients of the inputs of 'inner' are not recorded") == 1
 
