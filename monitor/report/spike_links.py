@@ -259,7 +259,9 @@ def _usual(changes: Numbers) -> Numbers:
 
 
 def _became(before: float, after: float) -> str:
-    """Both numbers, with digits enough to tell them apart."""
+    """Both numbers, with digits enough to tell them apart. A window does not tell NaN from infinity."""
+    if not np.isfinite([before, after]).all():
+        return " and became ".join(f"{one:.4g}" if np.isfinite(one) else "NaN or infinite" for one in (before, after))
     pairs = ((f"{before:.{digits}g}", f"{after:.{digits}g}") for digits in range(4, 18))
     return " and became ".join(next((one for one in pairs if one[0] != one[1]), (str(before), str(after))))
 

@@ -240,6 +240,16 @@ def test_a_small_change_of_a_weight_is_said_with_digits_that_show_it(tmp_path: P
     assert 0 < abs(float(said[1]) / float(said[0]) - 1) < 1e-4
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_any_more_is_called_so(value: float, tmp_path: Path) -> None:
+    def spoiled(model: nn.Module, _optimizer: Any) -> None:
+        model.get_parameter("2.weight")[0, 0] = value
+
+    train(tmp_path / "out", in_step(AT, spoiled), usual)
+    (said,) = re.findall(r"its norm was \S+ and became (.*?)[;.]", found(tmp_path / "out").says)
+    assert said == "NaN or infinite"
+
+
 def test_a_weight_that_changed_some_steps_before_is_not_called_as_usual(tmp_path: Path) -> None:
     train(tmp_path / "out", HARMLESS["a weight that changed by 5 % long before"], mislabelled)
     assert "eights" not in found(tmp_path / "out").says.split(" as usual")[0]
