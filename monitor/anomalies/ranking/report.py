@@ -322,6 +322,12 @@ def _next(one: Ranked) -> list[str]:
     next_step = _SHARED.get(where, _NEXT[where]) if one.shared is not None else _NEXT[where]
     if where in (Cause.AGGREGATION, Cause.CHANGED_GRADIENTS) and len(one.member.ranks("dp")) < 2:
         next_step = _ALONE
+    if where == Cause.WEIGHTS and one.mean is not None and _follows_the_first_update(one):
+        parts.append(
+            f"The update of step {one.step - 1} was the first to be judged, so there was no running mean for its weights yet: "
+            "look at the learning rate of that step."
+        )
+        return parts
     since, unjudged = _since(one)
     more = {"because": _because(one), "since": since, "unjudged": unjudged}
     parts.append(next_step.format(module=module, which=which, rank=one.member.rank, step=one.step, **more))
@@ -341,6 +347,13 @@ def _since(one: Ranked) -> tuple[str, str]:
     update = "" if one.member.skipped(last) else "the update of "
     unjudged = "" if last == one.step - 1 else f", a step {which} not judged"
     return f"between {update}step {last} and step {one.step}", unjudged
+
+
+def _follows_the_first_update(one: Ranked) -> bool:
+    """Whether the update right before was the first to be judged: no rule that compares with a running mean fires on it."""
+    updated = one.member.events.judged.kinds.get("param_updated", one.member.events.judged.steps)
+    before = updated.between(0, one.step - 1)
+    return before.count == 1 and before.ranges[0][1] == one.step - 1
 
 
 def _deviation(one: Ranked, around: Surroundings) -> str:

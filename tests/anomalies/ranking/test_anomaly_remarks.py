@@ -148,6 +148,17 @@ def test_of_a_weight_that_changed_it_is_said_between_which_steps(steps, skipped,
     assert f"Look at what changed the weights of rank 0 {said}" in advice(ranked(tmp_path, rank))
 
 
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [(1, "The update of step 0 was the first to be judged"), (2, "Look at what changed the weights of rank 0 between the upd")],
+)
+def test_a_first_update_that_no_running_mean_judged_is_suspect(step, said, tmp_path):
+    event = {"op": "norm", "value": 27.0, "rule": "AnomalyTurbulence", "mean": 1.0}
+    told = advice(ranked(tmp_path, PlayedRank().fire("param_origin", "b.weight", step=step, **event)))
+    assert said in told
+    assert ("a loaded checkpoint" in told) is (step == 2)
+
+
 def test_a_replica_of_a_weight_is_called_a_weight(tmp_path):
     ranks = replicas(2)
     ranks[1].replicas = ["param_origin/b.weight"]
