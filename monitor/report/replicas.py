@@ -38,6 +38,9 @@ def replicas_agree(facts: Facts) -> CheckFinding:
         return CheckFinding(GOOD, f"{sum(same.values()):,} times a tensor of {of} had the same bits on all ranks that hold it.")
     if (compared := facts.told["rows"].get(REPLICA_KIND, 0)) > sum(one["rows"] for one in facts.told["not_compared"]["listed"]):
         return CheckFinding(GOOD, f"{compared:,} rows of replicas are those of their owners.")
+    if any(checks_replicas(one.config) for one in facts.manifests.values()):
+        says = "No tensor is known to be a replica. If ranks hold the same, pass their group to set_monitor as dp_group."
+        return CheckFinding(NOT_LOOKED_AT, says)
     return CheckFinding(NOT_LOOKED_AT, "No rank recorded its replicas.")
 
 

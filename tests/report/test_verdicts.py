@@ -113,6 +113,18 @@ def test_the_same_bits_on_all_ranks_are_good(tmp_path: Path) -> None:
     assert one.finding.says == says
 
 
+def test_ranks_that_know_of_no_replicas_are_told_how_to_show_them(tmp_path: Path) -> None:
+    for rank in range(2):
+        one = RecordedRank(tmp_path, rank, 2, "parquet", ops=("norm",), replica_check=True)
+        one.write(0, {"param_origin": [Measured("weight", [1.0, 2.0], checked=True)]})
+        one.close()
+    with reported(tmp_path) as (_, checks, _verdict):
+        (one_check,) = [check for check in checks if check.name == "Replicas agree"]
+    assert one_check.state == NOT_LOOKED_AT
+    says = "No tensor is known to be a replica. If ranks hold the same, pass their group to set_monitor as dp_group."
+    assert one_check.finding.says == says
+
+
 def test_what_a_rank_has_found_while_it_trained_is_bad_although_no_row_shows_it(tmp_path: Path) -> None:
     said = "1 of 9 exp_avg_sq are in step 12 not what the optimizer left in step 11: layers.2.weight."
     found = WrongBits(check="between steps", step=12, kind="exp_avg_sq", names=("layers.2.weight",), ranks=(1,), said=said)
