@@ -45,7 +45,7 @@ class Outstanding(NamedTuple):
         ranks: Indices of ranks.
         micro_step: The first of the first rank; -1 if it is not known.
         of_ranks, of_micro_steps: How many were compared.
-        is_alone: Whether another rank or micro-step did not stand out.
+        is_alone: Whether another rank or micro-step, of which the usual size is known, did not stand out.
         factor, others: By how much these are larger than usual, and the others at most.
     """
 
@@ -142,7 +142,7 @@ def _outstanding(what: str, window: Window, limit: Limit, narrowest: float, both
         micro_step=first[min(first)],
         of_ranks=len(set(window.rank.tolist())),
         of_micro_steps=len(set(window.micro_step.tolist())),
-        is_alone=bool(calm.any() and (out | calm).all()),
+        is_alone=bool((calm & np.isfinite(factors)).any() and (out | calm).all()),
         factor=float(plain.factor[-1, largest]),
         others=float(np.nanmax(others)) if np.isfinite(others).any() else np.nan,
     )

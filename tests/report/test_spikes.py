@@ -25,6 +25,7 @@ from monitor.report.facts import facts_of
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding
 from monitor.report.spike_links import Around, Spike, replicas
 from monitor.report.spikes import jumps, weighed
+from monitor.stats.partials import COUNT, SUM
 
 STEPS, AT = 44, 34
 EVERYTHING: Mapping[str, Any] = {
@@ -248,6 +249,23 @@ def test_a_weight_that_is_not_finite_any_more_is_called_so(value: float, tmp_pat
     train(tmp_path / "out", in_step(AT, spoiled), usual)
     (said,) = re.findall(r"its norm was \S+ and became (.*?)[;.]", found(tmp_path / "out").says)
     assert said == "NaN or infinite"
+
+
+def test_a_batch_is_not_compared_with_a_further_micro_step_of_the_same_step(tmp_path: Path) -> None:
+    """The loop drops the gradients of a bad batch. So its step has a second forward, which has no usual size."""
+    one = RecordedRank(tmp_path / "out", format="parquet", ops=("norm",), micro_step_kinds=["actv"])
+    random = np.random.default_rng(0)
+    for step in range(48):
+        inputs = (random.standard_normal(64) * (1e4 if step == AT else 1)).tolist()
+        rows = [Measured(".input", inputs, micro_step=0)]
+        if step == AT:
+            rows.append(Measured(".input", random.standard_normal(64).tolist(), micro_step=1))
+        loss = float(random.lognormal(0, 0.1)) * (1e4 if step == AT else 1)
+        one.write(step, {"actv": rows, "run": [Measured("loss", numbers={SUM: loss, COUNT: 1.0})]})
+    one.close()
+    said = found(tmp_path / "out").says
+    assert "its input is" in said
+    assert "those of the others" not in said
 
 
 def test_a_weight_that_changed_some_steps_before_is_not_called_as_usual(tmp_path: Path) -> None:
