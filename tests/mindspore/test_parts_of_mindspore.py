@@ -13,6 +13,8 @@ from mindspore import Tensor, mint, nn, ops, parallel
 from mindspore.experimental import optim
 from tapping import STEPS, Job, Step, array, assert_rows, drawn
 
+from monitor.recording.parameters import NOT_ACCUMULATED
+
 
 class Layers(nn.Cell):
     """``last(part(first(x)))``."""
@@ -371,9 +373,7 @@ def test_a_row_of_several_backwards_holds_the_last_and_the_manifest_says_so(outp
     Job(TwoLayers, loop=twice).train(output)
     found = {(row.name, row.step): row.values["norm"] for row in output.rows("grad_unreduced")}
     assert found == pytest.approx(last, rel=1e-6)
-    assert output.manifest()["notes"] == {
-        "grad_unreduced": "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
-    }
+    assert output.manifest()["notes"] == {"grad_unreduced": NOT_ACCUMULATED}
 
 
 def test_a_backward_of_several_micro_batches_has_one_row_and_the_manifest_says_so(output: Output) -> None:

@@ -11,6 +11,7 @@ import pytest
 from jobs import Job
 from watching import Row
 
+from monitor.recording.parameters import NOT_ACCUMULATED
 from monitor.series import LOCAL, Placement, Shard
 
 JOBS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
@@ -198,10 +199,9 @@ def test_local_gradients_average_to_the_reduced_one(ran: Ran, name: str) -> None
         assert total / math.prod(shape) == close(mean)
 
 
-def test_the_manifest_says_when_a_row_is_the_last_micro_batch_alone(ran: Ran) -> None:
+def test_the_manifest_says_when_a_row_lacks_micro_batches(ran: Ran) -> None:
     notes = ran("accumulating").manifest(0).notes
-    expected = "gradients are taken away after each micro-batch: a row holds the last micro-batch's alone"
-    assert notes["grad_unreduced"] == expected
+    assert notes["grad_unreduced"] == NOT_ACCUMULATED
     expected = "grad_unreduced has the dtype that backward leaves: torch.bfloat16, reduced in torch.float32"
     assert notes["mixed_precision"] == expected
 
