@@ -252,15 +252,19 @@ class Observable:
         return f"Cells inside {names} are compiled (@jit) and have no rows: take @jit off to record them."
 
 
-OF_WEIGHTS: Final = ("param_distribution", "mv_distribution", "update_ratio")
-"""The fields of the configuration whose rows can be read before and after compiled code."""
+_OUTSIDE: Final = ("param_distribution", "mv_distribution", "update_ratio")
 
 
-def refuse_graph_mode(*, of_weights: bool = False) -> None:
+def fields_outside() -> Sequence[str]:
+    """The fields of the configuration whose rows can be read before and after compiled code."""
+    return (*_OUTSIDE, "wg_distribution") if tape.changes_are_accepted() else _OUTSIDE
+
+
+def refuse_graph_mode(*, outside: bool = False) -> None:
     """Refuse graph mode if it would have no rows, before anything is attached.
 
     Args:
-        of_weights: Whether weights or moments are recorded, which also live outside of compiled code.
+        outside: Whether one of ``fields_outside`` is recorded.
 
     Raises:
         ValueError: The mode is GRAPH_MODE, in which every cell is compiled and no hook is called, and operators cannot be used.
@@ -268,10 +272,10 @@ def refuse_graph_mode(*, of_weights: bool = False) -> None:
     if (
         ms.get_context("mode") == ms.GRAPH_MODE
         and tape.follow_operator() is None
-        and not (of_weights and not tape.compiled_code_is_excluded())
+        and not (outside and not tape.compiled_code_is_excluded())
     ):
         why, other = "the operator for compiled code cannot be used here", ", or turn on one of {}, which have rows without it"
-        other = other.format(", ".join(OF_WEIGHTS))
+        other = other.format(", ".join(fields_outside()))
         if tape.compiled_code_is_excluded():
             why, other = f"{tape.COMPILED_VARIABLE} is 0", f", or unset {tape.COMPILED_VARIABLE}"
         to_do = f"call mindspore.set_context(mode=mindspore.PYNATIVE_MODE) before set_monitor{other}"

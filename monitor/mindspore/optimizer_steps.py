@@ -63,6 +63,9 @@ class GradientReceiver(Protocol):
     def tensors(self) -> Sequence[Parameter]:
         """The weights that the optimizer steps, and their moments."""
 
+    def place(self, parameter: Parameter) -> int | None:
+        """The index of a parameter in the optimizer; None if it is not stepped."""
+
 
 class MindSporeOptimizerSteps:
     """Reports the steps of optimizers to a listener.

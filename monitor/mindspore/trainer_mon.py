@@ -50,7 +50,7 @@ class TrainerMon(ModelMonitor):
             ValueError: The mode is GRAPH_MODE, and nothing that is configured can be recorded there.
         """
         config = self._config
-        modules.refuse_graph_mode(of_weights=self._dynamic or any(getattr(config, field) for field in modules.OF_WEIGHTS))
+        modules.refuse_graph_mode(outside=self._dynamic or any(getattr(config, field) for field in modules.fields_outside()))
         return super()._framework_of(model, optimizer)
 
     def log(self, **numbers: Any) -> None:

@@ -90,7 +90,7 @@ class MindSporeDirectionCollector(Collector):
         self._is_reduced = attached.is_reduced
 
     def gradients_ready(self, turn: OptimizerTurn) -> None:
-        if turn.optimizer is not None:
+        if turn.optimizer is not None and not self._framework.is_compiled(turn.optimizer):
             self._series.record_computed(lambda parameter: self._compared(parameter, turn.optimizer), turn.held)
 
     def _compared(self, parameter: NamedParameter, optimizer: Any) -> ComputedRow | None:

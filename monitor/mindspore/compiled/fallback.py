@@ -35,6 +35,7 @@ from monitor.recording.backend import Removable
 from monitor.recording.patches import CallListener, CallPatch
 
 if TYPE_CHECKING:
+    from monitor.mindspore.compiled.copies import GradientCopies
     from monitor.mindspore.compiled.program import Program
 
 EVERYTHING: Final = 0
@@ -89,7 +90,7 @@ class Fallback(CallListener):
         takes_part: Whether the compiler has called a function of the program since the compilation began.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program | GradientCopies) -> None:
         self._known = weakref.ref(program)
         self._hooks: list[_Hook] = []
         self.has_hooks = self.has_taps = True
@@ -135,10 +136,8 @@ class Fallback(CallListener):
         """Code was compiled, now or earlier, and is about to be executed."""
         program = self._known()
         if program is not None and program.failures is not None:
-            guarded, absences = program.failures.guarded, program.absences
-            guarded("looking at compiled code", absences.compiled)(executor, result)
             there = [found for one in others if one.takes_part and (found := one._known()) is not None]
-            guarded("looking at compiled code", absences.compared)(there)
+            program.failures.guarded("looking at compiled code", program.compiled)(executor, result, there)
 
     @contextmanager
     def at(self, level: int) -> Iterator[None]:
@@ -155,7 +154,7 @@ class Fallback(CallListener):
             for one in put_back:
                 guarded("putting hooks back", one)()
 
-    def _take_out(self, program: Program, level: int, put_back: list[Callable[[], object]]) -> None:
+    def _take_out(self, program: Program | GradientCopies, level: int, put_back: list[Callable[[], object]]) -> None:
         for hook in tuple(self._hooks):
             if hook.take_out():
                 put_back.append(hook.put_back)

@@ -1,15 +1,16 @@
-"""Records weights and moments of compiled code from outside, wherever no operator in C measures in it.
+"""Records weights, moments and gradients of compiled code from outside, wherever no operator in C measures in it.
 
 Weights and moments live between two executions of compiled code. So Python reads them before and after each execution that may
 step an optimizer, with the ordinary reader. Nothing is added to what MindSpore compiles, so training has the same bits.
-Activations and gradients exist only during an execution, and have no rows.
+Activations and gradients exist only during an execution, and have no rows. On request compiled code copies the gradients that
+an optimizer is given (``copies``), and Python reads the copies.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -19,9 +20,10 @@ from mindspore.nn.cell import _cell_graph_executor
 
 from monitor.failures import Failures
 from monitor.mindspore.compiled.absences import is_called, parameters_of
+from monitor.mindspore.compiled.copies import GradientCopies, copies_in
 from monitor.mindspore.compiled.replay import REPLAYING, flush
 from monitor.mindspore.frameworks.optimizer_state import innermost
-from monitor.mindspore.tape import ON_REQUEST, could_be_measured
+from monitor.mindspore.tape import COMPILED_VARIABLE, ON_REQUEST, changes_are_accepted, could_be_measured
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.recording.startup_estimate import records_run_numbers
 from monitor.series import KIND_TABLE
@@ -37,6 +39,7 @@ MISSING: Final = (
 )
 IN_PYTHON: Final = "Use PYNATIVE_MODE without @jit"
 NOT_THERE: Final = ("its operator for compiled code cannot be used here", IN_PYTHON)
+NOT_COPIED: Final = (NOT_THERE[0], f"{IN_PYTHON}, or, for grad_reduced, set {COMPILED_VARIABLE}=1 before set_monitor,")
 NOT_USED: Final = ("last bits of training could change", f"{IN_PYTHON}, or {ON_REQUEST},")
 LEFT_OUT: Final = ("the step was compiled without its operators", IN_PYTHON)
 """Why compiled code measures nothing, and what to do."""
@@ -45,6 +48,7 @@ SEVERAL: Final = (
     "first of them and after the last one. The rows of the steps in between are missing. Pass sink_size=1 to Model.train to "
     "record them."
 )
+GRADIENTS: Final = "wg_distribution"
 BETWEEN: Final = ", ".join(kind.name for kind in KIND_TABLE if kind.field in ("param_distribution", "mv_distribution"))
 NOT_OUTSIDE: Final = (
     *("xy_distribution", "wg_distribution", "ur_distribution", "mg_direction", "optimizer_health"),
@@ -57,24 +61,37 @@ COUNTS: Final = ("global_step", "state_step", "step_t")
 
 
 @dataclass(eq=False, frozen=True)
+class Held:
+    """An optimizer of which compiled code has weights and state.
+
+    Attributes:
+        count: The parameter that counts its steps; None if the compiled code has none, and makes a step in each execution.
+        gradients: The copies of its gradients, by index.
+    """
+
+    count: Parameter | None
+    gradients: Sequence[Parameter | None]
+
+
+@dataclass(eq=False, frozen=True)
 class Stepping:
     """An optimizer in an execution that may step it.
 
     Attributes:
-        count: The parameter that counts its steps; None if the compiled code has none, and makes a step in each execution.
+        held: What the compiled code has of it.
         before: The count before the execution.
         take_back: Removes the rows that were read before the execution.
     """
 
     optimizer: nn.Cell
     given: GradientReceiver
-    count: Parameter | None
+    held: Held
     before: int
     take_back: Callable[[], None]
 
     def steps(self) -> int:
         """How many steps it has made. Waits for the execution."""
-        return 1 if self.count is None else max(0, _number(self.count) - self.before)
+        return 1 if self.held.count is None else max(0, _number(self.held.count) - self.before)
 
 
 class StepsFromOutside(CallListener):
@@ -95,17 +112,31 @@ class StepsFromOutside(CallListener):
         self._optimizers, self._listener, self._failures = dict(optimizers), listener, failures
         self._program = program
         self._weights = parameters_of(listener.watch.chunks)
-        self._held: dict[str, Mapping[nn.Cell, Parameter | None]] = {}
+        self._held: dict[str, Mapping[nn.Cell, Held]] = {}
         self._running = threading.local()
         self._begins = failures.guarded("reading before compiled code", self._before)
         self._ends = failures.guarded("reading after compiled code", self._after)
         self._fails = failures.guarded("dropping what was read before compiled code", self._drop)
+        self._reads_gradients = failures.guarded("reading gradients", listener.gradients_ready)
         self._forward_in: int | None = None
         self._looked_at: Any = None
+        asked = listener.watch.config.wg_distribution and changes_are_accepted() and not could_be_measured()
+        self._copies = self._new_copies(optimizers) if asked else None
         for patch in PATCHES:
             patch.add(self)
 
+    def _new_copies(self, optimizers: Sequence[tuple[nn.Cell, GradientReceiver]]) -> GradientCopies:
+        places = [(optimizer, given.place) for optimizer, given in optimizers]
+        return GradientCopies(places, self._recorded, self._failures)
+
+    def _recorded(self) -> Sequence[Parameter]:
+        """The parameters whose gradients are recorded."""
+        wanted = self._listener.watch.config.wg_distribution
+        return [one.tensor for one in self._listener.names.parameters()] if wanted else []
+
     def remove(self) -> None:
+        if self._copies is not None:
+            self._copies.remove()
         for patch in PATCHES:
             patch.remove(self)
 
@@ -143,40 +174,51 @@ class StepsFromOutside(CallListener):
             return ()  # it reports the steps itself
         flush(self._program)
         if phase not in self._held:
-            self._held[phase] = self._held_by(executor._graph_executor.get_params(phase).values())
+            self._held[phase] = self._held_by(tuple(executor._graph_executor.get_params(phase).values()))
         held = self._held[phase]
         if not held or (not isinstance(executor, type(_cell_graph_executor)) and is_called(self._optimizers)):
             return ()  # Python sees the step
-        self._warn_of_missing()
+        self._warn_of_missing(has_gradients=any(one.gradients for one in held.values()))
         self._count_forward()
-        return [self._begin(optimizer, count) for optimizer, count in held.items()]
+        return [self._begin(optimizer, one) for optimizer, one in held.items()]
 
-    def _held_by(self, parameters: Iterable[Parameter]) -> Mapping[nn.Cell, Parameter | None]:
-        """The optimizers of which these are weights and state, with the parameters that count their steps."""
+    def _held_by(self, parameters: Sequence[Parameter]) -> Mapping[nn.Cell, Held]:
+        """The optimizers of which these are weights and state."""
         ids = {id(one) for one in parameters}
-        found: dict[nn.Cell, Parameter | None] = {}
+        found: dict[nn.Cell, Held] = {}
         for optimizer in self._optimizers:
             every = parameters_of([optimizer])
             if ids & (every - self._weights) and ids & every & self._weights:
                 counts = (getattr(innermost(optimizer), name, None) for name in COUNTS)
-                found[optimizer] = next((count for count in counts if id(count) in ids), None)
+                count = next((count for count in counts if id(count) in ids), None)
+                found[optimizer] = Held(count, copies_in(parameters, optimizer))
         return found
 
-    def _warn_of_missing(self) -> None:
+    def _warn_of_missing(self, *, has_gradients: bool) -> None:
         config = self._listener.watch.config
         if not self._listener.modules.recorder.active or config is self._looked_at:
             return
         self._looked_at = config
-        missing = [field for field in NOT_OUTSIDE if getattr(config, field)]
+        missing = [field for field in NOT_OUTSIDE if getattr(config, field) and not (has_gradients and field == GRADIENTS)]
+        if has_gradients and not config.wg_reduced_only:
+            missing.append("grad_unreduced")
         if records_run_numbers(config):
             missing.append("learning_rate")
         if missing:
-            why, to_do = LEFT_OUT if self._program is not None else NOT_USED if could_be_measured() else NOT_THERE
+            why, to_do = self._why_missing()
             said = MISSING.format(why=why, fields=", ".join(missing), to_do=to_do)
-            kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing)
+            kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing or kind.name in missing)
             # The check for missing kinds says nothing of kinds that a cause names.
             self._failures.warn(f"reading {kinds} in compiled code", said)
             self._listener.sealer.note("compiled_code", said)
+
+    def _why_missing(self) -> tuple[str, str]:
+        """Why compiled code measures nothing, and what to do."""
+        if self._program is not None:
+            return LEFT_OUT
+        if could_be_measured():
+            return NOT_USED
+        return NOT_THERE if changes_are_accepted() or not self._listener.watch.config.wg_distribution else NOT_COPIED
 
     def _count_forward(self) -> None:
         """Count a forward of the model, unless Python has called it in this step, and only the optimizer is compiled."""
@@ -190,8 +232,8 @@ class StepsFromOutside(CallListener):
             REPLAYING.reset(token)
         self._forward_in = self._listener.clock.step
 
-    def _begin(self, optimizer: nn.Cell, count: Parameter | None) -> Stepping:
-        before, given = 0 if count is None else _number(count), self._optimizers[optimizer]
+    def _begin(self, optimizer: nn.Cell, held: Held) -> Stepping:
+        before, given = 0 if held.count is None else _number(held.count), self._optimizers[optimizer]
         given.begin_step(())
         given.is_outside = True
         step, recorder = self._listener.clock.step, self._listener.modules.recorder
@@ -199,7 +241,7 @@ class StepsFromOutside(CallListener):
         self._listener.before_step(optimizer)
         if self._listener.clock.step != step:  # it had its turn in that step
             writes = 0
-        return Stepping(optimizer, given, count, before, partial(recorder.forget, writes + 1, recorder.table.writes))
+        return Stepping(optimizer, given, held, before, partial(recorder.forget, writes + 1, recorder.table.writes))
 
     def _after(self, run: Sequence[Stepping]) -> None:
         """Compiled code was executed."""
@@ -221,6 +263,8 @@ class StepsFromOutside(CallListener):
         one.given.end_step()
 
     def _end(self, one: Stepping) -> None:
+        one.given.begin_step(one.held.gradients)
+        self._reads_gradients(one.optimizer)
         one.given.call_ended()
         try:
             self._listener.after_step(one.optimizer)

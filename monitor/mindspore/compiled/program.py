@@ -336,6 +336,11 @@ class Program:
         }
         return not kinds.isdisjoint(wanted[kind])
 
+    def compiled(self, executor: Any, result: Any, others: Sequence[Any]) -> None:
+        """Code is about to be executed, in which ``others`` have taps."""
+        self.absences.compiled(executor, result)
+        self.absences.compared(others)
+
     def arrives(self, number: int) -> bool:
         """A gradient of a parameter is computed in compiled code. Whether it is measured."""
         owner = self.observed.get(number)

@@ -67,6 +67,10 @@ class SteppedOptimizer:
         """The weights that the optimizer steps, and their moments."""
         return self.state.tensors()
 
+    def place(self, parameter: Parameter) -> int | None:
+        """The index of a parameter in the optimizer; None if it is not stepped."""
+        return self.state.place(parameter)
+
     def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
         """The optimizer was called with these gradients."""
         self.state.refresh()
@@ -197,6 +201,10 @@ class MindSporeFramework:
         found = self._of(parameter)
         place = None if found is None else found.state.place(parameter.tensor)
         return found is not None and place is not None and bool(found.state.group(place).get("maximize"))
+
+    def is_compiled(self, optimizer: Any) -> bool:
+        """Whether compiled code makes the step in progress. The optimizer has then stepped when its gradients are read."""
+        return self.stepped[id(optimizer)].is_compiled
 
     def is_adam(self, optimizer: Any) -> bool:
         """Whether ``adam_of`` knows the optimizer's update rule."""

@@ -47,12 +47,7 @@ from monitor.series import Series, SeriesTable
 OF_STATE = {"param_distribution": True, "mv_distribution": True, "ops": ["min", "max", "mean", "norm"], "ndigits": 12}
 
 
-@pytest.fixture(autouse=True)
-def _without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(tape.COMPILED_VARIABLE)
-    monkeypatch.setenv("MONITOR_NATIVE", "0")
-    for name in ("_follow", "read_operator"):  # not the operators of earlier tests
-        monkeypatch.setattr(tape, name, getattr(tape, name).__wrapped__)
+pytestmark = pytest.mark.usefixtures("without_the_operator", "not_on_request")
 
 
 @contextmanager
@@ -458,13 +453,14 @@ def test_an_execution_that_raises_leaves_no_rows(output: Output, monkeypatch: py
     with mode_of("graph"):
         net = with_fixed_weights(Deep())
         optimizer = adam(net.trainable_params())
-        with read_from(output) as rows, attached(output, net, optimizer, **RECORDED):
+        with read_from(output) as rows, attached(output, net, optimizer, **RECORDED) as monitor:
             step = step_of("graph", net, optimizer)
             train(step, 1)
             with monkeypatch.context() as patched:
                 patched.setattr(type(_cell_graph_executor), "_exec_pip", fail)
                 with pytest.raises(RuntimeError, match="out of memory"):
                     train(step, 1)
+            assert not any(one.is_outside for one in monitor._recordings[0].attachment.watch.framework.stepped.values())
     assert {step for _, _, step, _ in rows} == {0}
 
 
@@ -502,7 +498,7 @@ def test_graph_mode_is_refused_if_nothing_has_rows_there(output: Output, monkeyp
         with pytest.raises(ValueError, match="MONITOR_COMPILED_CODE is 0"):
             attached(output, net, optimizer, **RECORDED)
         with pytest.raises(ValueError, match="MONITOR_COMPILED_CODE is 0"):
-            refuse_graph_mode(of_weights=True)
+            refuse_graph_mode(outside=True)
         assert footprint(net, optimizer) == before
     assert output.directories() == []
 
