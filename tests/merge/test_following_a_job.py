@@ -105,7 +105,7 @@ def test_killed_three_times_beside_a_running_job_the_set_is_always_whole_and_at_
     stop.touch()
     for one in ranks:
         assert one.end().status == 0
-    assert last.wait(SOON) == 0, (tmp_path / "said").read_text()
+    assert last.wait(3 * SOON) == 0, (tmp_path / "said").read_text()
     reader.stop.set()
     reader.join(SOON)
     assert reader.wrong == ""
