@@ -172,12 +172,12 @@ class StepsFromOutside(CallListener):
         """Compiled code is about to be executed. Returns the optimizers that it may step."""
         if self._program is not None and self._program.fallback.has_taps:
             return ()  # it reports the steps itself
-        flush(self._program)
         if phase not in self._held:
             self._held[phase] = self._held_by(tuple(executor._graph_executor.get_params(phase).values()))
         held = self._held[phase]
         if not held or (not isinstance(executor, type(_cell_graph_executor)) and is_called(self._optimizers)):
             return ()  # Python sees the step
+        flush(self._program)
         self._warn_of_missing(has_gradients=any(one.gradients for one in held.values()))
         self._count_forward()
         return [self._begin(optimizer, one) for optimizer, one in held.items()]
