@@ -93,16 +93,21 @@ class GradientCopies:
     def compiled(self, executor: Any, result: Any, others: Sequence[Any]) -> None:
         """Nothing to do: the parameters of the code show whether it copies."""
 
-    def copying(self, number: int, position: int, kind: Any, shape: Sequence[int] | None) -> Callable[[Any], Any] | None:
-        """The function that copies a gradient; None if that is not recorded, or has no fixed shape.
+    def positions(self, number: int, gradients: int) -> tuple[int, ...]:
+        """The index of each gradient that an optimizer is given; -1 if it is not recorded.
 
         Args:
             number: The number of the optimizer, from 1; 0 for a copy of an optimizer.
         """
         if not number or recording() or is_exporting():
-            return None
-        known, place = self._optimizers[number - 1]
-        if position not in {place(parameter) for parameter in self._recorded()}:
+            return (-1,) * gradients
+        _, place = self._optimizers[number - 1]
+        recorded = {place(parameter) for parameter in self._recorded()}
+        return tuple(at if at in recorded else -1 for at in range(gradients))
+
+    def copying(self, number: int, position: int, kind: Any, shape: Sequence[int] | None) -> Callable[[Any], Any] | None:
+        """The function that copies a gradient; None if that is not recorded, or has no fixed shape."""
+        if position < 0:
             return None
         if shape is None or any(size is None or size < 0 for size in shape):
             self.warn("shapes of grad_reduced", SHAPES)
@@ -112,7 +117,7 @@ class GradientCopies:
         if key not in self._copies:
             zeros = Tensor(np.zeros(tuple(shape), np.float32), kind.element_type())
             made = Parameter(zeros, name=f"monitor.gradient.{next(_NUMBERS)}", requires_grad=False)
-            setattr(made, _MARK, (known, position))
+            setattr(made, _MARK, (self._optimizers[number - 1][0], position))
             self._copies[key] = _copying_to(made)
         return self._copies[key]
 
@@ -152,7 +157,7 @@ def _construct_of(copies: GradientCopies) -> Construct:  # noqa: C901 (closures,
         return gradients
 
     def copy_each(number: int, gradients: Any) -> Any:
-        return each(partial(copy_one, number), gradients, indices(len(gradients)))
+        return each(partial(copy_one, number), gradients, positions_of(number, len(gradients)))
 
     def copy_one(number: int, x: Any, position: int) -> Any:
         return function_for(typeof(x))(number, x, position)
@@ -164,8 +169,9 @@ def _construct_of(copies: GradientCopies) -> Construct:  # noqa: C901 (closures,
         return x
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def indices(found: int) -> Any:
-        return tuple(range(found))
+    def positions_of(number: int, gradients: int) -> Any:
+        living = known()
+        return living.positions(number, gradients) if living else (-1,) * gradients
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def function_for(kind: Any) -> Any:
