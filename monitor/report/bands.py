@@ -43,7 +43,7 @@ class Bands(NamedTuple):
     Attributes:
         level: The median of the values before.
         deviations: How far above the level it is.
-        factor: Value over level.
+        factor: Value over level, infinite if the value is not finite.
     """
 
     level: Numbers
@@ -75,7 +75,7 @@ def bands_of(values: Numbers, narrowest: float) -> Bands:
     spread = DEVIATIONS_OF * _before(apart, SPREAD, ENOUGH, around=usual)
     with np.errstate(invalid="ignore", over="ignore"):
         deviations = (apart - np.maximum(usual, 0)) / np.maximum(spread, narrowest)
-        return Bands(np.exp(level), deviations, np.exp(np.minimum(apart, 700)))
+        return Bands(np.exp(level), deviations, np.exp(apart))
 
 
 def _before(values: Numbers, width: int, least: int, around: Numbers | None = None) -> Numbers:

@@ -18,7 +18,7 @@ from monitor.coordinator.output import RankDirectory
 from monitor.report import bands
 from monitor.report.bands import Bands, Limit, Window
 from monitor.report.findings import Place
-from monitor.report.spike_links import BATCH, DEVICE, FORWARD, RANK_DATA, Around, Evidence, Link
+from monitor.report.spike_links import BATCH, DEVICE, FORWARD, RANK_DATA, Around, Evidence, Link, sized
 from monitor.series import RUN_KIND
 
 LOCAL: Final = "grad_unreduced"
@@ -32,7 +32,6 @@ _WRONG: Final = Limit(12, 30)
 _CLEARLY: Final = 0.35
 """The others of a step are calm if the logarithms of their factors are at most this share of the largest."""
 _ROUNDS: Final = 0.01
-_FINITE: Final = 1e38
 _MOST_NAMED: Final = 4
 _ACTIVATIONS: Final = '"xy_distribution": true and "all_xy": true'
 LOOK: Final = '"wg_distribution": true and "monitor_mbs_grad": true'
@@ -190,11 +189,7 @@ def _which(standing: Outstanding, around: Around) -> str:
 def _compared(standing: Outstanding) -> str:
     others = f", those of the others at most {standing.others:.3g} times" if standing.is_alone else ""
     verb = "are" if standing.what == "its local gradients" else "is"
-    return f"{standing.what} {verb} {_times(standing.factor)} the usual size{others}"
-
-
-def _times(factor: float) -> str:
-    return f"{factor:.3g} times" if factor < _FINITE else "infinitely many times"
+    return f"{standing.what} {verb} {sized(standing.factor, ' times the usual size')}{others}"
 
 
 def _lasts(around: Around, standing: Outstanding) -> bool:
@@ -223,7 +218,7 @@ def unusual_inputs(around: Around, standing: Outstanding) -> str:
     if found is None or window is None or set(found.ranks) != set(standing.ranks):
         return ""
     kind = around.facts.kinds["actv"]
-    return f"the {kind.op} of {kind.names[int(window.series.min())]} is {_times(found.factor)} the usual"
+    return f"the {kind.op} of {kind.names[int(window.series.min())]} is {sized(found.factor, ' times the usual')}"
 
 
 def wrong_activation(around: Around, standing: Outstanding) -> Evidence | None:
@@ -243,7 +238,7 @@ def wrong_activation(around: Around, standing: Outstanding) -> Evidence | None:
     names, rank = around.facts.kinds["actv"].names, around.rank(standing.ranks[0])
     name, step = names[int(window.series[own][first])], around.spike.step
     says = (
-        f"{name} on rank {rank} is {_times(found.factor[around.at, first])} its usual size in step {step}, "
+        f"{name} on rank {rank} is {sized(found.factor[around.at, first], ' times its usual size')} in step {step}, "
         "and all that it is computed from is as usual"
     )
     return Evidence(

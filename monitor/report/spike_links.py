@@ -258,10 +258,15 @@ def _usual(changes: Numbers) -> Numbers:
     return usual
 
 
+def sized(number: float, unit: str = "", digits: int = 3) -> str:
+    """The number and its unit, or words. A window does not tell NaN from infinity."""
+    return f"{number:.{digits}g}{unit}" if np.isfinite(number) else "NaN or infinite"
+
+
 def _became(before: float, after: float) -> str:
-    """Both numbers, with digits enough to tell them apart. A window does not tell NaN from infinity."""
+    """Both numbers, with digits enough to tell them apart."""
     if not np.isfinite([before, after]).all():
-        return " and became ".join(f"{one:.4g}" if np.isfinite(one) else "NaN or infinite" for one in (before, after))
+        return " and became ".join(sized(one, digits=4) for one in (before, after))
     pairs = ((f"{before:.{digits}g}", f"{after:.{digits}g}") for digits in range(4, 18))
     return " and became ".join(next((one for one in pairs if one[0] != one[1]), (str(before), str(after))))
 
@@ -353,11 +358,11 @@ def _moment_evidence(around: Around, at: int, kind: str, broken: Ints) -> Eviden
     first = int(broken[np.argmax(apart)])
     step, name = int(around.steps[at]), around.names(kind, window)[first]
     says = (
-        f"the moment {kind} of {name} was {before[first]:.3g} before step {step - 1} and {now[first]:.3g} before step {step}, "
-        f"which no gradient gives{_and_others(len(broken) - 1, 'moment')}"
+        f"the moment {kind} of {name} was {sized(before[first])} before step {step - 1} and {sized(now[first])} "
+        f"before step {step}, which no gradient gives{_and_others(len(broken) - 1, 'moment')}"
     )
     grown = updates_grew(around, at)
-    says += f". Updates were {grown:.3g} times as large" if grown else ""
+    says += f". Updates were {sized(grown, ' times as large')}" if grown else ""
     return Evidence(
         MOMENTS,
         step,
@@ -413,7 +418,7 @@ def _jumps(around: Around, name: str, steps: Ints, values: Numbers) -> Iterator[
         high = at + int(np.argmax(values[at:last]))
         when = f"step {step}" if high == at else f"steps {step} to {steps[high]}"
         says = f"{what} rose from {low:.3g} to {values[high]:.3g} in {when}"
-        says += f", and updates were {grown:.3g} times as large" if grown else ""
+        says += f", and updates were {sized(grown, ' times as large')}" if grown else ""
         exclusive = is_new and grown is not None and around.spike.lasts is not False
         yield Evidence(RATE, step, UPDATE, says, Place(step, None, RUN_KIND, name), exclusive)
         return

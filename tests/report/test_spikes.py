@@ -268,6 +268,20 @@ def test_a_batch_is_not_compared_with_a_further_micro_step_of_the_same_step(tmp_
     assert "those of the others" not in said
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_batch_that_is_not_finite_is_called_so(value: float, tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path / "out", format="parquet", ops=("norm",), micro_step_kinds=["actv"])
+    random = np.random.default_rng(0)
+    for step in range(48):
+        inputs = random.standard_normal(64).tolist()
+        inputs[5] = value if step == AT else inputs[5]
+        loss = value if step == AT else float(random.lognormal(0, 0.1))
+        rows = {"actv": [Measured(".input", inputs, micro_step=0)], "run": [Measured("loss", numbers={SUM: loss, COUNT: 1.0})]}
+        one.write(step, rows)
+    one.close()
+    assert "its input is NaN or infinite" in found(tmp_path / "out").says
+
+
 def test_a_weight_that_changed_some_steps_before_is_not_called_as_usual(tmp_path: Path) -> None:
     train(tmp_path / "out", HARMLESS["a weight that changed by 5 % long before"], mislabelled)
     assert "eights" not in found(tmp_path / "out").says.split(" as usual")[0]
