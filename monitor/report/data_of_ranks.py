@@ -1,0 +1,84 @@
+"""Whether the ranks of a data-parallel group have different data: otherwise several do the work of one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monitor.anomalies.ranking.ranking import capitalized, listed
+from monitor.report.bands import Numbers, Window
+from monitor.report.facts import Facts, KindReader
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
+
+STEPS: Final = 8
+"""So many steps show it: the last ones of which all ranks have rows. Our choice."""
+MOST_TENSORS: Final = 32
+"""Tensors that are compared, spread over the model."""
+OF_DATA: Final = {"actv_grad": "gradients of activations", "grad_unreduced": "local gradients"}
+"""Kinds that depend on a rank's data, whichever tensors have rows: first the one that no loop reduces."""
+
+_THEN: Final = (
+    "Give each rank its own part of the data: by torch's DistributedSampler, or by num_shards and shard_id of a dataset of "
+    "MindSpore."
+)
+_REDUCED: Final = " But if the loop reduces gradients in the middle of backward, the data may differ."
+
+
+def data_of_ranks(facts: Facts) -> CheckFinding:
+    """Whether ranks of a data-parallel group have computed other gradients than each other."""
+    if len(facts.ranks) == 1:
+        return CheckFinding(NOT_LOOKED_AT, "One rank recorded: it has all data.")
+    groups = {one.groups["dp"] for one in facts.manifests.values() if len(one.groups.get("dp", ())) > 1}
+    if not groups:
+        return CheckFinding(NOT_LOOKED_AT, "It is not known which ranks are data-parallel.")
+    kind = next((one for one in OF_DATA if one in facts.kinds), "")
+    steps, values = _last_steps(facts.kinds[kind], len(facts.ranks)) if kind else ([], np.zeros((len(facts.ranks), 0, 0)))
+    compared = [one for group in groups if sum(map(len, one := _alike(facts, group, values))) > 1]
+    if not steps or not compared:
+        return CheckFinding(NOT_LOOKED_AT, f"No {STEPS} steps have gradients of two ranks of a data-parallel group.")
+    alike = max((one for group in compared for one in group), key=len)
+    what, several = OF_DATA[kind], f"each of {STEPS} steps until step {steps[-1]}"
+    if len(alike) == 1:
+        return CheckFinding(GOOD, f"Ranks of a data-parallel group had other {what} than each other in {several}.")
+    says = f"{capitalized(listed(alike))} of a data-parallel group had equal {what} in {several}: they had the same data."
+    return CheckFinding(BAD, says, Place(steps[0], alike[1], kind), _THEN + _REDUCED * (kind != next(iter(OF_DATA))))
+
+
+def _last_steps(rows: KindReader, ranks: int) -> tuple[list[int], Numbers]:
+    """The last steps of which all ranks with rows have some, and the values of each rank, step and column.
+
+    Columns are tensors in micro-steps. NaN is where there is none. Too few steps count as none.
+    """
+    window = Window(rows.steps[-2 * STEPS :])
+    if len(window.steps) < STEPS:
+        return [], np.zeros((ranks, 0, 0))
+    every = [name for _, name in rows.series]
+    chosen = every[:: -(-len(every) // MOST_TENSORS)]
+    rows.feed(window, range(int(window.steps[0]), int(window.steps[-1]) + 1), names=sorted(set(chosen)))
+    window = window.filled()
+    _, column = np.unique(np.stack([window.series, window.micro_step]), axis=1, return_inverse=True)
+    values = np.full((ranks, len(window.steps), int(column.max(initial=-1)) + 1), np.nan)
+    values[window.rank, :, column.reshape(-1)] = window.values.T
+    there = _shows(values).any(axis=2)
+    of_ranks = there[there.any(axis=1)]
+    shown = np.flatnonzero(of_ranks.all(axis=0))[-STEPS:]
+    return (window.steps[shown].tolist() if len(of_ranks) > 1 and len(shown) == STEPS else []), values[:, shown]
+
+
+def _shows(values: Numbers) -> NDArray[np.bool_]:
+    """The values that depend on the data."""
+    shows: NDArray[np.bool_] = np.isfinite(values) & (values != 0)
+    return shows
+
+
+def _alike(facts: Facts, group: tuple[int, ...], values: Numbers) -> list[list[int]]:
+    """The ranks of a group by their values."""
+    found: dict[bytes, list[int]] = defaultdict(list)
+    for rank in group:
+        own = values[facts.ranks.index(rank)] if rank in facts.ranks else values[:0]
+        if _shows(own).any():
+            found[own.tobytes()].append(rank)
+    return list(found.values())

@@ -1,0 +1,123 @@
+"""Ranks of a data-parallel group that compute the same from their data are named, and only those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import pytest
+from recorded_job import RecordedRank
+from reported_job import STEPS, record, reported
+from sink_rows import Measured
+
+from monitor.report.checks import CheckResult
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
+from monitor.stats.partials import Floats
+
+NAMES = {"grad_unreduced": ["layers.1.weight", "layers.0.weight"], "param_origin": ["layers.0.weight"]}
+
+
+def same(step: int, name: str) -> Floats:
+    """Values that all ranks have."""
+    return np.random.default_rng(crc32(f"{step} {name}".encode())).standard_normal(8)
+
+
+def same_data(when: Callable[[int], bool], names: Mapping[str, float]) -> Callable[..., Floats]:
+    """Local gradients that are equal on both ranks in some steps, times a factor of each name."""
+
+    def fault(_rank: int, step: int, kind: str, name: str, values: Floats) -> Floats:
+        return same(step, name) * names[name] if kind == "grad_unreduced" and name in names and when(step) else values
+
+    return fault
+
+
+def check(base: Path) -> CheckResult:
+    with reported(base) as (_, checks, _):
+        return next(one for one in checks if one.name == "Data of ranks")
+
+
+ALL = dict.fromkeys(NAMES["grad_unreduced"], 1.0)
+
+
+def test_ranks_with_the_same_data_are_named(tmp_path: Path) -> None:
+    found = check(record(tmp_path, same_data(lambda _: True, ALL), names=NAMES))
+    assert found.state == BAD
+    assert found.finding.says.startswith("Ranks 0, 1 of a data-parallel group had equal local gradients in each of 8 steps")
+    assert found.finding.place[:3] == (STEPS - 8, 1, "grad_unreduced")
+    assert "DistributedSampler" in found.finding.then
+
+
+@pytest.mark.parametrize(
+    "fault",
+    {
+        "other data": same_data(lambda _: False, {}),
+        "the same data in other steps": same_data(lambda step: step != STEPS - 3, ALL),
+        "one tensor of two that is the same": same_data(lambda _: True, {"layers.0.weight": 1.0}),
+        "one tensor of two without gradients": same_data(lambda _: True, {"layers.0.weight": 0.0}),
+    }.values(),
+)
+def test_ranks_with_other_data_are_good(fault: Callable[..., Floats], tmp_path: Path) -> None:
+    assert check(record(tmp_path, fault, names=NAMES)).state == GOOD
+
+
+@pytest.mark.parametrize("factor", [0.0, float("nan")])
+def test_gradients_that_say_nothing_are_not_looked_at(factor: float, tmp_path: Path) -> None:
+    fault = same_data(lambda _: True, dict.fromkeys(ALL, factor))
+    assert check(record(tmp_path, fault, names=NAMES)).state == NOT_LOOKED_AT
+
+
+def test_a_run_without_local_gradients_is_not_looked_at(tmp_path: Path) -> None:
+    assert check(record(tmp_path, names={"param_origin": ["layers.0.weight"]})).state == NOT_LOOKED_AT
+
+
+def test_a_short_run_is_not_looked_at(tmp_path: Path) -> None:
+    assert check(record(tmp_path, same_data(lambda _: True, ALL), steps=7, names=NAMES)).state == NOT_LOOKED_AT
+
+
+def test_the_last_steps_of_a_rank_that_was_killed_are_left_out(tmp_path: Path) -> None:
+    assert check(record(tmp_path, same_data(lambda _: True, ALL), names=NAMES, open_after={1: STEPS - 4})).state == BAD
+
+
+GROUPS: Mapping[str, tuple[dict[int, tuple[int, ...]], int]] = {
+    "tensor-parallel ranks have the same data": ({0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}, 2),
+    "all are data-parallel": (dict.fromkeys(range(4), (0, 1, 2, 3)), 4),
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_only_ranks_of_one_data_parallel_group_are_compared(groups: str, tmp_path: Path) -> None:
+    """Ranks 0 and 1 have the same data, and so have ranks 2 and 3."""
+    group_of, world = GROUPS[groups]
+    for rank in range(4):
+        one = RecordedRank(tmp_path, rank, 4, "parquet", {"dp": group_of[rank]}, ops=("norm",))
+        for step in range(10):
+            rows = [Measured(name, same(step, f"{name} {rank // 2}").tolist()) for name in NAMES["grad_unreduced"]]
+            one.write(step, {"grad_unreduced": rows})
+        one.close()
+    found = check(tmp_path)
+    assert found.state == (GOOD if world == 2 else BAD)
+    assert world == 2 or found.finding.says.startswith("Ranks 0, 1 of")
+
+
+def test_one_rank_or_an_unknown_group_is_not_looked_at(tmp_path: Path) -> None:
+    for world in (1, 2):
+        base = tmp_path / str(world)
+        for rank in range(world):
+            one = RecordedRank(base, rank, world, "parquet", {}, ops=("norm",))
+            for step in range(10):
+                one.write(step, {"grad_unreduced": [Measured("weight", same(step, "weight").tolist())]})
+            one.close()
+        found = check(base)
+        assert found.state == NOT_LOOKED_AT
+        assert found.finding.says.startswith("One rank" if world == 1 else "It is not known")
+
+
+def test_one_rank_of_each_group_is_not_looked_at(tmp_path: Path) -> None:
+    for rank, group in ((0, (0, 1)), (2, (2, 3))):
+        one = RecordedRank(tmp_path, rank, 4, "parquet", {"dp": group}, ops=("norm",))
+        for step in range(10):
+            one.write(step, {"grad_unreduced": [Measured("weight", same(step, "weight").tolist())]})
+        one.close()
+    assert check(tmp_path).state == NOT_LOOKED_AT
