@@ -16,7 +16,9 @@ from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Plac
 STEPS: Final = 8
 """So many steps show it: the last ones of which all ranks have rows. Our choice."""
 MOST_TENSORS: Final = 32
-"""Tensors that are compared, spread over the model."""
+"""Tensors that are compared, spread over the model. More than a thousand ranks compare fewer, to stay within memory."""
+MOST_PAIRS: Final = 40_000
+"""Of a tensor and a rank. One with 8 micro-steps takes a kilobyte."""
 OF_DATA: Final = {"actv_grad": "gradients of activations", "grad_unreduced": "local gradients"}
 """Kinds that depend on a rank's data, whichever tensors have rows: first the one that no loop reduces."""
 
@@ -56,7 +58,8 @@ def _last_steps(rows: KindReader, ranks: int) -> tuple[list[int], Numbers]:
     if len(window.steps) < STEPS:
         return [], np.zeros((ranks, 0, 0))
     every = [name for _, name in rows.series]
-    chosen = every[:: -(-len(every) // MOST_TENSORS)]
+    most = max(min(MOST_PAIRS // ranks, MOST_TENSORS), 1)
+    chosen = every[:: -(-len(every) // most)]
     rows.feed(window, range(int(window.steps[0]), int(window.steps[-1]) + 1), names=sorted(set(chosen)))
     window = window.filled()
     _, column = np.unique(np.stack([window.series, window.micro_step]), axis=1, return_inverse=True)
