@@ -121,3 +121,12 @@ def test_one_rank_of_each_group_is_not_looked_at(tmp_path: Path) -> None:
             one.write(step, {"grad_unreduced": [Measured("weight", same(step, "weight").tolist())]})
         one.close()
     assert check(tmp_path).state == NOT_LOOKED_AT
+
+
+def test_ranks_whose_gradients_are_zero_are_not_alike(tmp_path: Path) -> None:
+    for rank in range(4):
+        one = RecordedRank(tmp_path, rank, 4, "parquet", {"dp": (0, 1, 2, 3)}, ops=("norm",))
+        for step in range(10):
+            one.write(step, {"grad_unreduced": [Measured("weight", (same(step, str(rank)) * (rank < 2)).tolist())]})
+        one.close()
+    assert check(tmp_path).state == GOOD
