@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 import pytest
 from attaching import Output, attached, warnings_in, with_fixed_weights
-from compiled_steps import RECORDED, Rows, mode_of, of_state, plain, recorded
+from compiled_steps import RECORDED, Rows, Whole, mode_of, of_state, plain, recorded, train
 from evidence import sampled
 from mindspore import Tensor, nn, ops
 from mindspore.nn.cell import _cell_graph_executor
@@ -81,6 +82,15 @@ class Random(nn.Cell):
     def construct(self, x: Tensor) -> Tensor:
         noise = ops.standard_normal((6, SIZE)) + ops.rand_like(x)
         return self.head(ops.dropout(ops.tanh(self.body(x)), 0.3) + noise).square().mean()
+
+
+class Dropped(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.dropout, self.head = nn.Dense(SIZE, SIZE), nn.Dropout(p=0.3), nn.Dense(SIZE, 1)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(self.body(x))).square().mean()
 
 
 class DrawnByNumPy(nn.Cell):
@@ -222,6 +232,30 @@ def test_random_operators_have_the_seeds_that_they_have_without_a_monitor(
     bits, found, rows = trained(Random, output)
     assert found == bits
     assert rows != {}
+
+
+def test_random_operators_begin_anew_where_mindspore_compiles_again_without_a_monitor(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so at the second call of a step that was first compiled while an earlier one was garbage."""
+    monkeypatch.delenv(COMPILED_VARIABLE)
+    with mode_of("graph"):
+        losses_of_garbage(Dropped())
+        expected = losses_of_garbage(Dropped())
+        found = losses_of_garbage(Dropped(), output)
+    assert found == expected
+
+
+def losses_of_garbage(net: nn.Cell, output: Output | None = None) -> list[bytes]:
+    """The losses of training. Its step is garbage then, which Python does not collect at once."""
+    ms.set_seed(1)
+    optimizer = nn.SGD(with_fixed_weights(net).trainable_params())
+    step = Whole(net, optimizer)
+    vars(step)["itself"] = step
+    with ExitStack() as stack:
+        if output is not None:
+            stack.enter_context(attached(output, net, optimizer, **RECORDED))
+        return train(step, **LOOP)
 
 
 def test_other_networks_draw_the_constants_that_they_draw_without_a_monitor(
