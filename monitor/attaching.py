@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from monitor.config import MonitorConfig
 from monitor.config.jsonc import nearest
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from monitor.recording.trainer_mon import ModelMonitor
 
 HEALTH: Final = "health"
+
+Configuration: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | MonitorConfig
+"""What ``TrainerMon`` takes; a text may also be the name of a preset."""
 
 _ROOMS: Final = {"torch": ("monitor.pytorch", "Module"), "mindspore": ("monitor.mindspore", "Cell")}
 """By framework: the package that monitors it, and the class of its models, in its package ``nn``."""
@@ -66,15 +69,17 @@ def configured(preset: str | None, fields: Mapping[str, Any]) -> MonitorConfig:
     return config_of({**({} if preset is None else preset_fields(preset)), **fields})
 
 
-def named(preset_or_path: str | os.PathLike[str]) -> str | os.PathLike[str] | Mapping[str, Any]:
+def named(given: Configuration) -> Configuration:
     """The fields of a preset if what is given looks like the name of one: no folder, no suffix, and no such file.
 
     Raises:
         ConfigError: There is no preset of this name.
     """
-    path = Path(preset_or_path)
-    is_name = isinstance(preset_or_path, str) and path.name == preset_or_path and not path.suffix and not path.exists()
-    return preset_fields(str(preset_or_path)) if is_name else preset_or_path
+    if not isinstance(given, str):
+        return given
+    path = Path(given)
+    is_name = path.name == given and not path.suffix and not path.exists()
+    return preset_fields(given) if is_name else given
 
 
 def preset_fields(name: str) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any, Final
 
 from mindspore import Tensor, nn
 from mindspore.train import Callback, RunContext
 
-from monitor.attaching import named
+from monitor.attaching import Configuration, named
 from monitor.failures import Failures
 from monitor.mindspore.dump import PrecisionDebugger
 from monitor.mindspore.hooks import after_forward, takes_hooks
@@ -31,7 +30,8 @@ class MonitorCallback(Callback):  # type: ignore[misc]
     >>> model.train(epochs, dataset, callbacks=[MonitorCallback("monitor_config.json")])  # doctest: +SKIP
 
     Args:
-        config_file_path: A JSON file, which may have comments, or the name of a preset, such as ``health``.
+        config_file_path: A JSON file, a dictionary with the fields of one, or a ``MonitorConfig``, as of ``TrainerMon``; or the
+            name of a preset, such as ``health``.
         grad_acc_steps: Forwards a step.
         process_group: The pipeline-parallel group of this rank.
         dp_group: Data-parallel group.
@@ -48,7 +48,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
 
     def __init__(
         self,
-        config_file_path: str | os.PathLike[str],
+        config_file_path: Configuration,
         grad_acc_steps: int = 1,
         process_group: Any = None,
         dp_group: Any = None,

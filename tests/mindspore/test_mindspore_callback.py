@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
 from training import array
 
-from monitor.config import ConfigError
+from monitor.config import ConfigError, MonitorConfig
 from monitor.mindspore import MonitorCallback, RunEnded
 
 KINDS = ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_origin", "param_updated")
@@ -149,6 +150,14 @@ def test_a_run_that_the_structure_ends_ends_model_train(output: Output) -> None:
 def test_a_configuration_that_cannot_be_used_is_reported_before_training(output: Output) -> None:
     with pytest.raises(ConfigError, match="step_interval"):
         MonitorCallback(written(output, step_interval=0))
+
+
+@pytest.mark.parametrize("given", [dict, MonitorConfig], ids=["dictionary", "MonitorConfig"])
+def test_it_takes_a_configuration_that_is_no_file(given: Callable[..., Any], output: Output) -> None:
+    net = with_fixed_weights(Layers())
+    callback = MonitorCallback(given(param_distribution=True))
+    model_of(net, adam(net)).train(1, data(), callbacks=[callback], dataset_sink_mode=False)
+    assert steps_of(output, "param_origin") == list(range(STEPS))
 
 
 def test_a_cell_that_trains_without_an_optimizer_is_reported(output: Output) -> None:
