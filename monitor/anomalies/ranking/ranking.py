@@ -435,7 +435,8 @@ def _of_parameter(job: RankedJob, member: Member, graph: DataflowGraph, subject:
         return _aggregation(job, member, subject, step)
     left = subject.series.kind.endswith(LEFT_BY_STEP)
     if subject.role == Role.MOMENT and not left:
-        unseen = "" if _saw_gradients(member, step - 1) else "in gradients of earlier steps, which were not recorded, or "
+        seen = _kinds_of_gradients(member.graph or graph) and _saw_gradients(member, step - 1)
+        unseen = "" if seen else "in gradients of earlier steps, which were not recorded, or "
         return FaultLocation(Cause.MOMENTS, f"{unseen}in the optimizer's state, before step {step}")
     if left:  # weights or moments after the step
         cause = Cause.UPDATE if _saw_gradients(member, step) else Cause.UNSEEN_GRADIENTS

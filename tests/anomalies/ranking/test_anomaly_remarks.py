@@ -35,6 +35,13 @@ def test_the_span_of_an_origin(kind, name, span, tmp_path):
     assert ranked(tmp_path, PlayedRank().fire(kind, name)).ranked[0].location.text == span
 
 
+@pytest.mark.parametrize("without", [["grad_unreduced"], ["grad_unreduced", "grad_reduced"]])
+def test_a_moment_may_show_gradients_if_none_were_recorded_in_the_whole_run(without, tmp_path):
+    found = ranked(tmp_path, PlayedRank(without=without).fire("exp_avg", "b.weight"))
+    expected = "in gradients of earlier steps, which were not recorded, or " if len(without) == 2 else ""
+    assert found.ranked[0].location.text == f"{expected}in the optimizer's state, before step 1"
+
+
 def test_a_module_without_a_clean_series_in_it_is_spanned_by_its_inputs(tmp_path):
     rank = PlayedRank(without=["actv/a.x.output", "actv/a.y.output", "actv/a.y.input", "actv/a.x.input"])
     found = ranked(tmp_path, rank.fire("actv", "a.output"))
