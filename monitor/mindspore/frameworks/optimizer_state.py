@@ -289,7 +289,18 @@ class OptimizerState:
         if unlike:
             return {"exp_avg": UNLIKE.format(kept=listing(unlike))}
         has_any = any(self.moment(kind, p) is not None for kind in STATE_NAMES for p in parameters)
-        return {} if has_any or not clones else {"exp_avg": UNKNOWN.format(kept=listing(clones))}
+        return self._kept_in_parts() if has_any or not clones else {"exp_avg": UNKNOWN.format(kept=listing(clones))}
+
+    def _kept_in_parts(self) -> Mapping[str, str]:
+        """By kind: the state of MindSpore's own classes that has another shape, as AdaFactor's of a matrix."""
+        places = list(enumerate(self.optimizer.parameters)) if self._is_mindspore_class else []
+        return {
+            kind: UNLIKE.format(kept=repr(name))
+            for kind, names in STATE_NAMES.items()
+            for name in names
+            if isinstance(kept := getattr(self.optimizer, name, None), tuple)
+            and any(self._uses(kind, self.group(at)) and not fits(kept[at], one) for at, one in places[: len(kept)])
+        }
 
     def has_stepped(self) -> bool:
         """Whether a moment differs from 0, the initial value in every optimizer. Waits."""

@@ -89,6 +89,23 @@ def test_other_optimizers_have_the_moments_that_they_use() -> None:
     }
 
 
+@pytest.mark.parametrize("beta1", [0.9, 0.0])
+def test_a_note_says_which_moments_ada_factor_keeps_in_parts(beta1: float) -> None:
+    net = Net()
+    optimizer = nn.AdaFactor(net.trainable_params(), learning_rate=0.1, relative_step=False, beta1=beta1)
+    framework, parameters = watched(net, optimizer)
+    missing = {kind for kind in ("exp_avg", "exp_avg_sq") if kind not in kinds_of(framework, parameters[0])}
+    assert missing == ({"exp_avg_sq"} if beta1 else {"exp_avg", "exp_avg_sq"})
+    assert list(framework.notes()) == ["exp_avg_sq"]
+    assert framework.notes()["exp_avg_sq"].endswith("or holds no floating-point numbers: 'exp_avg_sq'")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_note_is_made_of_an_optimizer_whose_moments_are_all_there(name: str) -> None:
+    net = Net()
+    assert set(watched(net, OPTIMIZERS[name](net.trainable_params()))[0].notes()) <= {"loss_scale"}
+
+
 def test_an_optimizer_that_has_not_stepped_has_no_moments_yet_and_one_that_continues_has() -> None:
     net = Net()
     optimizer = nn.Adam(net.trainable_params(), 0.01)
