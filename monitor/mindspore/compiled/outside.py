@@ -30,6 +30,7 @@ from monitor.series import KIND_TABLE
 from monitor.stats.mindspore.tensors import on_host
 
 if TYPE_CHECKING:
+    from monitor.config import MonitorConfig
     from monitor.mindspore.compiled.program import Program
     from monitor.mindspore.optimizer_steps import GradientReceiver
 
@@ -55,6 +56,8 @@ NOT_OUTSIDE: Final = (
     *("recording_l2_features", "stack_info"),
 )
 """The fields of the configuration whose rows need more than weights and moments."""
+OF_FORWARDS: Final = ("xy_distribution", "recording_l2_features", "stack_info")
+"""Those whose rows come from hooks if Python calls the model and compiled code only steps the optimizer."""
 
 COUNTS: Final = ("global_step", "state_step", "step_t")
 """The parameters in which optimizers of MindSpore count their steps. Some, such as ``experimental.optim.SGD``, count none."""
@@ -199,11 +202,7 @@ class StepsFromOutside(CallListener):
         if not self._listener.modules.recorder.active or config is self._looked_at:
             return
         self._looked_at = config
-        missing = [field for field in NOT_OUTSIDE if getattr(config, field) and not (has_gradients and field == GRADIENTS)]
-        if has_gradients and not config.wg_reduced_only:
-            missing.append("grad_unreduced")
-        if records_run_numbers(config):
-            missing.append("learning_rate")
+        missing = self._missing(config, has_gradients=has_gradients)
         if missing:
             why, to_do = self._why_missing()
             said = MISSING.format(why=why, fields=", ".join(missing), to_do=to_do)
@@ -211,6 +210,18 @@ class StepsFromOutside(CallListener):
             # The check for missing kinds says nothing of kinds that a cause names.
             self._failures.warn(f"reading {kinds} in compiled code", said)
             self._listener.sealer.note("compiled_code", said)
+
+    def _missing(self, config: MonitorConfig, *, has_gradients: bool) -> list[str]:
+        """The fields and kinds that the step has no rows of."""
+        by_hooks = OF_FORWARDS if self._has_forward else ()
+        missing = [field for field in NOT_OUTSIDE if getattr(config, field) and field not in by_hooks]
+        if GRADIENTS in missing and (has_gradients or self._has_forward):
+            missing.remove(GRADIENTS)
+            missing += [] if has_gradients else ["grad_reduced"]
+            missing += [] if self._has_forward or config.wg_reduced_only else ["grad_unreduced"]
+        if records_run_numbers(config):
+            missing.append("learning_rate")
+        return missing
 
     def _why_missing(self) -> tuple[str, str]:
         """Why compiled code measures nothing, and what to do."""
@@ -220,9 +231,14 @@ class StepsFromOutside(CallListener):
             return NOT_USED
         return NOT_THERE if changes_are_accepted() or not self._listener.watch.config.wg_distribution else NOT_COPIED
 
+    @property
+    def _has_forward(self) -> bool:
+        """Whether Python has called the model in this step, so that only the optimizer is compiled."""
+        return bool(self._listener.begun) and self._forward_in != self._listener.clock.step
+
     def _count_forward(self) -> None:
-        """Count a forward of the model, unless Python has called it in this step, and only the optimizer is compiled."""
-        if self._listener.begun and self._forward_in != self._listener.clock.step:
+        """Count a forward of the model, unless Python has called it in this step."""
+        if self._has_forward:
             return
         token = REPLAYING.set(True)
         try:
