@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -63,8 +63,7 @@ def spikes(facts: Facts) -> CheckFinding:
     without = f" {' and '.join(signed)} had values below zero, which have no logarithm: not looked at." if signed else ""
     without += f" {' and '.join(early)} had values that are not finite before there was a band: not looked at." if early else ""
     if not judged:
-        says = "No loss and no total norm has enough values: pass the loss to log(loss=...)."
-        return CheckFinding(NOT_LOOKED_AT, without.strip() or says)
+        return CheckFinding(NOT_LOOKED_AT, without.strip() or _too_few(named))
     found = _separate([one for name, each in judged.items() for one in jumps(name, *each, skipped)])
     if not found:
         return CheckFinding(GOOD, f"{' and '.join(sorted(judged))} stayed in the band of the values before.{without}")
@@ -75,6 +74,12 @@ def spikes(facts: Facts) -> CheckFinding:
     more = f" The run has {len(found) - 1} more jumps." if len(found) > 1 else ""
     listed = tuple(map(_for_programs, explained))
     return CheckFinding(BAD, f"{first.says}{more}", first.place, _then(first), listed)
+
+
+def _too_few(names: Collection[str]) -> str:
+    if set(names) <= {GRAD_NORM}:
+        return "No loss and no total norm has enough values: pass the loss to log(loss=...)."
+    return f"{' and '.join(sorted(names))} had no more than {_LEAST} values."
 
 
 def _is_signed(values: Numbers) -> bool:

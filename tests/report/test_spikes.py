@@ -208,7 +208,9 @@ def test_small_moments_that_csv_rounds_are_not_lost(tmp_path: Path) -> None:
 
 def test_a_short_run_is_not_looked_at(tmp_path: Path) -> None:
     train(tmp_path / "out", steps=20)
-    assert found(tmp_path / "out").state == NOT_LOOKED_AT
+    spikes = found(tmp_path / "out")
+    assert spikes.state == NOT_LOOKED_AT
+    assert re.fullmatch(r"grad_norm and loss had no more than \d+ values\.", spikes.says)
 
 
 def stage(_model: nn.Module, optimizer: Any) -> None:
