@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from monitor.pytorch.frameworks.dtensor import layout_of, part_like
 from monitor.series import DIRECTION_KIND, HEALTH_KIND, MOMENT_KINDS, Placement, Shard, ranks_of
 
 # --- Stacked and sliced state of nanochat's optimizers, and state that torch deals out to ranks.
@@ -196,6 +197,8 @@ class MomentFinder:
         if found.shape == stepped.key.shape and (found.is_floating_point() or found.is_complex()):
             if not _has_stepped(state):
                 return None
+            if layout_of(found) != layout_of(stepped.key):
+                return self._part_of_other_layout(kind, name, found, stepped)
             stepped.known[kind] = weakref.ref(found)
             return found
         stacked = self._part(kind, name, found, stepped)
@@ -228,6 +231,14 @@ class MomentFinder:
             return stacked
         part = slice_of(stepped.optimizer, stepped.key)
         return found if part is not None and tuple(found.shape) == part.shape else None
+
+    def _part_of_other_layout(self, kind: str, name: str, found: Tensor, stepped: SteppedTensor) -> Tensor | None:
+        """This rank's part of a moment that is distributed like the gradient: SGD begins its momentum as a copy of it."""
+        part = part_like(found, stepped.key)
+        if part is None:
+            spread = f"{type(stepped.optimizer).__name__} distributes state[{name!r}] over the ranks otherwise"
+            self._say(f"{spread} than its parameter: {kind} has no row of it")
+        return part
 
     def _position(self, stepped: SteppedTensor) -> StackPosition | None:
         optimizer = stepped.optimizer

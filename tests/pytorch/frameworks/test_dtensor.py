@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from monitor import series
 from monitor.pytorch.frameworks.dtensor import activation_placement, mesh_groups, placement_of
+from monitor.pytorch.frameworks.optimizer_state import MomentFinder, SteppedTensor
 from monitor.series import Placement
 
 LENGTHS = (1, 2, 5, 6, 7, 12, 13)
@@ -94,3 +95,28 @@ def test_the_groups_of_a_rank_have_the_names_of_the_dimensions() -> None:
     with mesh(4, 2, 3) as here:
         x = DTensor.from_local(torch.zeros(1), here, [Replicate(), Replicate()], run_check=False)
         assert mesh_groups([torch.zeros(1), x]) == {"rows": (1, 4), "columns": (3, 4, 5)}
+
+
+# One rank and one mesh: torch's cache of operations on DTensors would give the ranks of equal meshes the place of the first.
+
+
+def test_a_momentum_that_is_replicated_as_its_gradient_was_is_read_in_the_part_of_the_parameter() -> None:
+    with mesh(1, 1, 2) as here:
+        weight = torch.nn.Parameter(distribute_tensor(numbered(8), here, [Replicate(), Shard(0)], src_data_rank=None))
+        weight.grad = distribute_tensor(numbered(8), here, [Replicate(), Replicate()], src_data_rank=None)
+        optimizer = torch.optim.SGD([weight], momentum=0.9)
+        optimizer.step()  # begins the momentum as a copy of the gradient
+        found = MomentFinder().of("exp_avg", SteppedTensor(optimizer, weight))
+        assert torch.equal(found, numbered(8)[4:])
+
+
+def test_a_momentum_that_does_not_show_the_part_of_the_parameter_has_no_row_and_a_note_says_so() -> None:
+    with mesh(1, 1, 2) as here:
+        weight = torch.nn.Parameter(distribute_tensor(numbered(8), here, [Replicate(), Shard(0)], src_data_rank=None))
+        optimizer, finder = torch.optim.SGD([weight], momentum=0.9), MomentFinder()
+        state = distribute_tensor(numbered(8), here, [Replicate(), Shard(1)], src_data_rank=None)
+        optimizer.state[weight]["momentum_buffer"] = state
+        assert finder.of("exp_avg", SteppedTensor(optimizer, weight)) is None
+        assert finder.unusable == [
+            "SGD distributes state['momentum_buffer'] over the ranks otherwise than its parameter: exp_avg has no row of it"
+        ]
