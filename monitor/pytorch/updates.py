@@ -265,6 +265,12 @@ def _bias(beta: float | Tensor, step: float | Tensor) -> Correction:
 # --- ``mg_direction``: the fraction of gradient elements whose sign equals the momentum's.
 
 
+TERMS: Final = (
+    "mg_direction: gradients that are terms of a sum over ranks, or sharded in another way than their parameter, have no rows "
+    "(first: {name})."
+)
+
+
 class DirectionCollector(Collector):
     """Compares the reduced gradient with the momentum before the step.
 
@@ -275,6 +281,7 @@ class DirectionCollector(Collector):
         self._series = attached.series(DIRECTION_KIND)
         self._framework = attached.framework
         self._is_reduced = attached.is_reduced
+        self._failures = attached.failures
         self._begins: dict[NamedParameter, ComputedRow] = {}
 
     def gradients_ready(self, turn: OptimizerTurn) -> None:
@@ -309,6 +316,8 @@ class DirectionCollector(Collector):
         if not self._is_reduced(parameter, gradient):
             return None
         held = None if gradient is None else part_like(gradient, parameter.tensor)
+        if held is None and gradient is not None:
+            self._failures.warn("mg_direction: terms", TERMS.format(name=parameter.name))
         if held is None or held.layout is not torch.strided or not held.is_floating_point() or not held.numel():
             return None
         momentum = self._momentum(parameter, optimizer)

@@ -223,3 +223,12 @@ def test_an_activation_says_where_it_is_and_is_written_by_every_rank(ran: Ran) -
         assert forward["up.input"] == Placement(unclaimed=(0, 1))
         assert backward["up.input"] == Placement(partial=True)
         assert forward["up.output"] == LOCAL
+
+
+def test_a_warning_says_that_terms_of_a_sum_have_no_direction(run_job: Callable[..., Job]) -> None:
+    job = run_job("tensor_parallel.py", 2, "sequence", mg_direction=True)
+    names = {row.name for rank in (0, 1) for row in job.rows("other", rank)}
+    assert names == SHAPES.keys() - {"norm.weight", "norm.bias"}
+    (warning,) = job.warnings  # of rank 0, which writes replicas
+    assert "mg_direction: gradients that are terms of a sum over ranks" in warning
+    assert "(first: norm.weight)" in warning
