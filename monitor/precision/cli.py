@@ -150,9 +150,16 @@ def _print(found: advice.Advice, console: Console) -> None:
     say(console, _of_loss(found))
 
 
+def _of_none(layers: int, not_judged: int) -> str:
+    """What is known if no layer is safe."""
+    if not_judged == layers:
+        return "No layer was judged."
+    return f"No layer {'that was judged ' if not_judged else ''}is safe in FP8."
+
+
 def _of_loss(found: advice.Advice) -> str:
     if not found.having(advice.SAFE):
-        return "No layer is safe in FP8."
+        return _of_none(len(found.gemms), len(found.having(advice.NOT_LOOKED_AT)))
     if found.loss.most is None or found.loss.expected is None:
         return "How much the loss would change is not known: norms of weights, inputs, outputs or gradients are missing."
     most, expected = found.loss.most, found.loss.expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,30 @@ def test_the_table_has_a_line_for_each_layer_in_order_of_depth_and_says_what_the
     ] or "delayed" not in said  # one row has no history
     assert "9 layers in 1 steps: 9 FP8, 0 keep in bf16, 0 not looked at" in said
     assert "is expected to change by 0.00" in lines[-1]
+
+
+def judged(base: Path, layers: dict[str, list[float]]) -> str:
+    """The last line about layers that have these inputs; NaN in one leaves its layer unjudged."""
+    one = RecordedRank(base, 0, 1, "hdf5", ops=OPS)
+    around = {
+        kind: [
+            Measured(f"{name}.{end}", taken, shape=(2, 2), magnitudes=True, micro_step=0)
+            for name, taken in layers.items()
+            for end in ("input", "output")
+        ]
+        for kind in ("actv", "actv_grad")
+    }
+    weights = [Measured(f"{name}.weight", WEIGHT, shape=(3, 2), magnitudes=True) for name in layers]
+    one.write(0, {**around, "param_origin": weights})
+    one.close()
+    return ran(base)[1].splitlines()[-1]
+
+
+def test_layers_that_could_not_be_judged_are_not_called_unsafe(tmp_path: Path) -> None:
+    broken, wide = [math.nan, 1.0, 2.0, 3.0], [1e-30, 1e-20, 1e-10, 1.0]
+    assert judged(tmp_path / "none", {"a": broken, "b": broken}) == "No layer was judged."
+    assert judged(tmp_path / "one", {"a": broken, "b": wide}) == "No layer that was judged is safe in FP8."
+    assert judged(tmp_path / "all", {"a": wide, "b": wide}) == "No layer is safe in FP8."
 
 
 @pytest.mark.parametrize(
