@@ -105,7 +105,8 @@ def notes(ranking: Ranking) -> Iterator[str]:
         yield f"{listed(job.missing)} wrote no events and judged no step{origins}."
     open_ranks = sorted({one.rank for one in job.members if not one.events.judged.closed})
     if open_ranks:
-        yield f"{listed(open_ranks)} did not end cleanly, or still run: later events may be missing."
+        runs = "runs" if len(open_ranks) == 1 else "run"
+        yield f"{listed(open_ranks)} did not end cleanly, or still {runs}: later events may be missing."
     yield from _not_looked_at(ranking)
     for flaw in job.flaws[:SHOWN]:
         yield f"{flaw.path}: {flaw.reason}"
