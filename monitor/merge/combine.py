@@ -36,6 +36,7 @@ from monitor.stats.partials import Floats
 # --- Which ops of whole tensors have no value because of what was recorded, and why.
 
 NOT_RECORDED: Final = "not in the shards"
+NOT_JOINED: Final = "a part has no value of it, or rows of CSV do not tell it of the whole: record hdf5 or parquet"
 NOT_COUNTED: Final = "how many elements the parts have is not known: record the op shape, or hdf5 or parquet"
 NOT_WEIGHTED: Final = "how much each part weighs is not known: record hdf5 or parquet"
 OF_A_WHOLE: Final = "of a matrix that is cut no rank knows it, and what ranks know of their parts does not make it up"
@@ -67,7 +68,8 @@ def _lacking(op: str, tensors: Statistics, lacking: Flags, rounded: Flags, sever
     else:
         uncounted = np.isnan(tensors.count) & (op in (*WEIGHTED, "std"))
         yield NOT_COUNTED, lacking & rounded & uncounted
-        yield NOT_RECORDED, lacking & rounded & ~uncounted
+        for reason, which in ((NOT_RECORDED, ~several), (NOT_JOINED, several)):
+            yield reason, lacking & rounded & ~uncounted & which
 
 
 TERMS: Final = "each rank has a term of a sum over ranks, and no rank has recorded the sum"
@@ -304,8 +306,7 @@ def _tensors(piece: Piece, rows: Rows, statistics: Statistics, outcome: Outcome)
     made = _global(piece.columns, rows, starts, tensors)
     if not whole.all():
         made, tensors, several = made.filter(whole), tensors.take(whole), several[whole]
-    recorded: Flags = np.logical_or.reduce(statistics.known, axis=1)
-    outcome.missing = missing_ops(tensors, several, recorded)
+    outcome.missing = missing_ops(tensors, several, np.logical_or.reduce(statistics.known, axis=1))
     return made
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from monitor.coordinator import manifest_format as schema
 from monitor.merge import bits
-from monitor.merge.combine import NOT_RECORDED, Disagreement, Outcome
+from monitor.merge.combine import NOT_JOINED, NOT_RECORDED, Disagreement, Outcome
 from monitor.merge.discovery import NO_END, RankRun, SetAside
 from monitor.merge.restarts import joints
 from monitor.series import NO_MICRO_STEP
@@ -148,12 +148,25 @@ class Report:
             ),
             "not_combined": _listed(
                 {"kind": kind, "op": op, "rows": count, "reason": reason}
-                for (kind, op, reason), count in sorted(self._missing.items())
+                for (kind, op, reason), count in sorted(self._not_combined().items())
             ),
             "unplaced": _listed(_by_rank(self._unplaced)),
             "not_compared": _listed(_by_rank(self._not_compared)),
             "notes": _notes(self.runs),
         }
+
+    def _not_combined(self) -> Counter[tuple[str, str, str]]:
+        """Of an op that was recorded, a tensor may have no value: one without a finite element has no histogram."""
+        manifests = [run.manifest for run in self.runs]
+        steady = [
+            set(one.config.get("ops") or ()) for one in manifests if all("ops" not in x.changed for x in one.configurations)
+        ]
+        known = set.intersection(*steady) if len(steady) == len(manifests) else set()
+        found = Counter[tuple[str, str, str]]()
+        for (kind, op, reason), count in self._missing.items():
+            if op not in known or reason != NOT_RECORDED:
+                found[kind, op, NOT_RECORDED if op not in known and reason == NOT_JOINED else reason] += count
+        return found
 
     def _told_of_bits(self) -> dict[str, Any]:
         found = bits.told(self._bits, self._host_at)

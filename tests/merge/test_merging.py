@@ -12,8 +12,10 @@ from sink_rows import Measured, partials_of
 
 from monitor.coordinator.manifest import Earlier
 from monitor.coordinator.manifest_format import read_manifest
+from monitor.merge.combine import NOT_JOINED, NOT_RECORDED
 from monitor.merge.execution import MergeError
 from monitor.merge.outputs import read_merged
+from monitor.merge.report import summary
 from monitor.series import Placement, Shard
 from monitor.sinks.files import StepSpan
 from monitor.stats.ops import derive
@@ -84,6 +86,22 @@ def test_what_cannot_be_combined_from_csv_is_missing_with_a_reason(tmp_path: Pat
     reasons = {one["op"]: one["reason"] for one in report.told()["not_combined"]["listed"]}
     assert reasons["mean"] == "not in the shards"
     assert report.clean
+
+
+def test_an_op_that_was_recorded_is_not_called_missing_where_a_tensor_has_no_value_of_it(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        one = RecordedRank(tmp_path, rank, 2, "csv", ops=("norm", "shape", "magnitude_histogram", "kurtosis"))
+        one.place("grad_reduced", "w", Placement(shard=Shard((0, 1), (4,), (2 * rank,))))
+        whole = Measured(f"of {rank}", [math.nan, math.inf], magnitudes=True)
+        one.write(0, {"grad_reduced": [whole, Measured("w", [1.0, 2.0], magnitudes=True)]})
+        one.close()
+    told = merged(tmp_path).told()
+    reasons = {one["op"]: one["reason"] for one in told["not_combined"]["listed"]}
+    assert "magnitude_histogram" not in reasons
+    assert reasons["kurtosis"] == NOT_JOINED  # of several parts
+    assert reasons["min"] == NOT_RECORDED
+    said = dict(summary(told))
+    assert "kurtosis" not in said["not recorded"]
 
 
 @pytest.mark.parametrize(("format", "count"), [("hdf5", 8), ("parquet", 8), ("csv", None)])
