@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from monitor.failures import LOGGER
 from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.pytorch.fast_path import Reader, ReadTensor
 from monitor.recording.recorder import Device, Due, LiveRows, RecordedSeries
@@ -26,6 +27,7 @@ from monitor.stats.torch.tensors import (
     beneath,
     capturing,
     has_memory,
+    is_opaque,
     is_plain,
     local_shard,
     measured_shape,
@@ -134,6 +136,7 @@ class TorchTensorReader(Reader):
         self.device_steps = DeviceSteps()
         self._lock, self._table = self.rows.lock, self.rows.table
         self._seen: dict[int, ReadTensor] = {}
+        self._opaque: set[type] = set()
         self._share(self._table, {}, self._seen, MAX_SEEN, HOST, self._lock, READ, EVEN)
         self.take_kernels(eps, higher=higher, check_sums=check_sums)
 
@@ -179,7 +182,7 @@ class TorchTensorReader(Reader):
 
     def record_in_python(self, watched: RecordedSeries, x: Tensor, micro_step: int, aliases: bool) -> None:
         address = plain_address(x)
-        if not address and not has_data(x):
+        if not address and not self._can_read(x):
             return
         with self._lock:
             plain = (self._checking_host if watched.checked else self.host).plain
@@ -187,6 +190,15 @@ class TorchTensorReader(Reader):
                 self._read_directly(plain, watched, x, micro_step, address)
             else:
                 self._record(watched, x, micro_step, address=address, version=_version(x) if aliases else None)
+
+    def _can_read(self, x: Tensor) -> bool:
+        """Whether the elements of ``x`` are there. A warning names each class once whose tensors nothing can read."""
+        there = has_data(x)
+        if not there and type(x) not in self._opaque and is_opaque(x):
+            name = type(x).__qualname__
+            self._opaque.add(type(x))
+            LOGGER.warning("Only the class %s knows where the elements of its tensors are. They have no rows.", name)
+        return there
 
     def captures(self, device: torch.device) -> bool:
         """Whether the current stream of ``device`` is being captured. The code in C asks."""
@@ -241,7 +253,7 @@ class TorchTensorReader(Reader):
         if due.now and self.record_ordinary(watched, x, micro_step, value):
             return
         address = plain_address(x)
-        if address or has_data(x):
+        if address or self._can_read(x):
             with self._lock:
                 if not address and self.device_steps.captures(x.device):
                     self._record_captured(watched, x, tag)
@@ -265,7 +277,7 @@ class TorchTensorReader(Reader):
                         self._read_directly(plain, watched, x, 0, address)
                     elif not address and (one := self._listed(watched, x)) is not None:
                         listed.append((watched, one))
-                    elif address or has_data(x):
+                    elif address or self._can_read(x):
                         self._record(watched, x, 0, address=address, version=None)
                 except Exception as error:
                     failed(watched, error)

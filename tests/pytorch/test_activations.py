@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.func import functional_call
+from torch.masked import MaskedTensor
 from watching import Output, attached
 
 from monitor import read_manifest, read_series
@@ -399,6 +400,18 @@ def test_tensors_without_data_have_no_rows_and_hold_up_no_others(output: Output,
         fake = torch.empty(3, device="cuda")
     assert activations(output, Returns(fake, torch.ones(4))).names("actv") == [".output_1"]
     assert all("no row of actv_grad" in record.message for record in caplog.records if record.levelname == "WARNING")
+
+
+def test_tensors_whose_elements_only_their_class_finds_have_no_rows_and_a_warning_names_it_once(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To read one below its class would end the process: it has a shape, and its address is 0."""
+    masked = MaskedTensor(torch.ones(4), torch.tensor([True, False, True, True]))
+    found = activations(output, Returns(masked, torch.ones(4), masked), ops=["norm"])
+
+    assert found.norms("actv") == {".output_1": 2.0}
+    warnings = [record.message for record in caplog.records if "MaskedTensor" in record.message]
+    assert warnings == ["Only the class MaskedTensor knows where the elements of its tensors are. They have no rows."]
 
 
 def test_transforms_of_torch_func_are_undisturbed_and_not_recorded(output: Output, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.pytorch.dump.backend import TorchReader
@@ -84,3 +85,18 @@ def test_a_dump_describes_what_was_freed_and_reads_nothing(checksums: bool) -> N
     gone.untyped_storage().resize_(0)
     leaf = TorchReader(checksums=checksums).leaf(gone, None)
     assert leaf.reading is None
+
+
+@pytest.mark.parametrize("record", WAYS.values(), ids=WAYS)
+def test_a_class_whose_tensors_nothing_can_read_is_named_once(record: Record, caplog: pytest.LogCaptureFixture) -> None:
+    recorder, x = Recorder(TorchTensorReader(SeriesTable(), 1e-8)), TwoTensor(torch.ones(4), torch.ones(4))
+    recorder.activate(True)
+    for name in ("a", "b"):
+        record(recorder, RecordedSeries(Series("actv", 0, name), (0,)), x)
+    recorder.end_step()
+    sealed = SealedTable()
+    recorder.seal(sealed)
+    assert sealed.rows().kinds == {}
+    assert [one.message for one in caplog.records] == [
+        "Only the class TwoTensor knows where the elements of its tensors are. They have no rows."
+    ]

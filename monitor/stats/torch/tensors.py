@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 PLAIN: Final = (Tensor, torch.nn.Parameter)
+TRACED: Final = (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
+"""Classes of tensors without elements, which tracers use."""
 NARROW: Final = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32})
 
 
@@ -126,10 +128,31 @@ def local_shard(x: Tensor) -> Tensor | None:
         return local_shard(local)
     if hasattr(x, "trigger_wait"):
         return _when_there(x)
-    if isinstance(x, torch._subclasses.FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if isinstance(x, TRACED) or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return None
-    wrapper = hasattr(type(x), "__tensor_flatten__") and not x.is_nested
-    return None if wrapper else x
+    return None if _is_wrapper(x) else x
+
+
+def is_opaque(x: Tensor) -> bool:
+    """Whether only the class of ``x`` knows where the elements are. No rows can be made of such tensors."""
+    read = type(x) in PLAIN or hasattr(x, "_local_tensor") or hasattr(x, "trigger_wait")
+    return not (read or isinstance(x, TRACED) or torch._C._functorch.is_functorch_wrapped_tensor(x)) and _is_wrapper(x)
+
+
+def _is_wrapper(x: Tensor) -> bool:
+    """Whether the elements are in other tensors: ``x`` has a shape and no memory. Below the ``__torch_dispatch__`` of its class
+    torch would read from address 0.
+    """
+    if x.is_nested or hasattr(type(x), "__tensor_flatten__"):
+        return not x.is_nested
+    with torch._C.DisableTorchFunctionSubclass():
+        if x.layout is not torch.strided or x.is_meta or x.numel() == 0 or x._is_zerotensor():
+            return False
+        try:
+            address = x.untyped_storage().data_ptr() if _data_address is None else _data_address(x)
+            return not address and x.untyped_storage().nbytes() != 0  # freed storage has no bytes
+        except RuntimeError:  # the storage of a wrapper
+            return True
 
 
 def measured_shape(x: Tensor) -> tuple[int, ...]:
