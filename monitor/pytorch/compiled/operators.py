@@ -613,8 +613,8 @@ def _takes(choice: TensorChoice, leaf: TensorPath, found: int) -> bool:
 # --- Code compiled before the monitor was attached has no hooks, and is not recompiled for them.
 
 COMPILED_HOOK_ADVICE = (
-    "was compiled before the monitor was attached: tensors of compiled code have no rows. Attach before the first "
-    "forward, or call torch._dynamo.reset() afterwards to recompile everything."
+    "is of a class that was compiled before the monitor was attached. If this model was called before, tensors of its compiled "
+    "code have no rows. Attach before its first forward, or call torch._dynamo.reset() afterwards to recompile everything."
 )
 
 
