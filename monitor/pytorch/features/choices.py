@@ -6,7 +6,8 @@ its result depends on the largest element.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -177,13 +178,22 @@ def count_indices(indices: Tensor, experts: int) -> Tensor:
     return zeros.scatter_add_(0, flat.clamp(0, experts - 1), there)
 
 
+def _entries(result: Any) -> Iterable[Any]:
+    """The entries of a result: of a tuple, a list, a dictionary or a dataclass."""
+    if is_dataclass(result):
+        return [getattr(result, one.name, None) for one in fields(result)]
+    if isinstance(result, Mapping):
+        return result.values()
+    return result if isinstance(result, tuple | list) else (result,)
+
+
 def _result_tensors(result: Any) -> Iterator[Tensor]:
     """The local tensors of a result that have dimensions.
 
     Raises:
         NotARouterError: A tensor is split over ranks in its last dimension, or holds terms of a sum.
     """
-    for one in result if isinstance(result, tuple | list) else (result,):
+    for one in _entries(result):
         if isinstance(one, Tensor) and one.dim() > 0 and (local := local_shard(one)) is not None:
             layout = layout_of(one)
             if layout is not None and any(each.is_partial() or each.is_shard(one.dim() - 1) for each in layout[1]):

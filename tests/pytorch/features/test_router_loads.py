@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -339,6 +340,18 @@ class Fixed(nn.Module):
 def test_a_result_that_is_no_choice_of_each_token_is_refused(result: Any, known: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotARouterError, match=reason):
         choices_of(Fixed(result, **known), result, RouterCall(tokens=6))
+
+
+@dataclass(slots=True)
+class Chosen:
+    logits: Tensor
+    experts: Tensor
+
+
+def test_a_choice_in_a_dictionary_or_a_dataclass_counts_as_one_in_a_tuple() -> None:
+    logits, experts = torch.eye(4)[[0, 1, 1]], torch.tensor([[0, 1], [1, 2], [1, 0]])
+    for result in ((logits, experts), {"logits": logits, "experts": experts}, Chosen(logits, experts)):
+        assert choices_of(Fixed(None, num_experts=4), result, RouterCall(tokens=3)).counts.tolist() == [2, 3, 1, 0]
 
 
 def test_numbers_of_experts_are_told_from_a_mask_of_the_same_shape() -> None:
