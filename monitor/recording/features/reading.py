@@ -28,7 +28,7 @@ NOT_OPAQUE: Final = "its Q and K are arguments, and it computes with them in a w
 SEVERAL: Final = "it has several softmaxes over products, perhaps parts of one attention; name the module of one attention"
 PART_OF_QUERIES: Final = "its scores are those of a part of its tokens"
 OTHER_LENGTHS: Final = "Q and K have different lengths"
-NOT_WHOLE: Final = "its Q and K are split over ranks along the sequence, or have no elements"
+NOT_WHOLE: Final = "its Q and K are split over ranks along the sequence, are nested, or have no elements"
 NOT_2D: Final = "it has no floating-point 2-D weight that this rank can read in forward"
 NO_LOGITS: Final = "its logits were not found"
 ONE_EXPERT: Final = "it has fewer than two experts"
@@ -36,7 +36,7 @@ NOT_CALLED: Final = "it was not called in training mode, or is compiled"
 NO_OUTPUT: Final = "its output has no floating-point tensor with channels"
 CAPTURED: Final = "it is called while a graph of the device is captured"
 NO_ELEMENTS: Final = "its output has no elements, or they are not in memory"
-CHANNELS_SPLIT: Final = "the channels of its output are split over ranks, its numbers are terms of a sum, or it has none"
+CHANNELS_SPLIT: Final = "its output is nested, its channels are split over ranks, or its numbers are terms of a sum or absent"
 
 
 PADDED: Final = "it pads the tokens of each expert to its capacity, so that its map does not show what it chose"

@@ -263,3 +263,28 @@ def test_a_softmax_before_a_forward_raises_has_no_row(output: Output) -> None:
         q, k, _ = module.inner.split(x)
     expected = entropy_and_greatest(attention_weights(q, k, causal=False, scale=1.0), 0, 0)
     assert [values_of(row) for row in found] == [pytest.approx(expected, rel=2e-6)]
+
+
+class Nested(nn.Module):
+    """Attention over sequences of several lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one(x).unflatten(-1, (2, 4)).transpose(1, 2) for one in self.projections)
+        return SDPA(q, k, v).transpose(1, 2).flatten(-2)
+
+
+def test_of_nested_sequences_the_warning_says_that_they_are_nested(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Nested())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    features = {hook: ["0"] for hook in ("attention_hook", "activation_hook")}
+    with attached(output, model, optimizer, recording_l2_features=True, l2_targets=features):
+        sequences = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(5, 8)], layout=torch.jagged)
+        model(sequences).values().sum().backward()
+        optimizer.step()
+    said = warnings_in(caplog)[-1]
+    assert "attention_hook: its Q and K are split over ranks along the sequence, are nested, or have no elements: '0'" in said
+    assert "activation_hook: its output is nested, " in said
