@@ -373,7 +373,7 @@ CHECKS: Final = (
     CheckEntry(
         "Replicas agree", replicas_agree, '"replica_check": true and "param_distribution": true; dp_group for gradients'
     ),
-    CheckEntry("Data of ranks", data_of_ranks, '"wg_distribution": true, and dp_group'),
+    CheckEntry("Data of ranks", data_of_ranks, '"wg_distribution": true; dp_group if no wrapper shows it'),
     CheckEntry("Unchanged between steps", unchanged_between_steps, '"replica_check": true and "param_distribution": true'),
     CheckEntry("Sudden changes", _sudden, f'"step_interval": 1, and more than {WARM_UP} steps', True),
     CheckEntry("All ranks recorded", _all_ranks, _MERGE, True, False),

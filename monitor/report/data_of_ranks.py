@@ -19,6 +19,8 @@ MOST_TENSORS: Final = 32
 """Tensors that are compared, spread over the model. More than a thousand ranks compare fewer, to stay within memory."""
 MOST_PAIRS: Final = 40_000
 """Of a tensor and a rank. One with 8 micro-steps takes a kilobyte."""
+ROLES: Final = ("dp", "dp_shard", "dp_replicate")
+"""Groups whose ranks should have different data."""
 OF_DATA: Final = {"actv_grad": "gradients of activations", "grad_unreduced": "local gradients"}
 """Kinds that depend on a rank's data, whichever tensors have rows: first the one that no loop reduces."""
 
@@ -33,7 +35,8 @@ def data_of_ranks(facts: Facts) -> CheckFinding:
     """Whether ranks of a data-parallel group have computed other gradients than each other."""
     if len(facts.ranks) == 1:
         return CheckFinding(NOT_LOOKED_AT, "One rank recorded: it has all data.")
-    groups = {one.groups["dp"] for one in facts.manifests.values() if len(one.groups.get("dp", ())) > 1}
+    every = {(role, ranks) for one in facts.manifests.values() for role, ranks in one.groups.items()}
+    groups = [ranks for role, ranks in sorted(every) if role in ROLES and len(ranks) > 1]
     if not groups:
         return CheckFinding(NOT_LOOKED_AT, "It is not known which ranks are data-parallel.")
     kind = next((one for one in OF_DATA if one in facts.kinds), "")

@@ -130,3 +130,16 @@ def test_ranks_whose_gradients_are_zero_are_not_alike(tmp_path: Path) -> None:
             one.write(step, {"grad_unreduced": [Measured("weight", (same(step, str(rank)) * (rank < 2)).tolist())]})
         one.close()
     assert check(tmp_path).state == GOOD
+
+
+def test_ranks_of_hybrid_shards_are_data_parallel_in_both_ways(tmp_path: Path) -> None:
+    """Ranks 1 and 3 have the same data, and only ``dp_replicate`` joins them."""
+    for rank in range(4):
+        groups = {"dp_shard": (rank // 2 * 2, rank // 2 * 2 + 1), "dp_replicate": (rank % 2, rank % 2 + 2)}
+        one = RecordedRank(tmp_path, rank, 4, "parquet", groups, ops=("norm",))
+        for step in range(10):
+            one.write(step, {"grad_unreduced": [Measured("weight", same(step, "0121"[rank]).tolist())]})
+        one.close()
+    found = check(tmp_path)
+    assert found.state == BAD
+    assert found.finding.says.startswith("Ranks 1, 3 of")

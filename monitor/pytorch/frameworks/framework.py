@@ -97,7 +97,9 @@ class Framework:
         """The groups of this rank that are visible in the model, by role: ``dp``, ``tp``, ``pp``, ``ep``, ``cp``, or a mesh's
         own names. Groups that the user passed take precedence.
         """
-        return mesh_groups(p for chunk in self.chunks for p in chunk.parameters())
+        wrappers = (one for chunk in self.chunks for one in chunk.modules() if isinstance(one, DistributedDataParallel))
+        replicas = next(map(_replicated_over, wrappers), ())
+        return {**({"dp": replicas} if replicas else {}), **mesh_groups(p for chunk in self.chunks for p in chunk.parameters())}
 
     def notes(self) -> Mapping[str, str]:
         """Notes for readers of the numbers, for the manifest, by kind or topic."""
@@ -283,6 +285,10 @@ def _with_replicas(placed: Placement, ranks: Ranks, apart: Collection[int]) -> P
     return replace(placed, unclaimed=alike)
 
 
+def _replicated_over(wrapper: DistributedDataParallel) -> Ranks:
+    return ranks_of(group_ranks("the group of DistributedDataParallel", wrapper.process_group) or ())
+
+
 def _data_parallel(chunk: nn.Module) -> Iterator[tuple[nn.Parameter, Placement]]:
     """The parameters inside DistributedDataParallel, each with its placement after reduction.
 
@@ -290,7 +296,7 @@ def _data_parallel(chunk: nn.Module) -> Iterator[tuple[nn.Parameter, Placement]]
     """
     for module in chunk.modules():
         if isinstance(module, DistributedDataParallel):
-            ranks = ranks_of(group_ranks("the group of DistributedDataParallel", module.process_group) or ())
+            ranks = _replicated_over(module)
             ignored = set(getattr(module, "parameters_to_ignore", ()))
             for name, parameter in module.module.named_parameters() if len(ranks) > 1 else ():
                 yield parameter, Placement(differing=ranks) if name in ignored else Placement(unclaimed=ranks)

@@ -175,6 +175,7 @@ def test_without_a_group_every_rank_writes_and_the_manifest_knows_the_replicas(r
     job = run_job("data_parallel.py", 2, "no-group")
     for rank in (0, 1):
         assert job.rows("grad_reduced", rank)
+        assert job.manifest(rank).groups == {"dp": (0, 1)}
         assert {one.placement.unclaimed for (kind, _), one in job.series(rank).items() if kind == "grad_reduced"} == {(0, 1)}
 
 
