@@ -45,6 +45,12 @@ def has_others() -> bool:
     return initialized() and int(communication.get_group_size()) > 1
 
 
+def data_parallel_ranks() -> tuple[int, ...]:
+    """All ranks, if MindSpore's parallel mode is that of data parallelism; none otherwise."""
+    is_so = initialized() and mindspore.get_auto_parallel_context("parallel_mode") == mindspore.ParallelMode.DATA_PARALLEL
+    return tuple(range(int(communication.get_group_size()))) if is_so else ()
+
+
 def place(found: Callable[[], Mapping[str, Sequence[int]]] = dict, chunks: int = 1, **groups: Any) -> ProcessTopology:
     """The current rank, world size, groups and store of this process. After communication is initialised, one process of the
     job serves the store.

@@ -155,6 +155,12 @@ def test_where_model_trains_the_first_rank_alone_writes_what_both_hold(outputs: 
     assert names_of(outputs["model"], "param_updated")[1] == set()
 
 
+def test_without_a_group_the_manifest_has_the_ranks_of_the_data_parallel_mode(job: Ranks, base: Path) -> None:  # noqa: ARG001
+    output = Output(base / "shown" / "output")
+    assert [one.groups for one in manifests(output)] == [{"dp": (0, 1)}] * 2
+    assert [bool(rows) for rows in norms(output, "grad_reduced")] == [True, True]
+
+
 def test_where_model_trains_gradients_are_reduced_between_both_rows(outputs: dict[str, Output]) -> None:
     (reduced, _), (one, other) = (norms(outputs["model"], kind) for kind in ("grad_reduced", "grad_unreduced"))
     for key, norm in reduced.items():

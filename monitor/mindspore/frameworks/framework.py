@@ -12,6 +12,7 @@ from monitor.mindspore.compiled.replay import program_of
 from monitor.mindspore.frameworks.adams import Adams, MindSporeMoments
 from monitor.mindspore.frameworks.optimizer_state import OptimizerState, optimizers_in
 from monitor.mindspore.optimizer_steps import MindSporeOptimizerSteps
+from monitor.mindspore.process_group import data_parallel_ranks
 from monitor.recording.backend import StepListener
 from monitor.series import LOCAL, Placement
 
@@ -125,8 +126,9 @@ class MindSporeFramework:
         self.stepped = {id(one): SteppedOptimizer(one) for one in self.optimizers}
 
     def groups(self) -> Mapping[str, Sequence[int]]:
-        """The groups of this rank that the model shows, by role: none."""
-        return {}
+        """The groups of this rank that are known without the user, by role: ``dp`` in MindSpore's data-parallel mode."""
+        ranks = data_parallel_ranks()
+        return {"dp": ranks} if ranks else {}
 
     def notes(self) -> Mapping[str, str]:
         """Notes for readers of the manifest; by kind if a note concerns one kind."""

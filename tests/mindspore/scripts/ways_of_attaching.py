@@ -172,6 +172,7 @@ def model_train() -> dict[str, Any]:
     path = recording_to("model", param_distribution=True)
     ms.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True)
     told = {"plain": trained([]), "monitored": trained([MonitorCallback(path, dp_group="mccl_world_group")])}
+    trained([MonitorCallback(recording_to("shown", param_distribution=True))])
     ms.reset_auto_parallel_context()
     return told
 
