@@ -68,7 +68,7 @@ def _last_steps(rows: KindReader, ranks: int) -> tuple[list[int], Numbers]:
     _, column = np.unique(np.stack([window.series, window.micro_step]), axis=1, return_inverse=True)
     values = np.full((ranks, len(window.steps), int(column.max(initial=-1)) + 1), np.nan)
     values[window.rank, :, column.reshape(-1)] = window.values.T
-    there = _shows(values).any(axis=2)
+    there = np.any(_shows(values), axis=2)
     of_ranks = there[there.any(axis=1)]
     shown = np.flatnonzero(of_ranks.all(axis=0))[-STEPS:]
     return (window.steps[shown].tolist() if len(of_ranks) > 1 and len(shown) == STEPS else []), values[:, shown]
