@@ -197,7 +197,7 @@ def _missing(gemm: int, judge: OperandJudge) -> str:
     if judge.not_finite[gemm] >= 0:
         return f"NaN or an infinity in step {judge.not_finite[gemm]}"
     if judge.without[gemm]:
-        return "rows without histogram, norm or absmax"
+        return "rows that lack one of histogram, norm and absmax"
     if not judge.judged[gemm]:
         return "no histograms"
     way = judge.scaling.way
