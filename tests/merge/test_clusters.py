@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import dask
 import pytest
 from distributed import LocalCluster
 from evidence import sampled
@@ -18,6 +19,13 @@ from monitor.merge import execution
 from monitor.merge.execution import MergeError
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.parts import Part, finish, merge_part
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Dask leaves the folder in which workers keep files."""
+    with dask.config.set({"temporary-directory": str(tmp_path_factory.mktemp("dask"))}):
+        yield
 
 
 @pytest.fixture(scope="module")
