@@ -58,6 +58,7 @@ class Ran:
     def __init__(self, job: Path, proxy: Proxy, prefix: str, *options: str, code: str = COMMAND, **environment: str) -> None:
         command = [sys.executable, "-c", code, str(job), "-o", f"s3://{BUCKET}/{prefix}", *options]
         endpoint = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "COLUMNS": "400"}
+        endpoint["TMPDIR"] = str(job.parent)  # a killed one leaves files there
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(command, env=os.environ | ANYONE | endpoint | environment, **pipes)
 
