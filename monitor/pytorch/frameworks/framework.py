@@ -95,11 +95,13 @@ class Framework:
 
     def groups(self) -> Mapping[str, Sequence[int]]:
         """The groups of this rank that are visible in the model, by role: ``dp``, ``tp``, ``pp``, ``ep``, ``cp``, or a mesh's
-        own names. Groups that the user passed take precedence.
+        own names. Groups that the user passed take precedence. If wrappers of the model have other ranks than each other, none
+        of them is the model's ``dp``.
         """
         wrappers = (one for chunk in self.chunks for one in chunk.modules() if isinstance(one, DistributedDataParallel))
-        replicas = next(map(_replicated_over, wrappers), ())
-        return {**({"dp": replicas} if replicas else {}), **mesh_groups(p for chunk in self.chunks for p in chunk.parameters())}
+        replicas = {ranks for ranks in map(_replicated_over, wrappers) if ranks}
+        named = {"dp": replicas.pop()} if len(replicas) == 1 else {}
+        return {**named, **mesh_groups(p for chunk in self.chunks for p in chunk.parameters())}
 
     def notes(self) -> Mapping[str, str]:
         """Notes for readers of the numbers, for the manifest, by kind or topic."""

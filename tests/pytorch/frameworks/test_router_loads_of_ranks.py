@@ -17,7 +17,7 @@ from monitor.merge.outputs import read_merged
 from monitor.merge.report import Report
 
 KIND = "moe_router_load_hook"
-TOGETHER = ("ddp", "passed", "fsdp1", "fsdp2")
+TOGETHER = ("ddp", "parts", "passed", "fsdp1", "fsdp2")
 HOWS = (*TOGETHER, "alone")
 SUFFIXES = {"csv": ".csv", "hdf5": ".h5", "parquet": ".parquet"}
 
@@ -25,7 +25,12 @@ SUFFIXES = {"csv": ".csv", "hdf5": ".h5", "parquet": ".parquet"}
 @pytest.fixture(scope="module")
 def jobs(run_job: Callable[..., Job]) -> dict[str, Job]:
     fields: dict[str, Any] = dict.fromkeys(("wg_distribution", "param_distribution", "mv_distribution"), False)
-    fields |= {"recording_l2_features": True, "l2_targets": {KIND: ["router"]}, "format": [*SUFFIXES], "run_numbers": False}
+    fields |= {
+        "recording_l2_features": True,
+        "l2_targets": {KIND: ["router", "router.module"]},
+        "format": [*SUFFIXES],
+        "run_numbers": False,
+    }
     ran = run_job("routers.py", 2, *HOWS, **fields)
     return {how: replace(ran, base=ran.base / how, monitored=[rank[how] for rank in ran.monitored]) for how in HOWS}
 

@@ -46,6 +46,9 @@ def built(how: str) -> Any:
     model: Any = Model()
     if how in ("ddp", "passed"):
         return DistributedDataParallel(model)
+    if how == "parts":  # of which each rank has one alone
+        model.up = DistributedDataParallel(model.up, process_group=ALONE)
+        model.router = DistributedDataParallel(model.router)
     if how == "fsdp1":
         return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     if how == "fsdp2":
@@ -79,6 +82,7 @@ def told(how: str) -> dict[str, Any]:
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
+ALONE = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
 answers = {how: told(how) for how in sys.argv[1:]}
 (Path(os.environ["FRAMEWORK_RESULTS"]) / f"rank{dist.get_rank()}.json").write_text(
     json.dumps({"plain": {}, "monitored": answers})
