@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -22,12 +23,15 @@ MOST_PAIRS: Final = 40_000
 ROLES: Final = ("dp", "dp_shard", "dp_replicate")
 """Groups whose ranks should have different data."""
 OF_DATA: Final = {"actv_grad": "gradients of activations", "grad_unreduced": "local gradients"}
-"""Kinds that depend on a rank's data, whichever tensors have rows: first the one that no loop reduces."""
+"""Kinds that depend on a rank's data: first the one that no loop reduces."""
+ALSO_OF_DATA: Final = {"actv": "activations"}
+"""Kinds that clear a suspicion: alone, they may be of tensors that depend on no data, such as embeddings of positions."""
 
 _THEN: Final = (
     "Give each rank its own part of the data: by torch's DistributedSampler, or by num_shards and shard_id of a dataset of "
     "MindSpore."
 )
+_LINEAR: Final = " But if the loss is linear in these activations, as that of a critic, the data may differ."
 _REDUCED: Final = " But if the loop reduces gradients in the middle of backward, the data may differ."
 
 
@@ -39,17 +43,21 @@ def data_of_ranks(facts: Facts) -> CheckFinding:
     groups = [ranks for role, ranks in sorted(every) if role in ROLES and len(ranks) > 1]
     if not groups:
         return CheckFinding(NOT_LOOKED_AT, "It is not known which ranks are data-parallel.")
-    kind = next((one for one in OF_DATA if one in facts.kinds), "")
-    steps, values = _last_steps(facts.kinds[kind], len(facts.ranks)) if kind else ([], np.zeros((len(facts.ranks), 0, 0)))
-    compared = [one for group in groups if sum(map(len, one := _alike(facts, group, values))) > 1]
-    if not steps or not compared:
+    found = {kind: _last_steps(facts.kinds[kind], len(facts.ranks)) for kind in OF_DATA | ALSO_OF_DATA if kind in facts.kinds}
+    found = {kind: (steps, values) for kind, (steps, values) in found.items() if steps}
+    compared = [one for group in groups if sum(map(len, one := _alike(facts, group, [of for _, of in found.values()]))) > 1]
+    kind = next(iter(found), "")
+    if kind not in OF_DATA or not compared:
         return CheckFinding(NOT_LOOKED_AT, f"No {STEPS} steps have gradients of two ranks of a data-parallel group.")
     alike = max((one for group in compared for one in group), key=len)
-    what, several = OF_DATA[kind], f"each of {STEPS} steps until step {steps[-1]}"
+    steps = found[kind][0]
     if len(alike) == 1:
-        return CheckFinding(GOOD, f"Ranks of a data-parallel group had other {what} than each other in {several}.")
-    says = f"{capitalized(listed(alike))} of a data-parallel group had equal {what} in {several}: they had the same data."
-    return CheckFinding(BAD, says, Place(steps[0], alike[1], kind), _THEN + _REDUCED * (kind != next(iter(OF_DATA))))
+        named = " and ".join((OF_DATA | ALSO_OF_DATA)[one] for one in found)
+        return CheckFinding(GOOD, f"No ranks of a data-parallel group had equal {named} in all of the last {STEPS} steps.")
+    says = f"{capitalized(listed(alike))} of a data-parallel group had equal {OF_DATA[kind]} in each of {STEPS} steps"
+    says += f" until step {steps[-1]}: they had the same data."
+    doubt = "" if len(found) > 1 else _LINEAR if kind == next(iter(OF_DATA)) else _REDUCED
+    return CheckFinding(BAD, says, Place(steps[0], alike[1], kind), _THEN + doubt)
 
 
 def _last_steps(rows: KindReader, ranks: int) -> tuple[list[int], Numbers]:
@@ -80,11 +88,11 @@ def _shows(values: Numbers) -> NDArray[np.bool_]:
     return shows
 
 
-def _alike(facts: Facts, group: tuple[int, ...], values: Numbers) -> list[list[int]]:
-    """The ranks of a group by their values."""
+def _alike(facts: Facts, group: tuple[int, ...], kinds: Sequence[Numbers]) -> list[list[int]]:
+    """The ranks of a group by their values of all kinds. Those without any of the first kind are left out."""
     found: dict[bytes, list[int]] = defaultdict(list)
-    for rank in group:
-        own = values[facts.ranks.index(rank)] if rank in facts.ranks else values[:0]
-        if _shows(own).any():
-            found[own.tobytes()].append(rank)
+    for rank in group if kinds else ():
+        place = facts.ranks.index(rank) if rank in facts.ranks else None
+        if place is not None and _shows(kinds[0][place]).any():
+            found[b"".join(values[place].tobytes() for values in kinds)].append(rank)
     return list(found.values())

@@ -143,3 +143,27 @@ def test_ranks_of_hybrid_shards_are_data_parallel_in_both_ways(tmp_path: Path) -
     found = check(tmp_path)
     assert found.state == BAD
     assert found.finding.says.startswith("Ranks 1, 3 of")
+
+
+@pytest.mark.parametrize("kind", ["grad_unreduced", "actv"])
+def test_gradients_of_a_linear_loss_do_not_accuse_ranks_that_differ_elsewhere(kind: str, tmp_path: Path) -> None:
+    """Whatever the data, the gradient of a mean of the last module's output is the same."""
+    for rank in range(2):
+        one = RecordedRank(tmp_path, rank, 2, "parquet", {"dp": (0, 1)}, ops=("norm",))
+        for step in range(10):
+            rows = {"actv_grad": [Measured("head.input", same(step, "head").tolist(), micro_step=0)]}
+            other = Measured("head", same(step, str(rank)).tolist(), micro_step=0 if kind == "actv" else -1)
+            one.write(step, {**rows, kind: [other]})
+        one.close()
+    assert check(tmp_path).state == GOOD
+
+
+def test_equal_gradients_of_activations_alone_leave_a_doubt(tmp_path: Path) -> None:
+    for rank in range(2):
+        one = RecordedRank(tmp_path, rank, 2, "parquet", {"dp": (0, 1)}, ops=("norm",))
+        for step in range(10):
+            one.write(step, {"actv_grad": [Measured("head.input", same(step, "head").tolist(), micro_step=0)]})
+        one.close()
+    found = check(tmp_path)
+    assert found.state == BAD
+    assert "if the loss is linear" in found.finding.then
