@@ -38,7 +38,7 @@ _REDUCED: Final = " But if the loop reduces gradients in the middle of backward,
 def data_of_ranks(facts: Facts) -> CheckFinding:
     """Whether ranks of a data-parallel group have computed other gradients than each other."""
     if len(facts.ranks) == 1:
-        return CheckFinding(NOT_LOOKED_AT, "One rank recorded: it has all data.")
+        return CheckFinding(NOT_LOOKED_AT, "One rank recorded: there is no other to compare with it.")
     every = {(role, ranks) for one in facts.manifests.values() for role, ranks in one.groups.items()}
     groups = [ranks for role, ranks in sorted(every) if role in ROLES and len(ranks) > 1]
     if not groups:
@@ -48,7 +48,7 @@ def data_of_ranks(facts: Facts) -> CheckFinding:
     compared = [one for group in groups if sum(map(len, one := _alike(facts, group, [of for _, of in found.values()]))) > 1]
     kind = next(iter(found), "")
     if kind not in OF_DATA or not compared:
-        return CheckFinding(NOT_LOOKED_AT, f"No {STEPS} steps have gradients of two ranks of a data-parallel group.")
+        return CheckFinding(NOT_LOOKED_AT, f"Among the last steps are no {STEPS} with gradients of all ranks of a group.")
     alike = max((one for group in compared for one in group), key=len)
     steps = found[kind][0]
     if len(alike) == 1:

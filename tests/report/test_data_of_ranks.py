@@ -167,3 +167,17 @@ def test_equal_gradients_of_activations_alone_leave_a_doubt(tmp_path: Path) -> N
     found = check(tmp_path)
     assert found.state == BAD
     assert "if the loss is linear" in found.finding.then
+
+
+def test_nothing_is_said_of_ranks_and_steps_that_were_not_looked_at(tmp_path: Path) -> None:
+    """The other rank is missing, or stopped long before the last step."""
+    for last in (0, 20):
+        base = tmp_path / str(last)
+        for rank in range(2 if last else 1):
+            one = RecordedRank(base, rank, 2, "parquet", {"dp": (0, 1)}, ops=("norm",))
+            for step in range(last if rank else 40):
+                one.write(step, {"grad_unreduced": [Measured("weight", same(step, "weight").tolist())]})
+            one.close()
+        found = check(base)
+        assert found.state == NOT_LOOKED_AT
+        assert found.finding.says.startswith("Among the last steps" if last else "One rank recorded: there is no other")
