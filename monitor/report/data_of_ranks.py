@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,6 +15,8 @@ from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Plac
 
 STEPS: Final = 8
 """So many steps show it: the last ones of which all ranks have rows. Our choice."""
+SAME: Final = 1e-4
+"""Relative difference up to which numbers are equal: kernels of some devices add up in any order. Our choice."""
 MOST_TENSORS: Final = 32
 """Tensors that are compared, spread over the model. More than a thousand ranks compare fewer, to stay within memory."""
 MOST_PAIRS: Final = 40_000
@@ -90,9 +91,16 @@ def _shows(values: Numbers) -> NDArray[np.bool_]:
 
 def _alike(facts: Facts, group: tuple[int, ...], kinds: Sequence[Numbers]) -> list[list[int]]:
     """The ranks of a group by their values of all kinds. Those without any of the first kind are left out."""
-    found: dict[bytes, list[int]] = defaultdict(list)
+    own: dict[int, Numbers] = {}
     for rank in group if kinds else ():
         place = facts.ranks.index(rank) if rank in facts.ranks else None
         if place is not None and _shows(kinds[0][place]).any():
-            found[b"".join(values[place].tobytes() for values in kinds)].append(rank)
-    return list(found.values())
+            own[rank] = np.concatenate([values[place].reshape(-1) for values in kinds])
+    found: list[list[int]] = []
+    # Equal ranks are neighbours in this order, so each is compared with one other only.
+    for rank in sorted(own, key=lambda one: float(np.abs(own[one][np.isfinite(own[one])]).sum())):
+        if found and np.allclose(own[rank], own[found[-1][0]], rtol=SAME, atol=0, equal_nan=True):
+            found[-1].append(rank)
+        else:
+            found.append([rank])
+    return [sorted(one) for one in found]

@@ -181,3 +181,13 @@ def test_nothing_is_said_of_ranks_and_steps_that_were_not_looked_at(tmp_path: Pa
         found = check(base)
         assert found.state == NOT_LOOKED_AT
         assert found.finding.says.startswith("Among the last steps" if last else "One rank recorded: there is no other")
+
+
+@pytest.mark.parametrize(("factor", "state"), [(1 + 1e-6, BAD), (1 + 1e-3, GOOD)])
+def test_kernels_may_round_otherwise_on_each_rank(factor: float, state: str, tmp_path: Path) -> None:
+    for rank in range(3):
+        one = RecordedRank(tmp_path, rank, 3, "parquet", {"dp": (0, 1, 2)}, ops=("norm",))
+        for step in range(10):
+            one.write(step, {"grad_unreduced": [Measured("weight", (same(step, "weight") * factor**rank).tolist())]})
+        one.close()
+    assert check(tmp_path).state == state
