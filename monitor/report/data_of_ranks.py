@@ -23,17 +23,24 @@ MOST_PAIRS: Final = 40_000
 """Of a tensor and a rank. One with 8 micro-steps takes a kilobyte."""
 ROLES: Final = ("dp", "dp_shard", "dp_replicate")
 """Groups whose ranks should have different data."""
-OF_DATA: Final = {"actv_grad": "gradients of activations", "grad_unreduced": "local gradients"}
-"""Kinds that depend on a rank's data: first the one that no loop reduces."""
-ALSO_OF_DATA: Final = {"actv": "activations"}
+OF_DATA: Final = {
+    "actv_grad": (
+        "gradients of activations",
+        " But if the loss is linear in these activations, as that of a critic, the data may differ.",
+    ),
+    "grad_unreduced": (
+        "local gradients",
+        " But if the loop reduces gradients in the middle of backward, the data may differ.",
+    ),
+}
+"""Kinds that depend on a rank's data, and the doubt that remains if nothing else was recorded."""
+ALSO_OF_DATA: Final = {"actv": ("activations", "")}
 """Kinds that clear a suspicion: alone, they may be of tensors that depend on no data, such as embeddings of positions."""
 
 _THEN: Final = (
     "Give each rank its own part of the data: by torch's DistributedSampler, or by num_shards and shard_id of a dataset of "
     "MindSpore."
 )
-_LINEAR: Final = " But if the loss is linear in these activations, as that of a critic, the data may differ."
-_REDUCED: Final = " But if the loop reduces gradients in the middle of backward, the data may differ."
 
 
 def data_of_ranks(facts: Facts) -> CheckFinding:
@@ -44,21 +51,21 @@ def data_of_ranks(facts: Facts) -> CheckFinding:
     groups = [ranks for role, ranks in sorted(every) if role in ROLES and len(ranks) > 1]
     if not groups:
         return CheckFinding(NOT_LOOKED_AT, "It is not known which ranks are data-parallel.")
-    found = {kind: _last_steps(facts.kinds[kind], len(facts.ranks)) for kind in OF_DATA | ALSO_OF_DATA if kind in facts.kinds}
-    found = {kind: (steps, values) for kind, (steps, values) in found.items() if steps}
-    compared = [one for group in groups if sum(map(len, one := _alike(facts, group, [of for _, of in found.values()]))) > 1]
+    kinds = {kind: words for kind, words in (OF_DATA | ALSO_OF_DATA).items() if kind in facts.kinds}
+    found = {kind: last for kind in kinds if (last := _last_steps(facts.kinds[kind], len(facts.ranks)))[0]}
+    by_group = [_alike(facts.ranks, group, [values for _, values in found.values()]) for group in groups]
+    compared = [alike for alike in by_group if sum(map(len, alike)) > 1]
     kind = next(iter(found), "")
     if kind not in OF_DATA or not compared:
         return CheckFinding(NOT_LOOKED_AT, f"Among the last steps are no {STEPS} with gradients of all ranks of a group.")
-    alike = max((one for group in compared for one in group), key=len)
-    steps = found[kind][0]
-    if len(alike) == 1:
-        named = " and ".join((OF_DATA | ALSO_OF_DATA)[one] for one in found)
+    largest = max((one for alike in compared for one in alike), key=len)
+    if len(largest) == 1:
+        named = " and ".join(kinds[one][0] for one in found)
         return CheckFinding(GOOD, f"No ranks of a data-parallel group had equal {named} in all of the last {STEPS} steps.")
-    says = f"{capitalized(listed(alike))} of a data-parallel group had equal {OF_DATA[kind]} in each of {STEPS} steps"
+    steps, (what, doubt) = found[kind][0], kinds[kind]
+    says = f"{capitalized(listed(largest))} of a data-parallel group had equal {what} in each of {STEPS} steps"
     says += f" until step {steps[-1]}: they had the same data."
-    doubt = "" if len(found) > 1 else _LINEAR if kind == next(iter(OF_DATA)) else _REDUCED
-    return CheckFinding(BAD, says, Place(steps[0], alike[1], kind), _THEN + doubt)
+    return CheckFinding(BAD, says, Place(steps[0], largest[1], kind), _THEN + (doubt if len(found) == 1 else ""))
 
 
 def _last_steps(rows: KindReader, ranks: int) -> tuple[list[int], Numbers]:
@@ -89,13 +96,11 @@ def _shows(values: Numbers) -> NDArray[np.bool_]:
     return shows
 
 
-def _alike(facts: Facts, group: tuple[int, ...], kinds: Sequence[Numbers]) -> list[list[int]]:
+def _alike(ranks: Sequence[int], group: Sequence[int], kinds: Sequence[Numbers]) -> list[list[int]]:
     """The ranks of a group by their values of all kinds. Those without any of the first kind are left out."""
-    own: dict[int, Numbers] = {}
-    for rank in group if kinds else ():
-        place = facts.ranks.index(rank) if rank in facts.ranks else None
-        if place is not None and _shows(kinds[0][place]).any():
-            own[rank] = np.concatenate([values[place].reshape(-1) for values in kinds])
+    place_of = {rank: place for place, rank in enumerate(ranks)}
+    there = [rank for rank in group if kinds and rank in place_of and _shows(kinds[0][place_of[rank]]).any()]
+    own = {rank: np.concatenate([values[place_of[rank]].reshape(-1) for values in kinds]) for rank in there}
     found: list[list[int]] = []
     # Equal ranks are neighbours in this order, so each is compared with one other only.
     for rank in sorted(own, key=lambda one: float(np.abs(own[one][np.isfinite(own[one])]).sum())):

@@ -38,6 +38,34 @@ def check(base: Path) -> CheckResult:
         return next(one for one in checks if one.name == "Data of ranks")
 
 
+def written(
+    base: Path,
+    groups: Mapping[int, Mapping[str, tuple[int, ...]]],
+    values: Callable[[int, int], Mapping[tuple[str, str], Floats]],
+    world: int = 0,
+    steps: Callable[[int], int] = lambda _: 10,
+) -> Path:
+    """Ranks in these groups. ``values`` of a rank and a step are by kind and name, ``steps`` the number of a rank's steps."""
+    for rank, of in groups.items():
+        one = RecordedRank(base, rank, world or len(groups), "parquet", of, ops=("norm",))
+        for step in range(steps(rank)):
+            rows: dict[str, list[Measured]] = {}
+            for (kind, name), found in values(rank, step).items():
+                micro_step = 0 if kind.startswith("actv") else -1
+                rows.setdefault(kind, []).append(Measured(name, found.tolist(), micro_step=micro_step))
+            one.write(step, rows)
+        one.close()
+    return base
+
+
+WEIGHT = ("grad_unreduced", "weight")
+
+
+def together(ranks: int) -> Mapping[int, Mapping[str, tuple[int, ...]]]:
+    """All are in one data-parallel group."""
+    return {rank: {"dp": tuple(range(ranks))} for rank in range(ranks)}
+
+
 ALL = dict.fromkeys(NAMES["grad_unreduced"], 1.0)
 
 
@@ -80,114 +108,84 @@ def test_the_last_steps_of_a_rank_that_was_killed_are_left_out(tmp_path: Path) -
     assert check(record(tmp_path, same_data(lambda _: True, ALL), names=NAMES, open_after={1: STEPS - 4})).state == BAD
 
 
-GROUPS: Mapping[str, tuple[dict[int, tuple[int, ...]], int]] = {
-    "tensor-parallel ranks have the same data": ({0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}, 2),
-    "all are data-parallel": (dict.fromkeys(range(4), (0, 1, 2, 3)), 4),
+GROUPS: Mapping[str, tuple[Mapping[int, Mapping[str, tuple[int, ...]]], str]] = {
+    "tensor-parallel ranks have the same data": ({rank: {"dp": (rank % 2, rank % 2 + 2)} for rank in range(4)}, GOOD),
+    "all are data-parallel": (together(4), BAD),
 }
 
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_only_ranks_of_one_data_parallel_group_are_compared(groups: str, tmp_path: Path) -> None:
     """Ranks 0 and 1 have the same data, and so have ranks 2 and 3."""
-    group_of, world = GROUPS[groups]
-    for rank in range(4):
-        one = RecordedRank(tmp_path, rank, 4, "parquet", {"dp": group_of[rank]}, ops=("norm",))
-        for step in range(10):
-            rows = [Measured(name, same(step, f"{name} {rank // 2}").tolist()) for name in NAMES["grad_unreduced"]]
-            one.write(step, {"grad_unreduced": rows})
-        one.close()
-    found = check(tmp_path)
-    assert found.state == (GOOD if world == 2 else BAD)
-    assert world == 2 or found.finding.says.startswith("Ranks 0, 1 of")
+    ranks, state = GROUPS[groups]
+
+    def values(rank: int, step: int) -> Mapping[tuple[str, str], Floats]:
+        return {("grad_unreduced", name): same(step, f"{name} {rank // 2}") for name in NAMES["grad_unreduced"]}
+
+    found = check(written(tmp_path, ranks, values))
+    assert found.state == state
+    assert state == GOOD or found.finding.says.startswith("Ranks 0, 1 of")
 
 
 def test_one_rank_or_an_unknown_group_is_not_looked_at(tmp_path: Path) -> None:
     for world in (1, 2):
-        base = tmp_path / str(world)
-        for rank in range(world):
-            one = RecordedRank(base, rank, world, "parquet", {}, ops=("norm",))
-            for step in range(10):
-                one.write(step, {"grad_unreduced": [Measured("weight", same(step, "weight").tolist())]})
-            one.close()
-        found = check(base)
+        groups: Mapping[int, Mapping[str, tuple[int, ...]]] = {rank: {} for rank in range(world)}
+        found = check(written(tmp_path / str(world), groups, lambda _, step: {WEIGHT: same(step, "weight")}))
         assert found.state == NOT_LOOKED_AT
         assert found.finding.says.startswith("One rank" if world == 1 else "It is not known")
 
 
 def test_one_rank_of_each_group_is_not_looked_at(tmp_path: Path) -> None:
-    for rank, group in ((0, (0, 1)), (2, (2, 3))):
-        one = RecordedRank(tmp_path, rank, 4, "parquet", {"dp": group}, ops=("norm",))
-        for step in range(10):
-            one.write(step, {"grad_unreduced": [Measured("weight", same(step, "weight").tolist())]})
-        one.close()
-    assert check(tmp_path).state == NOT_LOOKED_AT
+    groups = {0: {"dp": (0, 1)}, 2: {"dp": (2, 3)}}
+    found = check(written(tmp_path, groups, lambda _, step: {WEIGHT: same(step, "weight")}, world=4))
+    assert found.state == NOT_LOOKED_AT
 
 
 def test_ranks_whose_gradients_are_zero_are_not_alike(tmp_path: Path) -> None:
-    for rank in range(4):
-        one = RecordedRank(tmp_path, rank, 4, "parquet", {"dp": (0, 1, 2, 3)}, ops=("norm",))
-        for step in range(10):
-            one.write(step, {"grad_unreduced": [Measured("weight", (same(step, str(rank)) * (rank < 2)).tolist())]})
-        one.close()
-    assert check(tmp_path).state == GOOD
+    base = written(tmp_path, together(4), lambda rank, step: {WEIGHT: same(step, str(rank)) * (rank < 2)})
+    assert check(base).state == GOOD
 
 
 def test_ranks_of_hybrid_shards_are_data_parallel_in_both_ways(tmp_path: Path) -> None:
     """Ranks 1 and 3 have the same data, and only ``dp_replicate`` joins them."""
-    for rank in range(4):
-        groups = {"dp_shard": (rank // 2 * 2, rank // 2 * 2 + 1), "dp_replicate": (rank % 2, rank % 2 + 2)}
-        one = RecordedRank(tmp_path, rank, 4, "parquet", groups, ops=("norm",))
-        for step in range(10):
-            one.write(step, {"grad_unreduced": [Measured("weight", same(step, "0121"[rank]).tolist())]})
-        one.close()
-    found = check(tmp_path)
+    groups = {
+        rank: {"dp_shard": (rank // 2 * 2, rank // 2 * 2 + 1), "dp_replicate": (rank % 2, rank % 2 + 2)} for rank in range(4)
+    }
+    found = check(written(tmp_path, groups, lambda rank, step: {WEIGHT: same(step, "0121"[rank])}))
     assert found.state == BAD
     assert found.finding.says.startswith("Ranks 1, 3 of")
+
+
+HEAD = ("actv_grad", "head.input")
 
 
 @pytest.mark.parametrize("kind", ["grad_unreduced", "actv"])
 def test_gradients_of_a_linear_loss_do_not_accuse_ranks_that_differ_elsewhere(kind: str, tmp_path: Path) -> None:
     """Whatever the data, the gradient of a mean of the last module's output is the same."""
-    for rank in range(2):
-        one = RecordedRank(tmp_path, rank, 2, "parquet", {"dp": (0, 1)}, ops=("norm",))
-        for step in range(10):
-            rows = {"actv_grad": [Measured("head.input", same(step, "head").tolist(), micro_step=0)]}
-            other = Measured("head", same(step, str(rank)).tolist(), micro_step=0 if kind == "actv" else -1)
-            one.write(step, {**rows, kind: [other]})
-        one.close()
-    assert check(tmp_path).state == GOOD
+    base = written(tmp_path, together(2), lambda rank, step: {HEAD: same(step, "head"), (kind, "head"): same(step, str(rank))})
+    assert check(base).state == GOOD
 
 
 def test_equal_gradients_of_activations_alone_leave_a_doubt(tmp_path: Path) -> None:
-    for rank in range(2):
-        one = RecordedRank(tmp_path, rank, 2, "parquet", {"dp": (0, 1)}, ops=("norm",))
-        for step in range(10):
-            one.write(step, {"actv_grad": [Measured("head.input", same(step, "head").tolist(), micro_step=0)]})
-        one.close()
-    found = check(tmp_path)
+    found = check(written(tmp_path, together(2), lambda _, step: {HEAD: same(step, "head")}))
     assert found.state == BAD
     assert "if the loss is linear" in found.finding.then
 
 
-def test_nothing_is_said_of_ranks_and_steps_that_were_not_looked_at(tmp_path: Path) -> None:
-    """The other rank is missing, or stopped long before the last step."""
-    for last in (0, 20):
-        base = tmp_path / str(last)
-        for rank in range(2 if last else 1):
-            one = RecordedRank(base, rank, 2, "parquet", {"dp": (0, 1)}, ops=("norm",))
-            for step in range(last if rank else 40):
-                one.write(step, {"grad_unreduced": [Measured("weight", same(step, "weight").tolist())]})
-            one.close()
-        found = check(base)
-        assert found.state == NOT_LOOKED_AT
-        assert found.finding.says.startswith("Among the last steps" if last else "One rank recorded: there is no other")
+def test_nothing_is_said_of_a_rank_that_is_missing(tmp_path: Path) -> None:
+    found = check(written(tmp_path, {0: {"dp": (0, 1)}}, lambda _, step: {WEIGHT: same(step, "weight")}, world=2))
+    assert found.state == NOT_LOOKED_AT
+    assert found.finding.says.startswith("One rank recorded: there is no other")
+
+
+def test_nothing_is_said_of_steps_after_another_rank_has_stopped(tmp_path: Path) -> None:
+    base = written(tmp_path, together(2), lambda _, step: {WEIGHT: same(step, "weight")}, steps=lambda rank: 20 if rank else 40)
+    found = check(base)
+    assert found.state == NOT_LOOKED_AT
+    assert found.finding.says.startswith("Among the last steps")
 
 
 @pytest.mark.parametrize(("factor", "state"), [(1 + 1e-6, BAD), (1 + 1e-3, GOOD)])
 def test_kernels_may_round_otherwise_on_each_rank(factor: float, state: str, tmp_path: Path) -> None:
-    for rank in range(3):
-        one = RecordedRank(tmp_path, rank, 3, "parquet", {"dp": (0, 1, 2)}, ops=("norm",))
-        for step in range(10):
-            one.write(step, {"grad_unreduced": [Measured("weight", (same(step, "weight") * factor**rank).tolist())]})
-        one.close()
-    assert check(tmp_path).state == state
+    base = written(tmp_path, together(3), lambda rank, step: {WEIGHT: same(step, "weight") * factor**rank})
+    assert check(base).state == state
