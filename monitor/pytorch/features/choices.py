@@ -6,8 +6,7 @@ its result depends on the largest element.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from monitor.pytorch.frameworks.dtensor import layout_of
 from monitor.recording.features import reading
+from monitor.recording.tensor_paths import children
 from monitor.stats.torch.tensors import local_shard, working_precision
 
 EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts")
@@ -178,22 +178,14 @@ def count_indices(indices: Tensor, experts: int) -> Tensor:
     return zeros.scatter_add_(0, flat.clamp(0, experts - 1), there)
 
 
-def _entries(result: Any) -> Iterable[Any]:
-    """The entries of a result: of a tuple, a list, a dictionary or a dataclass."""
-    if is_dataclass(result):
-        return [getattr(result, one.name, None) for one in fields(result)]
-    if isinstance(result, Mapping):
-        return result.values()
-    return result if isinstance(result, tuple | list) else (result,)
-
-
 def _result_tensors(result: Any) -> Iterator[Tensor]:
     """The local tensors of a result that have dimensions.
 
     Raises:
         NotARouterError: A tensor is split over ranks in its last dimension, or holds terms of a sum.
     """
-    for one in _entries(result):
+    parts = children(result)
+    for one in (result,) if parts is None else (part for _, part in parts):
         if isinstance(one, Tensor) and one.dim() > 0 and (local := local_shard(one)) is not None:
             layout = layout_of(one)
             if layout is not None and any(each.is_partial() or each.is_shard(one.dim() - 1) for each in layout[1]):
