@@ -158,10 +158,8 @@ class Report:
     def _not_combined(self) -> Counter[tuple[str, str, str]]:
         """Of an op that was recorded, a tensor may have no value: one without a finite element has no histogram."""
         manifests = [run.manifest for run in self.runs]
-        steady = [
-            set(one.config.get("ops") or ()) for one in manifests if all("ops" not in x.changed for x in one.configurations)
-        ]
-        known = set.intersection(*steady) if len(steady) == len(manifests) else set()
+        changed = any("ops" in one.changed for manifest in manifests for one in manifest.configurations)
+        known = set() if changed else set.intersection(*(set(one.config.get("ops") or ()) for one in manifests))
         found = Counter[tuple[str, str, str]]()
         for (kind, op, reason), count in self._missing.items():
             if op not in known or reason != NOT_RECORDED:

@@ -88,7 +88,7 @@ class Framework:
         self._stepped: dict[int, SteppedTensor] = {}
         self._groups: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
         self._main_grad = main_grad
-        self._data_parallel = {id(p): alike for chunk in chunks for p, alike in _data_parallel(chunk)}
+        self._data_parallel = {id(p): alike for p, alike in _data_parallel(chunks)}
         self._reducers = Reducers(chunks)
         self._model_ranks: dict[int, Ranks] = {}
         self._meshes: Meshes | None = None
@@ -98,8 +98,7 @@ class Framework:
         own names. Groups that the user passed take precedence. If wrappers of the model have other ranks than each other, none
         of them is the model's ``dp``.
         """
-        wrappers = (one for chunk in self.chunks for one in chunk.modules() if isinstance(one, DistributedDataParallel))
-        replicas = {ranks for ranks in map(_replicated_over, wrappers) if ranks}
+        replicas = {ranks for wrapper in _wrappers_in(self.chunks) if (ranks := _replicated_over(wrapper))}
         named = {"dp": replicas.pop()} if len(replicas) == 1 else {}
         return {**named, **mesh_groups(p for chunk in self.chunks for p in chunk.parameters())}
 
@@ -291,17 +290,20 @@ def _replicated_over(wrapper: DistributedDataParallel) -> Ranks:
     return ranks_of(group_ranks("the group of DistributedDataParallel", wrapper.process_group) or ())
 
 
-def _data_parallel(chunk: nn.Module) -> Iterator[tuple[nn.Parameter, Placement]]:
+def _wrappers_in(chunks: Iterable[nn.Module]) -> Iterator[DistributedDataParallel]:
+    yield from (one for chunk in chunks for one in chunk.modules() if isinstance(one, DistributedDataParallel))
+
+
+def _data_parallel(chunks: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, Placement]]:
     """The parameters inside DistributedDataParallel, each with its placement after reduction.
 
     Ignored parameters are each rank's own.
     """
-    for module in chunk.modules():
-        if isinstance(module, DistributedDataParallel):
-            ranks = _replicated_over(module)
-            ignored = set(getattr(module, "parameters_to_ignore", ()))
-            for name, parameter in module.module.named_parameters() if len(ranks) > 1 else ():
-                yield parameter, Placement(differing=ranks) if name in ignored else Placement(unclaimed=ranks)
+    for wrapper in _wrappers_in(chunks):
+        ranks = _replicated_over(wrapper)
+        ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+        for name, parameter in wrapper.module.named_parameters() if len(ranks) > 1 else ():
+            yield parameter, Placement(differing=ranks) if name in ignored else Placement(unclaimed=ranks)
 
 
 # --- Recognises the framework of a model and its optimizer.
@@ -405,10 +407,8 @@ class Reducers:
         self._known: dict[int, _Reducer] = {}
         self._of: dict[int, _Reducer] = {}
         self._below: dict[int, list[_Reducer]] = {}
-        for chunk in chunks:
-            for module in chunk.modules():
-                if isinstance(module, DistributedDataParallel):
-                    self._learn(module)
+        for wrapper in _wrappers_in(chunks):
+            self._learn(wrapper)
 
     @property
     def any_known(self) -> bool:

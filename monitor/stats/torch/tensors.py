@@ -128,15 +128,17 @@ def local_shard(x: Tensor) -> Tensor | None:
         return local_shard(local)
     if hasattr(x, "trigger_wait"):
         return _when_there(x)
-    if isinstance(x, TRACED) or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return None
-    return None if _is_wrapper(x) else x
+    return None if _is_traced(x) or _is_wrapper(x) else x
 
 
 def is_opaque(x: Tensor) -> bool:
     """Whether only the class of ``x`` knows where the elements are. No rows can be made of such tensors."""
     read = type(x) in PLAIN or hasattr(x, "_local_tensor") or hasattr(x, "trigger_wait")
-    return not (read or isinstance(x, TRACED) or torch._C._functorch.is_functorch_wrapped_tensor(x)) and _is_wrapper(x)
+    return not (read or _is_traced(x)) and _is_wrapper(x)
+
+
+def _is_traced(x: Tensor) -> bool:
+    return isinstance(x, TRACED) or bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def _is_wrapper(x: Tensor) -> bool:
