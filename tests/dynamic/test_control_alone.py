@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from evidence import examples
-from journals import Noted, threads_of_dynamic_monitoring
+from journals import Noted
+from monitor_threads import no_thread_left, threads_of_monitors
 
 from monitor.config import MonitorConfig, load_config
 from monitor.dynamic import Controller, JobConnection, Switch
@@ -29,6 +30,7 @@ class Training:
 
     Attributes:
         told: The manifest's part.
+        threads: Those of dynamic monitoring.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +38,9 @@ class Training:
         self.told = Noted()
         self.failures = Failures()
         self.control = Controller(str(path), load_config(path), UNWATCHED, self.failures)
+        before = threads_of_monitors()
         self.control.start(self.told)
+        self.threads = threads_of_monitors() - before
         self.look()
         self.step = -1
 
@@ -59,15 +63,16 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traini
     monkeypatch.setenv("DYNAMIC_MONITOR", "True")
     path = tmp_path / "config.json"
     path.write_text('{"dynamic_on": true, "collect_times": 2}')
-    training = Training(path)
-    yield training
-    training.control.close()
-    assert threads_of_dynamic_monitoring() == []
+    with no_thread_left():
+        training = Training(path)
+        yield training
+        training.control.close()
 
 
 def test_without_a_change_no_step_has_news(training: Training) -> None:
     assert [training.begin() for _ in range(5)] == [None] * 5
-    assert threads_of_dynamic_monitoring() == ["monitor-settings"]
+    assert [one.name for one in training.threads] == ["monitor-settings"]
+    assert training.threads <= threads_of_monitors()
 
 
 def test_a_change_holds_from_the_step_after_it_was_seen(training: Training) -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch.distributed as dist
 from evidence import examples, sampled
 from hanging import until
-from journals import Noted, threads_of_dynamic_monitoring
+from journals import Noted
+from monitor_threads import no_thread_left
 from serving import served
 
 from monitor.config import load_config
@@ -41,8 +42,8 @@ def _dynamic_monitoring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_thread_left() -> Iterator[None]:
-    yield
-    assert threads_of_dynamic_monitoring() == []
+    with no_thread_left():
+        yield
 
 
 class OldClient(dist.TCPStore):  # type: ignore[misc]

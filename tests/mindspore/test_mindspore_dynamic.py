@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,11 +16,11 @@ import pytest
 from attaching import Output, footprint, step_with, steps_of, warnings_in
 from evidence import examples
 from mindspore import nn
+from monitor_threads import no_thread_left, threads_of_monitors
 from training import Net
 
 from monitor.mindspore import TrainerMon
 
-OF_THE_PROCESS = "monitor-signals"
 GRADIENTS: dict[str, Any] = {"dynamic_on": True, "wg_distribution": True, "ops": ["norm"]}
 """The cheapest that has rows in every step."""
 ACTIVATIONS: dict[str, Any] = {"dynamic_on": True, "xy_distribution": True, "all_xy": True, "ops": ["max", "min"]}
@@ -59,16 +58,12 @@ class Training:
 
 @contextmanager
 def training(output: Output, **config: Any) -> Iterator[Training]:
-    one = Training(output.base.parent / "config.json", **config)
-    try:
-        yield one
-    finally:
-        one.monitor.close()
-    assert set(our_threads()) <= {OF_THE_PROCESS}
-
-
-def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("monitor-")]
+    with no_thread_left():
+        one = Training(output.base.parent / "config.json", **config)
+        try:
+            yield one
+        finally:
+            one.monitor.close()
 
 
 def test_nothing_is_recorded_or_hooked_but_what_tells_steps_while_dynamic_on_is_false(output: Output) -> None:
@@ -174,7 +169,7 @@ def held_by(one: Training) -> dict[str, int]:
         "layouts": len(table.layouts),
         "series": len(recording.series),
         "slots": len(recording._recorder.reader.rows.slots),
-        "threads": len(our_threads()),
+        "threads": len(threads_of_monitors()),
     }
 
 

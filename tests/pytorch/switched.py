@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from monitor_threads import no_thread_left
 from torch import nn
 from watching import Output
 
@@ -77,15 +77,9 @@ class Training:
 @contextmanager
 def training(output: Output, text: str = "{}", **config: Any) -> Iterator[Training]:
     """Closes the monitor in the end, and sees to it that no thread is left."""
-    one = Training(output, text, **config)
-    try:
-        yield one
-    finally:
-        one.monitor.close()
-    assert our_threads() == []
-
-
-def our_threads() -> list[str]:
-    """Of monitors; a debugger that was made last is kept, for calls on its class, with its writer."""
-    names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("monitor-") and name != "monitor-dump-writer"]
+    with no_thread_left():
+        one = Training(output, text, **config)
+        try:
+            yield one
+        finally:
+            one.monitor.close()

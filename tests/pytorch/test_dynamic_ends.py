@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 from evidence import examples
-from switched import GRADIENTS, Training, our_threads, training
+from monitor_threads import threads_of_monitors
+from switched import GRADIENTS, Training, training
 from torch import nn
 from watching import Output, footprint, warnings_in
 
 from monitor.pytorch import backend
 from monitor.recording import attachment, trainer_mon
-
-OF_THE_PROCESS = "monitor-signals"
 
 
 @pytest.fixture(autouse=True)
@@ -98,13 +97,14 @@ def trained_and_dropped(output: Output, **config: Any) -> list[weakref.ref[Any]]
 
 
 def test_a_monitor_that_no_one_holds_goes_with_its_model_and_so_do_its_threads(output: Output) -> None:
+    threads = threads_of_monitors()
     gone = trained_and_dropped(output, **GRADIENTS)
     gc.collect()
     assert [each() for each in gone] == [None] * 4
     deadline = time.monotonic() + 20
-    while set(our_threads()) - {OF_THE_PROCESS} and time.monotonic() < deadline:
+    while not threads_of_monitors() <= threads and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert set(our_threads()) <= {OF_THE_PROCESS}
+    assert threads_of_monitors() <= threads
 
 
 def test_many_switches_leave_no_hook_no_thread_no_row_and_no_memory_behind(
@@ -119,6 +119,7 @@ def test_many_switches_leave_no_hook_no_thread_no_row_and_no_memory_behind(
         "format": "api",
         "ops": ["norm"],
     }
+    threads = threads_of_monitors()
     one = Training(output, dynamic_on=True, collect_times=100_000, **many)
     off = footprint(one.model, one.optimizer)
     gone = weakref.ref(one.model), weakref.ref(one.monitor)
@@ -142,7 +143,7 @@ def test_many_switches_leave_no_hook_no_thread_no_row_and_no_memory_behind(
     del one
     gc.collect()
     assert [each() for each in gone] == [None, None]
-    assert set(our_threads()) <= {OF_THE_PROCESS}
+    assert threads_of_monitors() <= threads
 
 
 def switch(one: Training, times: int, **config: Any) -> None:
@@ -176,7 +177,7 @@ def held_by(one: Training) -> dict[str, int]:
         "pages": len(table.pages),
         "layouts": len(table.layouts),
         "series": len(one.recording.series),
-        "threads": len(our_threads()),
+        "threads": len(threads_of_monitors()),
         "files": len(os.listdir("/proc/self/fd")),
         "slots": len(one.recording._recorder.reader.rows.slots),
     }
