@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow.parquet as pq
+from launching import Launcher
 from two_ranks import TORCHRUN
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -26,9 +27,35 @@ def ended(command: list[str], cwd: Path, *path: Path, **variables: str) -> Ended
         path: Folders that it imports from, besides the project.
         variables: Of its environment, besides those of the test.
     """
-    found = os.pathsep.join(map(str, (ROOT, *path)))
+    found = os.pathsep.join([*map(str, (ROOT, *path)), os.environ["PYTHONPATH"]])
     environment = {**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1", "MONITOR_OUTPUT_DIR": "recorded", **variables}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+class Directly:
+    """Runs programs without the command ``trainermon run``, in forks of a process that has imported their framework."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def __call__(
+        self, program: Path, *arguments: object, to: Path, ranks: int = 1, preload: str = "compiler", **variables: str
+    ) -> Ended:
+        """Run a program as one or more ranks to its end.
+
+        Args:
+            to: Where it records.
+            preload: What it finds imported; see ``Launcher.start``.
+            variables: Of its environment, besides those of the test.
+        """
+        how = {"base": to, "preload": preload, "brief": True, **variables}
+        if ranks > 1:
+            started = self._launcher.start_ranks(ranks, str(program), *arguments, **how)
+        else:
+            started = [self._launcher.start(str(program), *arguments, **how)]
+        done = [one.end() for one in started]
+        status = next((one.status for one in done if one.status != 0), 0)
+        return Ended([], status, "".join(one.out for one in done), "".join(one.err for one in done))
 
 
 def each_ended(command: list[str], hows: tuple[str, ...], cwd: Path) -> dict[str, Ended]:

@@ -6,12 +6,11 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launched import ROOT, RUN, WITH_TORCHRUN, Ended, each_ended, ended, rows, weights
-from launching import Launcher, Nursery
+from launched import ROOT, RUN, WITH_TORCHRUN, Directly, Ended, each_ended, ended, rows, weights
 
 import monitor
 
@@ -24,26 +23,17 @@ TOGETHER = ("gan", "two_optimizers", "two_optimizers by hand", "replaced", "no_m
 """Loops that run in one start of the command; the others have one each."""
 GUESSES = ("parts", "reentrant", "actor and critic", "before", "threads", "skipped")
 
-Directly = Callable[..., Ended]
+Loop = Callable[..., Ended]
 
 
 @pytest.fixture
-def directly(tmp_path: Path, nursery: Nursery) -> Iterator[Directly]:
-    """Runs a loop, as one or more ranks, without the command. It records to the folder of its name."""
-    launcher = Launcher(tmp_path, nursery)
+def loop(tmp_path: Path, directly: Directly) -> Loop:
+    """Runs a loop without the command. It records to the folder of its name."""
 
     def run(how: str, ranks: int = 1) -> Ended:
-        options = {"base": tmp_path / how, "preload": "compiler", "brief": True}
-        if ranks > 1:
-            started = launcher.start_ranks(ranks, str(LOOPS), how, **options)
-        else:
-            started = [launcher.start(str(LOOPS), how, **options)]
-        done = [one.end() for one in started]
-        status = next((one.status for one in done if one.status != 0), 0)
-        return Ended([], status, "".join(one.out for one in done), "".join(one.err for one in done))
+        return directly(LOOPS, how, to=tmp_path / how, ranks=ranks)
 
-    yield run
-    assert launcher.clean_up() == ([], [])
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +63,10 @@ def guessed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ended, 
     ],
 )
 def test_the_rows_are_those_of_a_line_in_the_program(
-    how: str, recordings: int, tmp_path: Path, directly: Directly, together: dict[str, tuple[Ended, Path]]
+    how: str, recordings: int, tmp_path: Path, loop: Loop, together: dict[str, tuple[Ended, Path]]
 ) -> None:
     ranks = 2 if how == "ranks" else 1
-    plain, by_hand = directly(how, ranks), directly(f"{how} by hand", ranks)
+    plain, by_hand = loop(how, ranks), loop(f"{how} by hand", ranks)
     if how in together:
         launched, recorded = together[how]
     else:
@@ -117,10 +107,10 @@ def test_another_configuration_by_name_or_path(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_replaces_another_ends_the_recording_of_its_model(
-    directly: Directly, together: dict[str, tuple[Ended, Path]]
+    loop: Loop, together: dict[str, tuple[Ended, Path]]
 ) -> None:
     done, recorded = together["replaced"]
-    assert weights(done) == weights(directly("replaced"))
+    assert weights(done) == weights(loop("replaced"))
     assert "Unhashable begins to step Net later than others. From here on, this model is not monitored." in done.stderr
     (table,) = rows(recorded, 0).values()
     assert {row["step"] for row in table if row["kind"] == "grad_reduced"} == {1, 2, 3, 4, 5}
@@ -140,10 +130,10 @@ def test_rows_begin_with_step_1_whatever_the_first_backwards_were(how: str, gues
         assert {step: square**0.5 for step, square in squares.items()} == expected
 
 
-def test_what_was_compiled_in_the_first_step_has_rows_of_activations(tmp_path: Path, directly: Directly) -> None:
+def test_what_was_compiled_in_the_first_step_has_rows_of_activations(tmp_path: Path, loop: Loop) -> None:
     (tmp_path / "activations.json").write_text('{"xy_distribution": true, "all_xy": true, "format": "parquet"}')
     done = ended([*RUN, "--config", "activations.json", sys.executable, str(LOOPS), "compiled"], tmp_path)
-    assert weights(done) == weights(directly("compiled"))
+    assert weights(done) == weights(loop("compiled"))
     assert "WARNING" not in done.stderr
     (table,) = rows(tmp_path / "recorded", 0).values()
     assert {row["step"] for row in table if row["name"] == "layers.0.output"} == {1, 2, 3, 4, 5}

@@ -235,7 +235,7 @@ class Launcher:
         """Start a script as each rank of a job."""
         port = _free_port()
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-        return [self.start(script, *arguments, **how, **job, RANK=str(rank)) for rank in range(count)]
+        return [self.start(script, *arguments, **how, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
 
     def start_interpreter(
         self,

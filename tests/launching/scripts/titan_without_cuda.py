@@ -1,11 +1,9 @@
 """Runs a program of torchtitan where there is no CUDA device; ``titan_without_cuda.py PROGRAM``."""
 
-import runpy
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import program
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import flex_attention
@@ -42,6 +40,4 @@ torch.distributed.set_timeout = lambda *_, **__: None  # type: ignore[attr-defin
 torch._utils._get_available_device_type = lambda: "cpu"
 flex_attention.flex_attention = causal
 torch.compile = lambda compiled, **_: compiled  # type: ignore[assignment]
-sys.argv = sys.argv[1:]
-sys.path.insert(0, str(Path(sys.argv[0]).parent))
-runpy.run_path(sys.argv[0], run_name="__main__")
+program.run()

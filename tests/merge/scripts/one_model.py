@@ -148,7 +148,7 @@ def replicated(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def zero3() -> None:
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ["RANK"], "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
     import deepspeed
     import deepspeed_uncompiled  # noqa: F401
 

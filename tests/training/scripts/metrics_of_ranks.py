@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ HOW, YAML, RESULTS = sys.argv[1:4]
 STEPS, MICRO_STEPS, ROWS = 3, 2, 2
 SCALE = 1024.0
 torch.set_num_threads(1)
-os.environ["LOCAL_RANK"] = os.environ["RANK"]
 
 
 class Gate(nn.Module):

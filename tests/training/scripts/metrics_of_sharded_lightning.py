@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
-
-os.environ["LOCAL_RANK"] = os.environ["RANK"]
 
 import torch
 import torch.distributed as dist

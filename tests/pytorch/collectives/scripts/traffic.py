@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 HOW = sys.argv[1]
 if HOW.startswith("zero"):
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ["RANK"], "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
 STEPS = 3
 Step = Callable[[], None]
 

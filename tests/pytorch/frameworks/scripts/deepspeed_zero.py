@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
-os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ["RANK"], "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
+os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
 
 import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer  # which DeepSpeed imports in its first step, for seconds

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 if "zero3" in sys.argv:
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": os.environ["RANK"], "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ["WORLD_SIZE"]}
 
 import torch
 import torch.distributed as dist

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 HOW, MICRO_STEPS, LIMIT = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 STEPS = 3
 ROWS = 2
-os.environ["LOCAL_RANK"] = os.environ["RANK"]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 

@@ -20,7 +20,6 @@ from torch import nn
 HOW, MICRO_STEPS, LIMIT = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 STEPS = 3
 ROWS = 2
-os.environ["LOCAL_RANK"] = os.environ["RANK"]
 
 
 def moments_of(optimizer: Any) -> list[float]:
