@@ -198,6 +198,7 @@ def test_flex_attention_in_kernels_has_the_rows_of_eager_code(tmp_path: Path) ->
         "MONITOR_OUTPUT_DIR": str(recordings),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # it would leave them behind
     }
     command = [sys.executable, str(KERNELS), str(recordings)]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
