@@ -13,6 +13,7 @@ from monitor.recording.activations import ModuleCollector
 from monitor.recording.attached_model import Attached, AttachmentSpec, Host, ModelNames, NamedModule, NamedParameter
 from monitor.recording.backend import HookSet
 from monitor.recording.features.collector import FeatureCollector
+from monitor.recording.late_modules import LateModules
 from monitor.recording.module_info import StackCollector, StructureCollector
 from monitor.recording.parameters import GradientCollector, MomentCollector, WeightCollector
 from monitor.recording.recorder import RecordedSeries, SeenModule, observed_dataflow
@@ -207,8 +208,7 @@ class Attachment:
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
         self._monitored = watch.ownership.monitored
-        parameters = list(self.names.parameters())
-        modules = list(self.names.modules())
+        parameters, modules = list(self.names.parameters()), list(self.names.modules())
         for chunk, root in enumerate(watch.chunks):
             self.modules.watch_root(chunk, root)
         if config.xy_distribution:
@@ -225,18 +225,19 @@ class Attachment:
     def _configured(self, attached: Attached, modules: Sequence[NamedModule]) -> Iterator[tuple[str, phases.Collector]]:
         """Create the configured collectors, in the order of their calls, each with the configuration field that asks for it."""
         config, backend = attached.config, attached.backend
+        if config.xy_distribution:
+            yield "xy_distribution", LateModules(attached, modules)
         if config.recording_l2_features:
             yield "recording_l2_features", FeatureCollector(attached, self.names, self.modules)
         if config.stack_info and self._monitored:
             yield "stack_info", StackCollector(attached, modules, lambda: self._run().directory)
         if config.print_struct:
             yield "print_struct", StructureCollector(attached, modules)
+        gradients: GradientCollector | None = None
         if config.wg_distribution:
             gradients = GradientCollector(attached, backend.factories.new_gradients)
             attached = replace(attached, is_reduced=gradients.is_reduced)
             yield "wg_distribution", gradients
-        else:
-            gradients = None
         if config.mv_distribution:
             yield "mv_distribution", MomentCollector(attached)
         if config.param_distribution:

@@ -1,0 +1,62 @@
+"""Modules that a model got after it was attached: a layer that was replaced, or one that its first forward makes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Final, final
+
+from monitor.recording.attached_model import Attached, ModelNames, NamedModule, NamedParts
+from monitor.recording.phases import Collector, listed
+
+SHARE: Final = 0.001
+"""Of the training thread's time, at most, for looking again."""
+
+LATE: Final = (
+    "The model got modules after set_monitor was called: {names}. Their activations have no rows. To record them, call "
+    "set_monitor when the model is complete, or again."
+)
+
+
+@final
+class LateModules(Collector):
+    """Says which modules have no rows of activations because they have no hooks.
+
+    A module that another one now wraps is still recorded under its name. So the wrapper is not late.
+    """
+
+    def __init__(self, attached: Attached, modules: Iterable[NamedModule]) -> None:
+        self._attached = attached
+        self._known = {_place(one): one.module for one in modules if one.wanted is not None}
+        self._look_again = attached.failures.guarded("looking for new modules", self._look)
+        self._next = 0.0
+        self._said: Sequence[str] = ()
+
+    def before_seal(self) -> None:
+        if time.monotonic() >= self._next:
+            self._look_again()
+
+    def _look(self) -> None:
+        began = time.monotonic()
+        if (names := self._names()) and names != self._said:
+            said = LATE.format(names=listed(names))
+            self._attached.failures.warn("late modules", said)
+            self._attached.note("late_modules", said)
+            self._said = names
+        self._next = began + (time.monotonic() - began) / SHARE
+
+    def _names(self) -> list[str]:
+        attached, modules = self._attached, self._attached.backend.modules
+        parts = [NamedParts(list(one.modules), one.parameters) for one in map(modules.parts, attached.watch.chunks)]
+        known = {id(module) for module in self._known.values()}
+        present = {id(module) for part in parts for _, module in part.modules}
+
+        def has_rows(one: NamedModule) -> bool:
+            return id(one.module) in known or id(self._known.get(_place(one))) in present
+
+        asked = [one for one in ModelNames(parts, attached.config).modules() if one.wanted is not None]
+        return [one.name for one in asked if modules.takes_hooks(one.module) and not has_rows(one)]
+
+
+def _place(module: NamedModule) -> tuple[int, str]:
+    return module.chunk, module.name

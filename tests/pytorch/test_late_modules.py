@@ -1,0 +1,112 @@
+"""Modules that a model got after it was attached: that they have no rows is said."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from watching import Output, attached, train, warnings_in
+
+ACTIVATIONS: dict[str, Any] = {"xy_distribution": True, "all_xy": True, "ops": ["norm"]}
+
+
+class Adapted(nn.Module):
+    """A layer with a small one beside it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.low_rank = layer, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) + self.low_rank(x)
+        return out
+
+
+class Lazy(nn.Module):
+    """Makes its layer in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layer is None:
+            self.layer = nn.Linear(4, 4)
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def late(output: Output, caplog: pytest.LogCaptureFixture) -> str:
+    """Which modules have no rows, in the warning and the note."""
+    said = [one for one in warnings_in(caplog) if "got modules" in one]
+    note = output.manifest()["notes"].get("late_modules")
+    assert [note] * len(said) == [one.removeprefix("[rank 0] ") for one in said]
+    assert len(said) <= 1
+    return note.split("called: ")[1].split(". ")[0] if note else ""
+
+
+def in_place_of(made: nn.Module, number: int, output: Output, **config: Any) -> None:
+    """Train with a module that takes the place of one after the model was attached."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with attached(output, net, optimizer, **ACTIVATIONS | config):
+        net[number] = made
+        train(net, optimizer, 2, torch.ones(2, 4))
+
+
+def test_a_module_that_was_replaced_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    in_place_of(nn.GELU(), 1, output)
+    assert late(output, caplog) == "1"
+    assert "1.output" not in {row.name for row in output.rows("actv")}
+
+
+def test_a_module_that_was_wrapped_is_recorded_and_what_is_new_in_the_wrapper_is_named(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with attached(output, net, optimizer, **ACTIVATIONS):
+        net[2] = Adapted(net[2])
+        train(net, optimizer, 1, torch.ones(2, 4))
+    assert late(output, caplog) == "2.low_rank"
+    assert "2.output" in {row.name for row in output.rows("actv")}
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
+def test_a_wrapper_without_a_name_in_rows_is_not_late(wrap: Any, output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with attached(output, net, optimizer, **ACTIVATIONS):
+        net[2] = wrap(net[2])
+        with torch.compiler.set_stance("force_eager"):
+            train(net, optimizer, 1, torch.ones(2, 4))
+    assert late(output, caplog) == ""
+
+
+def test_what_the_first_forward_makes_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    in_place_of(nn.Sequential(Lazy()), 1, output)
+    assert late(output, caplog) == "1, 1.0, 1.0.layer"
+
+
+def test_only_what_would_have_rows_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    in_place_of(nn.GELU(), 1, output, all_xy=False, targets={"0": {}})
+    assert late(output, caplog) == ""
+
+
+def test_it_looks_again_while_the_model_trains(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with attached(output, net, optimizer, **ACTIVATIONS):
+        train(net, optimizer, 1, torch.ones(2, 4))
+        net[1] = nn.GELU()
+        deadline = time.monotonic() + 60
+        while not warnings_in(caplog) and time.monotonic() < deadline:
+            train(net, optimizer, 1, torch.ones(2, 4))
+    assert late(output, caplog) == "1"
