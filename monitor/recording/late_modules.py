@@ -55,7 +55,7 @@ class LateModules(Collector):
             return id(one.module) in known or id(self._known.get(_place(one))) in present
 
         asked = [one for one in ModelNames(parts, attached.config).modules() if one.wanted is not None]
-        return [one.name for one in asked if modules.takes_hooks(one.module) and not has_rows(one)]
+        return [one.name for one in asked if not isinstance(one.module, modules.never_called) and not has_rows(one)]
 
 
 def _place(module: NamedModule) -> tuple[int, str]:

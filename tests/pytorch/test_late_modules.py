@@ -90,6 +90,20 @@ def test_a_wrapper_without_a_name_in_rows_is_not_late(wrap: Any, output: Output,
     assert late(output, caplog) == ""
 
 
+def test_a_list_of_modules_that_is_never_called_is_not_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with attached(output, net, optimizer, **ACTIVATIONS):
+        nn.utils.parametrizations.weight_norm(net[2])
+        train(net, optimizer, 1, torch.ones(2, 4))
+    assert late(output, caplog) == "2.parametrizations.weight.0"
+
+
+def test_what_takes_no_hooks_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    in_place_of(torch.jit.script(nn.Linear(4, 4)), 1, output)
+    assert late(output, caplog) == "1"
+
+
 def test_what_the_first_forward_makes_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     in_place_of(nn.Sequential(Lazy()), 1, output)
     assert late(output, caplog) == "1, 1.0, 1.0.layer"
