@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, final
 
 from monitor.recording.attached_model import Attached, ModelNames, NamedModule, NamedParts
@@ -13,21 +13,28 @@ SHARE: Final = 0.001
 """Of the training thread's time, at most, for looking again."""
 
 LATE: Final = (
-    "The model got modules after set_monitor was called: {names}. Their activations have no rows. To record them, call "
+    "The model got modules after set_monitor was called: {names}. Their {what} have no rows. To record them, call "
     "set_monitor when the model is complete, or again."
 )
+
+Asked = Callable[[ModelNames], Iterable[NamedModule]]
+"""The modules of a model that the configuration asks for."""
 
 
 @final
 class LateModules(Collector):
-    """Says which modules have no rows of activations because they have no hooks.
+    """Says which modules have no rows because they have no hooks.
 
     A module that another one now wraps is still recorded under its name. So the wrapper is not late.
+
+    Args:
+        names: Of the model as it was attached.
+        what: What has no rows, in words.
     """
 
-    def __init__(self, attached: Attached, modules: Iterable[NamedModule]) -> None:
-        self._attached = attached
-        self._known = {_place(one): one.module for one in modules if one.wanted is not None}
+    def __init__(self, attached: Attached, names: ModelNames, asked: Asked, what: str) -> None:
+        self._attached, self._asked, self._what = attached, asked, what
+        self._known = {_place(one): one.module for one in asked(names)}
         self._look_again = attached.failures.guarded("looking for new modules", self._look)
         self._next = 0.0
         self._said: Sequence[str] = ()
@@ -39,9 +46,9 @@ class LateModules(Collector):
     def _look(self) -> None:
         began = time.monotonic()
         if (names := self._names()) and names != self._said:
-            said = LATE.format(names=listed(names))
-            self._attached.failures.warn("late modules", said)
-            self._attached.note("late_modules", said)
+            said = LATE.format(names=listed(names), what=self._what)
+            self._attached.failures.warn(f"modules without {self._what}", said)
+            self._attached.note(f"modules_without_{self._what}", said)
             self._said = names
         self._next = began + (time.monotonic() - began) / SHARE
 
@@ -54,8 +61,13 @@ class LateModules(Collector):
         def has_rows(one: NamedModule) -> bool:
             return id(one.module) in known or id(self._known.get(_place(one))) in present
 
-        asked = [one for one in ModelNames(parts, attached.config).modules() if one.wanted is not None]
-        return [one.name for one in asked if not isinstance(one.module, modules.never_called) and not has_rows(one)]
+        asked = self._asked(ModelNames(parts, attached.config))
+        late = [one.name for one in asked if not isinstance(one.module, modules.never_called) and not has_rows(one)]
+        return list(dict.fromkeys(late))
+
+
+def with_activations(names: ModelNames) -> Iterable[NamedModule]:
+    return (one for one in names.modules() if one.wanted is not None)
 
 
 def _place(module: NamedModule) -> tuple[int, str]:

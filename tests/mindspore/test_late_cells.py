@@ -30,7 +30,7 @@ def test_a_cell_that_was_replaced_is_named(mode: int, output: Output, caplog: py
             step_with(net, optimizer)
     finally:
         ms.set_context(mode=ms.PYNATIVE_MODE)
-    note = output.manifest()["notes"]["late_modules"]
+    note = output.manifest()["notes"]["modules_without_activations"]
     assert "after set_monitor was called: activation." in note
     assert [one for one in warnings_in(caplog) if "got modules" in one] == [f"[rank 0] {note}"]
     names = {row.name for row in output.rows("actv")}
@@ -44,4 +44,4 @@ def test_a_model_that_stays_as_it_is_has_no_late_cells(output: Output) -> None:
     with attached(output, net, optimizer, xy_distribution=True, all_xy=True, ops=["norm"]):
         for number in range(3):
             step_with(net, optimizer, number)
-    assert "late_modules" not in output.manifest()["notes"]
+    assert "modules_without_activations" not in output.manifest()["notes"]

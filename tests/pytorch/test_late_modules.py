@@ -46,7 +46,8 @@ def model() -> nn.Sequential:
 def late(output: Output, caplog: pytest.LogCaptureFixture) -> str:
     """Which modules have no rows, in the warning and the note."""
     said = [one for one in warnings_in(caplog) if "got modules" in one]
-    note = output.manifest()["notes"].get("late_modules")
+    notes = output.manifest()["notes"]
+    note = notes.get("modules_without_activations") or notes.get("modules_without_features")
     assert [note] * len(said) == [one.removeprefix("[rank 0] ") for one in said]
     assert len(said) <= 1
     return note.split("called: ")[1].split(". ")[0] if note else ""
@@ -112,6 +113,13 @@ def test_what_the_first_forward_makes_is_named(output: Output, caplog: pytest.Lo
 def test_only_what_would_have_rows_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     in_place_of(nn.GELU(), 1, output, all_xy=False, targets={"0": {}})
     assert late(output, caplog) == ""
+
+
+def test_a_module_that_was_to_have_features_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"recording_l2_features": True, "l2_targets": {"linear_hook": ["2"]}, "xy_distribution": False}
+    in_place_of(nn.Linear(4, 4), 2, output, **config)
+    assert late(output, caplog) == "2"
+    assert "Their features have no rows" in output.manifest()["notes"]["modules_without_features"]
 
 
 def test_it_looks_again_while_the_model_trains(output: Output, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,10 +10,11 @@ from typing import Any, cast, final
 from monitor.config import MonitorConfig
 from monitor.failures import LOGGER
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.attached_model import Attached, ModelNames, NamedParameter
+from monitor.recording.attached_model import Attached, ModelNames, NamedModule, NamedParameter
 from monitor.recording.backend import HookSet
 from monitor.recording.features.reading import NOT_CALLED
 from monitor.recording.features.watchers import FeatureWatcher, HookModules, modules_by_hook, warning
+from monitor.recording.late_modules import LateModules
 from monitor.recording.phases import Collector
 from monitor.series import LOCAL, WATCHED_KINDS, Placement, Series, Shard, ranks_of
 
@@ -46,6 +47,7 @@ class FeatureCollector(Collector):
         self.watchers = [watcher for hook in found for watcher in self._watchers_of(hook, found[hook], config)]
         for watcher in self.watchers:
             watcher.attach(self._hooks)
+        self._late = LateModules(attached, names, self._asked, "features")
 
     def series(self, kind: str, parameter: NamedParameter, seen: Any) -> Series | None:
         """The series of a feature of a weight; None if another rank writes it."""
@@ -81,6 +83,9 @@ class FeatureCollector(Collector):
             self._named.add((kind, name))
             self._misfits[kind, reason].append(name)
 
+    def before_seal(self) -> None:
+        self._late.before_seal()
+
     def end_step(self, *, collected: bool) -> None:
         if collected:
             self._failures.guarded("ending a step of features", self._end_collected_step)()
@@ -90,6 +95,10 @@ class FeatureCollector(Collector):
         self._hooks.remove()
         for watcher in self.watchers:
             watcher.forget_step()
+
+    def _asked(self, names: ModelNames) -> list[NamedModule]:
+        found = modules_by_hook(names, self.attached.config, self.reading)
+        return [module for hook in found.values() for module in hook.modules]
 
     def _end_collected_step(self) -> None:
         """End a collected step. In the first one, report all modules that have no row."""
