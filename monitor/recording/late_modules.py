@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, final
@@ -44,7 +45,7 @@ class LateModules(Collector):
             self._look_again()
 
     def _look(self) -> None:
-        began = time.monotonic()
+        began, self._next = time.monotonic(), math.inf  # what raises is not tried again
         if (names := self._names()) and names != self._said:
             said = LATE.format(names=listed(names), what=self._what)
             self._attached.failures.warn(f"modules without {self._what}", said)
