@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from watching import Output, attached, train, warnings_in
 
+from monitor.recording import late_modules
+from monitor.recording.late_modules import LateModules
+
 ACTIVATIONS: dict[str, Any] = {"xy_distribution": True, "all_xy": True, "ops": ["norm"]}
 
 
@@ -120,6 +123,24 @@ def test_a_module_that_was_to_have_features_is_named(output: Output, caplog: pyt
     in_place_of(nn.Linear(4, 4), 2, output, **config)
     assert late(output, caplog) == "2"
     assert "Their features have no rows" in output.manifest()["notes"]["modules_without_features"]
+
+
+def test_a_look_that_fails_is_said_and_not_repeated(
+    output: Output, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+
+    def fail(_: LateModules) -> list[str]:
+        looks.append(time.monotonic())
+        raise RuntimeError("it has no modules")
+
+    monkeypatch.setattr(LateModules, "_names", fail)
+    monkeypatch.setattr(late_modules, "SHARE", 1e9)
+    in_place_of(nn.GELU(), 1, output)
+    assert len(looks) == 1
+    (said,) = [one for one in warnings_in(caplog) if "it has no modules" in one]
+    assert "looking for new modules" in said
+    assert {row.step for row in output.rows("actv")} == {0, 1}
 
 
 def test_it_looks_again_while_the_model_trains(output: Output, caplog: pytest.LogCaptureFixture) -> None:
