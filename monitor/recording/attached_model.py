@@ -383,9 +383,13 @@ class ModelNames:
             for name, module in modules.items():
                 yield NamedModule(chunk, self._row_names.get(name, name), module, self.selection.module(chunk, name))
 
+    def with_activations(self) -> Iterator[NamedModule]:
+        """The modules whose activations the configuration asks for."""
+        return (one for one in self.modules() if one.wanted is not None)
+
     def activation_kinds(self) -> set[str]:
         """The kinds of activations that are recorded for at least one module."""
-        wanted = [one.wanted for one in self.modules() if one.wanted is not None]
+        wanted = [one.wanted for one in self.with_activations() if one.wanted is not None]
         forward = any(one.input.wanted or one.output.wanted for one in wanted)
         backward = any(one.input_grad.wanted or one.output_grad.wanted for one in wanted)
         return {kind for kind, asked in (("actv", forward), ("actv_grad", backward)) if asked}

@@ -13,7 +13,7 @@ from monitor.recording.activations import ModuleCollector
 from monitor.recording.attached_model import Attached, AttachmentSpec, Host, ModelNames, NamedModule, NamedParameter
 from monitor.recording.backend import HookSet
 from monitor.recording.features.collector import FeatureCollector
-from monitor.recording.late_modules import LateModules, with_activations
+from monitor.recording.late_modules import LateModules
 from monitor.recording.module_info import StackCollector, StructureCollector
 from monitor.recording.parameters import GradientCollector, MomentCollector, WeightCollector
 from monitor.recording.recorder import RecordedSeries, SeenModule, observed_dataflow
@@ -226,7 +226,7 @@ class Attachment:
         """Create the configured collectors, in the order of their calls, each with the configuration field that asks for it."""
         config, backend = attached.config, attached.backend
         if config.xy_distribution:
-            yield "xy_distribution", LateModules(attached, self.names, with_activations, "activations")
+            yield "xy_distribution", LateModules.of_activations(attached, self.names)
         if config.recording_l2_features:
             yield "recording_l2_features", FeatureCollector(attached, self.names, self.modules)
         if config.stack_info and self._monitored:

@@ -29,16 +29,21 @@ class LateModules(Collector):
     A module that another one now wraps is still recorded under its name. So the wrapper is not late.
 
     Args:
-        names: Of the model as it was attached.
+        hooked: What was asked for when the model was attached.
+        asked: Finds what is asked for in the model as it is.
         what: What has no rows, in words.
     """
 
-    def __init__(self, attached: Attached, names: ModelNames, asked: Asked, what: str) -> None:
+    def __init__(self, attached: Attached, hooked: Iterable[NamedModule], asked: Asked, what: str) -> None:
         self._attached, self._asked, self._what = attached, asked, what
-        self._known = {_place(one): one.module for one in asked(names)}
+        self._known = {_place(one): one.module for one in hooked}
         self._look_again = attached.failures.guarded("looking for new modules", self._look)
         self._next = 0.0
         self._said: Sequence[str] = ()
+
+    @classmethod
+    def of_activations(cls, attached: Attached, names: ModelNames) -> LateModules:
+        return cls(attached, names.with_activations(), ModelNames.with_activations, "activations")
 
     def before_seal(self) -> None:
         if time.monotonic() >= self._next:
@@ -65,10 +70,6 @@ class LateModules(Collector):
         asked = self._asked(ModelNames(parts, attached.config))
         late = [one.name for one in asked if not isinstance(one.module, modules.never_called) and not has_rows(one)]
         return list(dict.fromkeys(late))
-
-
-def with_activations(names: ModelNames) -> Iterable[NamedModule]:
-    return (one for one in names.modules() if one.wanted is not None)
 
 
 def _place(module: NamedModule) -> tuple[int, str]:

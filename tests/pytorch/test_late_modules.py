@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from watching import Output, attached, train, warnings_in
-
-from monitor.recording import late_modules
-from monitor.recording.late_modules import LateModules
 
 ACTIVATIONS: dict[str, Any] = {"xy_distribution": True, "all_xy": True, "ops": ["norm"]}
 
@@ -42,31 +40,51 @@ class Lazy(nn.Module):
         return out
 
 
+class Unnamed(nn.Sequential):
+    """A model whose modules can no longer be listed once it is attached.
+
+    Attributes:
+        refused: How often that was tried.
+    """
+
+    refused: int | None = None
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        if self.refused is not None:
+            self.refused += 1
+            raise RuntimeError("it has no modules")
+        return super().named_modules(*args, **kwargs)
+
+
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
 def late(output: Output, caplog: pytest.LogCaptureFixture) -> str:
     """Which modules have no rows, in the warning and the note."""
-    said = [one for one in warnings_in(caplog) if "got modules" in one]
     notes = output.manifest()["notes"]
     note = notes.get("modules_without_activations") or notes.get("modules_without_features")
-    assert [note] * len(said) == [one.removeprefix("[rank 0] ") for one in said]
-    assert len(said) <= 1
+    said = [one for one in warnings_in(caplog) if "got modules" in one]
+    assert said == ([f"[rank 0] {note}"] if note else [])
     return note.split("called: ")[1].split(". ")[0] if note else ""
 
 
-def in_place_of(made: nn.Module, number: int, output: Output, **config: Any) -> None:
-    """Train with a module that takes the place of one after the model was attached."""
+def changed(change: Callable[[nn.Sequential], object], output: Output, **config: Any) -> None:
+    """Train a model that ``change`` changes after it was attached."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with attached(output, net, optimizer, **ACTIVATIONS | config):
-        net[number] = made
+        change(net)
         train(net, optimizer, 2, torch.ones(2, 4))
 
 
+def in_place_of(number: int, make: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Sequential], None]:
+    """A change that makes a module of one, which takes its place."""
+    return lambda net: net.__setitem__(number, make(net[number]))
+
+
 def test_a_module_that_was_replaced_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
-    in_place_of(nn.GELU(), 1, output)
+    changed(in_place_of(1, lambda _: nn.GELU()), output)
     assert late(output, caplog) == "1"
     assert "1.output" not in {row.name for row in output.rows("actv")}
 
@@ -74,70 +92,52 @@ def test_a_module_that_was_replaced_is_named(output: Output, caplog: pytest.LogC
 def test_a_module_that_was_wrapped_is_recorded_and_what_is_new_in_the_wrapper_is_named(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with attached(output, net, optimizer, **ACTIVATIONS):
-        net[2] = Adapted(net[2])
-        train(net, optimizer, 1, torch.ones(2, 4))
+    changed(in_place_of(2, Adapted), output)
     assert late(output, caplog) == "2.low_rank"
     assert "2.output" in {row.name for row in output.rows("actv")}
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel])
 def test_a_wrapper_without_a_name_in_rows_is_not_late(wrap: Any, output: Output, caplog: pytest.LogCaptureFixture) -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with attached(output, net, optimizer, **ACTIVATIONS):
-        net[2] = wrap(net[2])
-        with torch.compiler.set_stance("force_eager"):
-            train(net, optimizer, 1, torch.ones(2, 4))
+    with torch.compiler.set_stance("force_eager"):
+        changed(in_place_of(2, wrap), output)
     assert late(output, caplog) == ""
 
 
 def test_a_list_of_modules_that_is_never_called_is_not_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with attached(output, net, optimizer, **ACTIVATIONS):
-        nn.utils.parametrizations.weight_norm(net[2])
-        train(net, optimizer, 1, torch.ones(2, 4))
+    changed(lambda net: nn.utils.parametrizations.weight_norm(net[2]), output)
     assert late(output, caplog) == "2.parametrizations.weight.0"
 
 
 def test_what_takes_no_hooks_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
-    in_place_of(torch.jit.script(nn.Linear(4, 4)), 1, output)
+    changed(in_place_of(1, lambda _: torch.jit.script(nn.Linear(4, 4))), output)
     assert late(output, caplog) == "1"
 
 
 def test_what_the_first_forward_makes_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
-    in_place_of(nn.Sequential(Lazy()), 1, output)
+    changed(in_place_of(1, lambda _: nn.Sequential(Lazy())), output)
     assert late(output, caplog) == "1, 1.0, 1.0.layer"
 
 
 def test_only_what_would_have_rows_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
-    in_place_of(nn.GELU(), 1, output, all_xy=False, targets={"0": {}})
+    changed(in_place_of(1, lambda _: nn.GELU()), output, all_xy=False, targets={"0": {}})
     assert late(output, caplog) == ""
 
 
 def test_a_module_that_was_to_have_features_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     config = {"recording_l2_features": True, "l2_targets": {"linear_hook": ["2"]}, "xy_distribution": False}
-    in_place_of(nn.Linear(4, 4), 2, output, **config)
+    changed(in_place_of(2, lambda _: nn.Linear(4, 4)), output, **config)
     assert late(output, caplog) == "2"
     assert "Their features have no rows" in output.manifest()["notes"]["modules_without_features"]
 
 
-def test_a_look_that_fails_is_said_and_not_repeated(
-    output: Output, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = []
-
-    def fail(_: LateModules) -> list[str]:
-        looks.append(time.monotonic())
-        raise RuntimeError("it has no modules")
-
-    monkeypatch.setattr(LateModules, "_names", fail)
-    monkeypatch.setattr(late_modules, "SHARE", 1e9)
-    in_place_of(nn.GELU(), 1, output)
-    assert len(looks) == 1
+def test_a_look_that_fails_is_said_and_not_repeated(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    net = Unnamed(*model())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with attached(output, net, optimizer, **ACTIVATIONS):
+        net.refused = 0
+        train(net, optimizer, 2, torch.ones(2, 4))
+        assert net.refused == 1
     (said,) = [one for one in warnings_in(caplog) if "it has no modules" in one]
     assert "looking for new modules" in said
     assert {row.step for row in output.rows("actv")} == {0, 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, cast, final
 
@@ -47,7 +47,7 @@ class FeatureCollector(Collector):
         self.watchers = [watcher for hook in found for watcher in self._watchers_of(hook, found[hook], config)]
         for watcher in self.watchers:
             watcher.attach(self._hooks)
-        self._late = LateModules(attached, names, self._asked, "features")
+        self._late = LateModules(attached, _modules_of(found), self._asked, "features")
 
     def series(self, kind: str, parameter: NamedParameter, seen: Any) -> Series | None:
         """The series of a feature of a weight; None if another rank writes it."""
@@ -96,9 +96,8 @@ class FeatureCollector(Collector):
         for watcher in self.watchers:
             watcher.forget_step()
 
-    def _asked(self, names: ModelNames) -> list[NamedModule]:
-        found = modules_by_hook(names, self.attached.config, self.reading)
-        return [module for hook in found.values() for module in hook.modules]
+    def _asked(self, names: ModelNames) -> Iterator[NamedModule]:
+        return _modules_of(modules_by_hook(names, self.attached.config, self.reading))
 
     def _end_collected_step(self) -> None:
         """End a collected step. In the first one, report all modules that have no row."""
@@ -124,6 +123,10 @@ class FeatureCollector(Collector):
                 yield watcher(module, self, found, config)
             else:
                 self.does_not_fit(hook, module.name, "it takes no hooks")
+
+
+def _modules_of(found: Mapping[str, HookModules]) -> Iterator[NamedModule]:
+    return (module for hook in found.values() for module in hook.modules)
 
 
 def _watcher_of(hook: str) -> type[FeatureWatcher]:
