@@ -86,7 +86,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
         self._sums: dict[Ranks, Counter[Shape]] = {}
         self._given: dict[Shape, list[Tensor]] = {}
         self._compares = on_the_host()
-        self._is_whole = False
+        self.is_whole = False
         self._reducers: list[tuple[Ranks, tuple[Shape, ...]]] = []
         self._reduced: Mapping[Shape, bool] = {}
 
@@ -119,8 +119,8 @@ class MindSporeReductions(MindSporeCollectiveListener):
             waiting: The shapes of gradients that other optimizers will be given later: sums may belong to those.
         """
         self._wanted = False
-        self._is_whole = not has_others() or self._reaches_all([])
-        if self._is_whole:
+        self.is_whole = not has_others() or self._reaches_all([])
+        if self.is_whole:
             return
         shapes = Counter(tuple(one.shape) for one in gradients if one is not None)
         later = Counter(waiting)
@@ -135,7 +135,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
     def is_reduced(self, parameter: NamedParameter, gradient: Tensor | None) -> bool:
         """Whether each gradient of this shape was summed over all ranks that share its parameter."""
         del parameter
-        if gradient is None or self._is_whole:
+        if gradient is None or self.is_whole:
             return gradient is not None
         shape = tuple(gradient.shape)
         return self._reduced.get(shape, False) and (not self._compares or self._stems_from_a_sum(gradient, shape))

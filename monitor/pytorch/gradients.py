@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -51,7 +52,7 @@ class GradientReductions:
         self._parameters = parameters
         self._seen: Any = None
         self._needed = True
-        self._alone = True
+        self.is_whole = True
         self._stage: Ranks | None = None
         self._known: dict[tuple[Any, ...], bool] = {}
         self._adding: dict[tuple[Any, ...], bool] = {}
@@ -97,13 +98,13 @@ class GradientReductions:
 
     def begin_reading(self) -> None:
         """The optimizer's step begins."""
-        self._needed, self._alone = False, not has_others()
+        self._needed, self.is_whole = False, not has_others()
         if self._seen is not None:
             self._seen.end_window()
 
     def is_reduced(self, parameter: NamedParameter, gradient: Tensor | None) -> bool:
         """Whether a gradient is known to be reduced over all ranks that share the parameter."""
-        if self._alone:
+        if self.is_whole:
             return True
         known = self._framework.reduces(parameter)
         if known is not None:
@@ -263,21 +264,22 @@ class TorchGradients:
     def found(self, parameter: NamedParameter, argument: Tensor) -> None:
         """Backward has accumulated into a parameter."""
         gradient = self._framework.local_gradient(argument) if self._due.now else None
-        if gradient is None:
-            return
-        self._arrives(parameter, gradient)
-        if parameter in self._stepped or parameter in self._summed:
-            return
-        if self._clock.micro_steps == 1 and not self._each_micro_step:  # nothing to count or to follow
-            self._unreduced.record(parameter, gradient)
-        else:
-            self._accumulated(parameter, gradient)
+        if gradient is not None:  # of one micro-step there is nothing to count or to follow
+            self._arrives(parameter, gradient, complete=self._clock.micro_steps == 1)
 
     def arrived(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
         """A framework has reported a gradient."""
         if self._framework.reports_twice and complete is self._each_micro_step:
             return
-        self._arrives(parameter, gradient)
+        self._arrives(parameter, gradient, complete=complete)
+
+    def _arrives(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
+        changes = self._changes
+        if torch._C._current_graph_task_id() != changes.task:
+            changes.backward_begins(parameter)
+        changes.latest = parameter
+        if self.reductions.follows and self.reductions.arrived(parameter, gradient):
+            self._is_summed(parameter)
         if parameter in self._stepped or parameter in self._summed:
             return
         if complete and not self._each_micro_step:
@@ -285,11 +287,6 @@ class TorchGradients:
             self._left.pop(parameter, None)
         else:
             self._accumulated(parameter, gradient)
-
-    def _arrives(self, parameter: NamedParameter, gradient: Tensor) -> None:
-        self._changes.arrived(parameter)
-        if self.reductions.follows and self.reductions.arrived(parameter, gradient):
-            self._is_summed(parameter)
 
     def _is_summed(self, parameter: NamedParameter) -> None:
         """The gradient is no longer local to this rank. Later backwards of the step add to it, so it stays non-local."""

@@ -114,7 +114,8 @@ class ModuleHook:
 
     @not_compiled_alone
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling():
+        # As `torch.compiler.is_compiling`, in one call of Python rather than two.
+        if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
             return None if self._traced is None or _is_exporting() else self._traced(*args)
         if torch._C._get_tracing_state() is None:
             self._call(*args)
@@ -330,27 +331,29 @@ class GradientVersion:
 
 
 class ChangeDetector:
-    """Follows the first and the last gradients of each backward of a step."""
+    """Follows the first and the last gradients of each backward of a step.
+
+    Attributes:
+        task: The backward that is followed, as autograd numbers it.
+        latest: The parameter that it has reached last.
+    """
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
-        self._task = -1
-        self._latest: NamedParameter | None = None
+        self.task = -1
+        self.latest: NamedParameter | None = None
         self._sentinels: dict[NamedParameter, GradientVersion | None] = {}
 
     def begin_step(self) -> None:
-        self._latest = None
+        self.latest = None
         self._sentinels.clear()
 
-    def arrived(self, parameter: NamedParameter) -> None:
-        """Backward has reached a parameter."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            self._sentinels = dict.fromkeys(self._sentinels)  # in case this backward does not end
-            self._add(parameter)
-            when_backward_ends(self._failures.guarded("following the gradients", self._ended, "Clipping may go unnoticed."))
-        self._latest = parameter
+    def backward_begins(self, parameter: NamedParameter) -> None:
+        """Another backward than ``task`` has reached its first parameter."""
+        self.task = torch._C._current_graph_task_id()
+        self._sentinels = dict.fromkeys(self._sentinels)  # in case this backward does not end
+        self._add(parameter)
+        when_backward_ends(self._failures.guarded("following the gradients", self._ended, "Clipping may go unnoticed."))
 
     def changed(self, reduced: Callable[[NamedParameter], Tensor | None], held: ParameterSubset = None) -> bool:
         """Whether a gradient that is about to be read was written to since backward ended.
@@ -376,9 +379,9 @@ class ChangeDetector:
 
     def _ended(self) -> None:
         """Take all versions again: later backwards of a step add to the gradients of earlier ones."""
-        self._task = -1
-        if self._latest is not None:
-            self._add(self._latest)
+        self.task = -1
+        if self.latest is not None:
+            self._add(self.latest)
         for parameter in self._sentinels:
             gradient = parameter.tensor.grad
             self._sentinels[parameter] = None if gradient is None else GradientVersion(gradient)

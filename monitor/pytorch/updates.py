@@ -165,7 +165,7 @@ class AdamSteps:
     def moments(self, parameter: NamedParameter, stepped: SteppedTensor, group: Mapping[str, Any]) -> AdamMoments | None:
         """The moments after the step; None if they are not known."""
         kinds = ("exp_avg", "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq")
-        found = [self._framework.moment(kind, parameter, stepped.optimizer) for kind in kinds]
+        found = self._framework.moments(kinds, parameter, stepped.optimizer)
         mean, square = (None if one is None else local_shard(one) for one in found)
         step, was_made = steps_made(stepped, group), self.made(parameter, stepped, group)
         if mean is None or square is None or step is None or was_made is None:
@@ -339,7 +339,7 @@ class DirectionCollector(Collector):
         return _share(agreeing, held)
 
     def _momentum(self, parameter: NamedParameter, optimizer: Optimizer) -> Tensor | None:
-        momentum = self._framework.moment("exp_avg", parameter, optimizer)
+        (momentum,) = self._framework.moments(("exp_avg",), parameter, optimizer)
         return None if momentum is None else local_shard(momentum)
 
 
@@ -422,7 +422,9 @@ class TorchStepReading:
 
     def _momentum(self, parameter: NamedParameter, stepped: SteppedTensor, weight: Tensor) -> Tensor | None:
         """The first moment of an optimizer that is no Adam, if the parameter had a gradient."""
-        found = self._framework.moment("exp_avg", parameter, stepped.optimizer) if parameter in self._ready else None
+        if parameter not in self._ready:
+            return None
+        (found,) = self._framework.moments(("exp_avg",), parameter, stepped.optimizer)
         momentum = None if found is None else local_shard(found)
         return momentum if momentum is not None and _fits(momentum, weight) else None
 

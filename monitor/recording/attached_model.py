@@ -126,6 +126,10 @@ class ParameterSeries:
         except Exception as error:
             self._missing(parameter.name, error)
 
+    def missing(self, parameter: NamedParameter, error: Exception) -> None:
+        """Report that a parameter has no row, because its tensor cannot be found."""
+        self._missing(parameter.name, error)
+
     def record_all(self, tensor_of: Callable[[NamedParameter], Any], among: ParameterSubset = None) -> None:
         """Record the tensor that ``tensor_of`` returns for each parameter in ``among``. For None there is no row."""
         found: list[tuple[RecordedSeries, Any]] = []

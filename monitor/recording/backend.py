@@ -195,8 +195,8 @@ class FrameworkAdapter(Protocol):
     def weight(self, parameter: NamedParameter) -> Any:
         """This rank's part of the weight that the optimizer steps; None if there is none."""
 
-    def moment(self, kind: str, parameter: NamedParameter, optimizer: Any) -> Any:
-        """This rank's part of a moment; None if there is none."""
+    def moments(self, kinds: Sequence[str], parameter: NamedParameter, optimizer: Any) -> Sequence[Any]:
+        """This rank's part of each moment; None if there is none."""
 
     def held(self, optimizer: Any) -> Collection[int] | None:
         """The ids of the parameters that an optimizer steps; None for all. Returns the same object until the ids change."""

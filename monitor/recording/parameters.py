@@ -87,7 +87,13 @@ class GradientRows:
 
 
 class Reductions(Protocol):
-    """Follows the reductions of gradients over the ranks, step by step."""
+    """Follows the reductions of gradients over the ranks, step by step.
+
+    Attributes:
+        is_whole: Whether every gradient that is read now contains every rank's part. Then ``is_reduced`` need not be asked.
+    """
+
+    is_whole: bool
 
     def begin_step(self) -> None:
         """A collected step begins."""
@@ -240,7 +246,7 @@ class GradientCollector(Collector):
 
     def _if_reduced(self, parameter: NamedParameter) -> Any:
         gradient = self._framework.reduced(parameter)
-        if self.is_reduced(parameter, gradient):
+        if self._reductions.is_whole or self.is_reduced(parameter, gradient):
             self._found += gradient is not None
             return gradient
         if gradient is not None:
@@ -304,6 +310,8 @@ class MomentCollector(Collector):
         self._series = {kind: attached.series(kind) for kind in MOMENT_KINDS}
         left = MOMENT_KINDS if attached.config.checks_moments_between_steps else ()
         self._left = {kind: attached.series(f"{kind}{LEFT_BY_STEP}") for kind in left}
+        every = (one for series in (*self._series.values(), *self._left.values()) for one in series.parameters)
+        self._parameters = tuple(dict.fromkeys(every))
         self._framework = attached.framework
         self._note = attached.note
         self._noted = 0
@@ -314,18 +322,22 @@ class MomentCollector(Collector):
         self._note_absences()
 
     def after_step(self, turn: OptimizerTurn) -> None:
-        self._record(self._left, turn)
+        if self._left:
+            self._record(self._left, turn)
 
     def _record(self, of_kinds: Mapping[str, ParameterSeries], turn: OptimizerTurn) -> None:
-        ids, optimizer, moment_of = turn.ids, turn.optimizer, self._framework.moment
-        for kind, series in of_kinds.items():
-
-            def moment(parameter: NamedParameter, kind: str = kind) -> Any:
-                if ids is not None and id(parameter.tensor) not in ids:
-                    return None  # frozen: its state is from earlier steps
-                return moment_of(kind, parameter, optimizer)
-
-            series.record_all(moment, turn.held)
+        kinds, ids, optimizer, moments_of = tuple(of_kinds), turn.ids, turn.optimizer, self._framework.moments
+        found: dict[NamedParameter, Sequence[Any]] = {}
+        for parameter in self._parameters if turn.held is None else turn.held:
+            if ids is not None and id(parameter.tensor) not in ids:
+                continue  # frozen: its state is from earlier steps
+            try:
+                found[parameter] = moments_of(kinds, parameter, optimizer)
+            except Exception as error:
+                for series in of_kinds.values():
+                    series.missing(parameter, error)
+        for place, series in enumerate(of_kinds.values()):
+            series.record_all({one: moments[place] for one, moments in found.items()}.get, turn.held)
 
     def _note_absences(self) -> None:
         """Note in the manifest which optimizer state has no rows, because it is not a moment of one parameter."""

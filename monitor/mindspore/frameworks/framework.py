@@ -180,6 +180,10 @@ class MindSporeFramework:
         if self._failures is not None:
             self._failures.warn("parameters outside of optimizers", UNMEASURED)
 
+    def moments(self, kinds: Sequence[str], parameter: ParameterHolder, optimizer: Any) -> Sequence[Tensor | None]:
+        """``moment`` for each kind."""
+        return [self.moment(kind, parameter, optimizer) for kind in kinds]
+
     def moment(self, kind: str, parameter: ParameterHolder, optimizer: Any = None) -> Tensor | None:
         """This rank's part of a moment; None before a fresh optimizer's first step: its zeros are no moment."""
         found = self._of(parameter) if optimizer is None else self.stepped[id(optimizer)]

@@ -338,9 +338,9 @@ class RepackedDeepSpeed(DeepSpeed):
         piece = self._pieces.get(id(parameter.tensor))
         return super().weight(parameter) if piece is None else piece.weight()
 
-    def moment(self, kind: str, parameter: NamedParameter, optimizer: Optimizer) -> Tensor | None:
-        piece = self._pieces.get(id(parameter.tensor))
-        return None if piece is None else piece.of(super().moment(kind, parameter, optimizer))
+    def moments(self, kinds: Sequence[str], parameter: NamedParameter, optimizer: Optimizer) -> Sequence[Tensor | None]:
+        found, piece = super().moments(kinds, parameter, optimizer), self._pieces.get(id(parameter.tensor))
+        return [None if piece is None else piece.of(one) for one in found]
 
     def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> SteppedTensor | None:
         piece = self._pieces.get(id(parameter.tensor))

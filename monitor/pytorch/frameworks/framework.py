@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Final, Protocol
 
 import torch
@@ -199,11 +200,11 @@ class Framework:
         """The gradient that backward has left, for the hook of a parameter."""
         gradient: Tensor | None = tensor.grad
         # A framework with main_grad may have moved the gradient there.
-        return self._main_grad_of(tensor) if gradient is None else gradient
+        return self._main_grad_of(tensor) if gradient is None and self._main_grad else gradient
 
     def reduced(self, parameter: NamedParameter) -> Tensor | None:
         """This rank's part of the reduced gradient when the step begins; None if it holds none."""
-        main_grad = self._main_grad_of(parameter.tensor)
+        main_grad = self._main_grad_of(parameter.tensor) if self._main_grad else None
         return parameter.tensor.grad if main_grad is None else main_grad
 
     def used_gradient(self, parameter: NamedParameter) -> Tensor | None:
@@ -212,19 +213,17 @@ class Framework:
         """
         return None if self.loses_gradients else self.reduced(parameter)
 
-    def weight(self, parameter: NamedParameter) -> Tensor | None:
-        """This rank's part of the weight that the optimizer steps: the master weight, if there is one."""
-        weight: Tensor = parameter.tensor
-        return weight
+    weight: Callable[[NamedParameter], Tensor | None] = attrgetter("tensor")
+    """This rank's part of the weight that the optimizer steps: the master weight, if there is one."""
 
-    def moment(self, kind: str, parameter: NamedParameter, optimizer: Optimizer) -> Tensor | None:
-        """This rank's part of a moment.
+    def moments(self, kinds: Sequence[str], parameter: NamedParameter, optimizer: Optimizer) -> Sequence[Tensor | None]:
+        """This rank's part of each moment.
 
         Args:
             optimizer: The torch optimizer that is about to step.
         """
         stepped = self.stepped(parameter, optimizer)
-        return None if stepped is None else self._moments.of(kind, stepped)
+        return [None] * len(kinds) if stepped is None else self._moments.of(kinds, stepped)
 
     def stepped(self, parameter: NamedParameter, optimizer: Optimizer) -> SteppedTensor | None:
         """The tensor that is stepped for a parameter, possibly a part of it; None if there is none, or it is unknown.
@@ -271,7 +270,7 @@ class Framework:
         return OptimizerSteps(self.optimizers, self.chunks, listener, failures, self._containers, self._around)
 
     def _main_grad_of(self, tensor: Any) -> Tensor | None:
-        return getattr(tensor, "main_grad", None) if self._main_grad else None
+        return getattr(tensor, "main_grad", None)
 
 
 def _with_replicas(placed: Placement, ranks: Ranks, apart: Collection[int]) -> Placement:

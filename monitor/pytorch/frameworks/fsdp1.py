@@ -170,8 +170,8 @@ class Fsdp1(Framework):
     def weight(self, parameter: NamedParameter) -> Tensor | None:
         return self._held(parameter, parameter.tensor)
 
-    def moment(self, kind: str, parameter: NamedParameter, optimizer: Optimizer) -> Tensor | None:
-        return self._held(parameter, super().moment(kind, parameter, optimizer))
+    def moments(self, kinds: Sequence[str], parameter: NamedParameter, optimizer: Optimizer) -> Sequence[Tensor | None]:
+        return [self._held(parameter, one) for one in super().moments(kinds, parameter, optimizer)]
 
     def _held(self, parameter: NamedParameter, x: Tensor | None) -> Tensor | None:
         """``x`` if it has the elements of a parameter on this rank; None if this rank holds none."""

@@ -181,10 +181,17 @@ class MomentFinder:
         self.unusable: list[str] = []
         self._positions: dict[int, dict[int, StackPosition]] = {}
 
-    def of(self, kind: str, stepped: SteppedTensor) -> Tensor | None:
-        """The moment of a stepped tensor; None if the optimizer has none, or has not stepped yet."""
+    def of(self, kinds: Sequence[str], stepped: SteppedTensor) -> list[Tensor | None]:
+        """Each moment of a stepped tensor; None if the optimizer has none, or has not stepped yet."""
         # `state` is a defaultdict: indexing it would create an entry and change training.
         state = stepped.optimizer.state.get(stepped.key) or {}
+        found: list[Tensor | None] = []
+        for kind in kinds:
+            known, x = stepped.known.get(kind), state.get(NAMES[kind][0])
+            found.append(x if x is not None and known is not None and known() is x else self._find(kind, state, stepped))
+        return found
+
+    def _find(self, kind: str, state: Mapping[str, Any], stepped: SteppedTensor) -> Tensor | None:
         for name in NAMES[kind]:
             found = state.get(name)
             if isinstance(found, Tensor):
