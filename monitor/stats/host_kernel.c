@@ -18,13 +18,17 @@
 
 #if defined(__GNUC__)
 #define INLINE inline __attribute__((always_inline))
+#define PREFETCH(address) __builtin_prefetch((const void *)(address))
 #else
 #define INLINE inline
+#define PREFETCH(address) ((void)(address))
 #endif
 
 static const size_t BYTES[FORMATS] = {4, 8, 2, 2, 8};
 
 #define LANES 16
+#define LINE 64                   /* bytes of a line of the caches */
+#define AHEAD 4096                /* bytes of a page of memory */
 #define BLOCK ((size_t)1 << 20)   /* elements after which lanes are added up: no counter overflows, and sums stay short */
 #define PIECE ((size_t)1024)      /* elements that are converted at a time: a loop of its own, which has vectors */
 #define CHECKED ((size_t)16384)   /* bytes whose words are summed at a time, in a loop of its own: half a first-level cache */
@@ -32,6 +36,14 @@ static const size_t BYTES[FORMATS] = {4, 8, 2, 2, 8};
 #define LEAST_SPREAD 1e-4         /* least ratio of spread to squares at which their difference has eleven digits */
 #define LEAST_VARIANCE 1e-140     /* least mean square at which sums of fourth powers have all digits */
 #define RELEASED ((size_t)1 << 20) /* least number of elements for which Python's lock is released */
+
+/* Asks the caches for what lies a page behind these bytes, in the array or not. A processor by itself reads ahead no further than
+ * the end of a page, and an array that the caches do not hold would be read at two thirds of the speed. */
+static INLINE void fetch_ahead_of(const unsigned char *x, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += LINE) {
+        PREFETCH((uintptr_t)x + i + AHEAD);
+    }
+}
 
 static INLINE float float_of(uint32_t bits) {
     float v;
@@ -81,6 +93,7 @@ static INLINE const unsigned char *piece_float(const unsigned char *x, size_t i,
     if (format == FLOAT32) {
         return x + 4 * i;
     }
+    fetch_ahead_of(x + 2 * i, 2 * count);
     for (size_t k = 0; k < count; k++) {
         uint16_t half;
         memcpy(&half, x + 2 * (i + k), sizeof half);
@@ -93,6 +106,7 @@ static INLINE const unsigned char *piece_double(const unsigned char *x, size_t i
     if (format == FLOAT64) {
         return x + 8 * i;
     }
+    fetch_ahead_of(x + 8 * i, 8 * count);
     for (size_t k = 0; k < count; k++) {
         int64_t whole;
         memcpy(&whole, x + 8 * (i + k), sizeof whole);

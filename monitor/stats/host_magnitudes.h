@@ -149,6 +149,7 @@ static INLINE void choose_window(window *w, const unsigned char *piece, size_t c
 static INLINE size_t count_groups(window *w, const unsigned char *piece, size_t count, int64_t *counts) {
     uint32_t outside[LANES] = {0}, out = 0, zeros = 0;
     for (size_t j = 0; j < count; j += GROUP) {
+        fetch_ahead_of(piece + 4 * j, 4 * GROUP);
         add_group(w, piece + 4 * j, outside);
     }
     for (int k = 0; k < LANES; k++) {

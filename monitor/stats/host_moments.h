@@ -56,6 +56,7 @@ static INLINE void read_terms(
         size_t count = n - i > PIECE ? PIECE : n - i, j = 0;
         const unsigned char *piece = piece_float(x, i, count, format, widened);
         for (; j + terms <= count; j += terms) {
+            fetch_ahead_of(piece + 4 * j, 4 * terms);
             add_terms(to, piece + 4 * j, pivot, scale, selecting);
         }
         if (j < count) { /* filled up with NaN, which are left out */

@@ -66,6 +66,7 @@ static INLINE NAMED(read) NAMED(read_all)(
             size_t most = piece_length(format, checking), count = end - i > most ? most : end - i, j = 0;
             const unsigned char *piece = PIECE_AT(x, i, count, format, widened);
             for (; j + LANES <= count; j += LANES) {
+                fetch_ahead_of(piece + sizeof(REAL) * j, sizeof(REAL) * LANES);
                 for (int k = 0; k < LANES; k++) {
                     NAMED(add)(&to, k, LOAD(piece, j + k), bound, counting);
                 }
@@ -104,6 +105,7 @@ static INLINE double NAMED(centred)(const unsigned char *x, size_t n, enum forma
         const unsigned char *piece = PIECE_AT(x, i, count, format, widened);
         for (size_t j = 0; j < count; j += LANES) {
             int here = count - j < LANES ? (int)(count - j) : LANES;
+            fetch_ahead_of(piece + sizeof(REAL) * j, sizeof(REAL) * LANES);
             for (int k = 0; k < here; k++) {
                 REAL v = LOAD(piece, j + k);
                 double off = MAGNITUDE(v) < INFINITY ? v - mean : 0.0;
@@ -149,6 +151,7 @@ static INLINE void NAMED(read_powers)(
         size_t most = piece_length(format, 0), count = n - i > most ? most : n - i, j = 0;
         const unsigned char *piece = PIECE_AT(x, i, count, format, widened);
         for (; j + LANES <= count; j += LANES) {
+            fetch_ahead_of(piece + sizeof(REAL) * j, sizeof(REAL) * LANES);
             for (int k = 0; k < LANES; k++) {
                 NAMED(add_powers)(to, k, LOAD(piece, j + k), mean, selecting);
             }
