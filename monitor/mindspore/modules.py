@@ -26,8 +26,12 @@ from monitor.recording.activations import ModuleCollector, ModuleWatcher
 from monitor.recording.attached_model import NamedParts
 from monitor.recording.backend import HookSet, Removable, Shown
 
-never_called: tuple[type, ...] = (nn.CellList, nn.CellDict)
 takes_hooks = cell_hooks.takes_hooks
+
+
+def never_called(cell: nn.Cell) -> bool:
+    """Whether a cell only contains others."""
+    return isinstance(cell, (nn.CellList, nn.CellDict))
 
 
 def before_forward(cell: nn.Cell, call: Callable[..., Any], *, compiled: bool = False) -> Removable:
@@ -197,7 +201,7 @@ def _rest(program: Program) -> None:
 def _prepare(program: Program, root: nn.Cell | None) -> None:
     """Everything may be recorded later, and MindSpore compiles once."""
     if root is not None:
-        cells = [cell for _, cell in _observed(root).cells if takes_hooks(cell) and not isinstance(cell, never_called)]
+        cells = [cell for _, cell in _observed(root).cells if takes_hooks(cell) and not never_called(cell)]
         program.prepare(cells, [one for one in root.get_parameters() if one.requires_grad])
 
 

@@ -28,7 +28,6 @@ from monitor.recording.backend import HookSet, Removable, Shown
 from monitor.recording.module_calls import ADVICE, CallIndex, ModuleCall
 from monitor.selection import ALL_TENSORS, NO_TENSORS
 
-never_called: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict)
 takes_hooks = module_hooks.takes_hooks
 _transform, _current_pass = torch._C._functorch.peek_interpreter_stack, torch._C._current_graph_task_id
 
@@ -40,6 +39,11 @@ def chunks_of(model: Any) -> Sequence[nn.Module]:
 
 def parts(chunk: nn.Module) -> NamedParts:
     return NamedParts(chunk.named_modules(), chunk.named_parameters())
+
+
+def never_called(module: nn.Module) -> bool:
+    """Whether a module has no forward: it only contains others, or parameters."""
+    return getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in vars(module)
 
 
 def before_forward(module: nn.Module, call: Callable[..., None], *, compiled: bool = False) -> Removable:

@@ -10,11 +10,12 @@ from typing import Any, Final, final
 from monitor.pipeline.process import PROCESS
 from monitor.recording import phases
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.attached_model import Attached, AttachmentSpec, Host, ModelNames, NamedModule, NamedParameter
+from monitor.recording.attached_model import Attached, AttachmentSpec, Host, ModelNames, NamedModule
 from monitor.recording.backend import HookSet
 from monitor.recording.features.collector import FeatureCollector
 from monitor.recording.late_modules import LateModules
 from monitor.recording.module_info import StackCollector, StructureCollector
+from monitor.recording.optimizer_parameters import OptimizerParameters
 from monitor.recording.parameters import GradientCollector, MomentCollector, WeightCollector
 from monitor.recording.recorder import RecordedSeries, SeenModule, observed_dataflow
 from monitor.recording.run import Run
@@ -175,7 +176,6 @@ class Attachment:
         self._forks, self._hooks = PROCESS.forks, HookSet()
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend, self.settled)
         self.collectors = phases.Collectors()
-        self._held = phases.OptimizerParameters((), watch.framework, self._parameters_now)
         try:
             self._attach()
             self._steps = watch.framework.steps(self, self._failures)
@@ -213,8 +213,8 @@ class Attachment:
             self.modules.watch_root(chunk, root)
         if config.xy_distribution:
             self.watch_activations(modules)
-        self._held = phases.OptimizerParameters(parameters, watch.framework, self._parameters_now)
         attached = Attached(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self.sealer.note)
+        self._held = OptimizerParameters(attached)
         for field, collector in self._configured(attached, modules):
             self.collectors.add(collector, self._recorder.due(field))
         self.expected = attached.kinds | (self.names.activation_kinds() if config.xy_distribution else set())
@@ -332,6 +332,7 @@ class Attachment:
         self._failures.reraise_deferred()
         self._begin_turn(optimizer)
         if self._recorder.active:
+            self._held.late.look_again()
             self.collectors.each(phases.Collector.before_step, self._stepping(optimizer))
 
     def unseen_step(self, optimizer: Any) -> None:
@@ -458,16 +459,15 @@ class Attachment:
 
     def _before_seal(self) -> None:
         if self._recorder.active:
-            last = self._failures.guarded("recording the run's own numbers", self.collectors.each)
-            last(phases.Collector.before_seal)
+            self._failures.guarded("recording the run's own numbers", self.collectors.each)(phases.Collector.before_seal)
 
     def _report_optimizers(self) -> None:
         """Note partly skipped steps in the manifest. Warn about parameters that no optimizer steps, or that are new."""
         if self._turns.mixed:
             self.sealer.note("optimizers", phases.PARTLY_SKIPPED)
-        if said := self._held.unknown_warning():
-            self._failures.warn("new parameters", said)
-            self.sealer.note("new_parameters", said)
+        for cause, key, said in self._held.late.said():
+            self._failures.warn(cause, said)
+            self.sealer.note(key, said)
         if self._unheld_reported or not phases.measures_optimizers(self.watch.config):
             return
         self._unheld_reported = True
@@ -475,9 +475,6 @@ class Attachment:
             self.has_unheld = True
             self._failures.warn("parameters of no optimizer", said)
             self.sealer.note("parameters", said)
-
-    def _parameters_now(self) -> Iterator[NamedParameter]:
-        return ModelNames([self._backend.modules.parts(one) for one in self.watch.chunks], self.watch.config).parameters()
 
     def _begin_step(self, *, before_a_turn: bool = False) -> None:
         self.begun, self._batches = False, 0
@@ -512,7 +509,8 @@ class Attachment:
             self._failures.warn("no optimizer's step", phases.NEVER_STEPPED.format(names=names))
         try:
             was_active = self._recorder.active
-            self._before_seal()
+            if keep:
+                self._before_seal()
             self._recorder.end_step()
             if was_active and self._recorder.has_rows:
                 if keep and not self.clock.misguessed:

@@ -288,13 +288,7 @@ class ForwardHooks(Protocol):
 
 
 class Modules(ForwardHooks, Protocol):
-    """Access to modules and their calls.
-
-    Attributes:
-        never_called: Classes of modules that only contain others.
-    """
-
-    never_called: tuple[type, ...]
+    """Access to modules and their calls."""
 
     def chunks_of(self, model: Any) -> Sequence[Any]:
         """The chunks of a virtual pipeline, or the one module as a list of itself.
@@ -305,6 +299,9 @@ class Modules(ForwardHooks, Protocol):
         """
 
     def parts(self, chunk: Any) -> NamedParts: ...
+
+    def never_called(self, module: Any) -> bool:
+        """Whether a module only contains others."""
 
     def trains(self, module: Any) -> bool:
         """Whether a call of the module that begins now is part of training."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, final
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, final
 
 from monitor.recording.attached_model import Attached, ModelNames, NamedModule, NamedParts
 from monitor.recording.phases import Collector, listed
@@ -13,10 +14,31 @@ from monitor.recording.phases import Collector, listed
 SHARE: Final = 0.001
 """Of the training thread's time, at most, for looking again."""
 
-LATE: Final = (
-    "The model got modules after set_monitor was called: {names}. Their {what} have no rows. To record them, call "
-    "set_monitor when the model is complete, or again."
+
+@final
+class Rarely:
+    """Says when to look again: at once, and then as often as takes a ``SHARE`` of the time. Never, once a look has raised."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    @property
+    def due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        began, self._next = time.monotonic(), math.inf
+        yield
+        self._next = began + (time.monotonic() - began) / SHARE
+
+
+LATE: Final = "The model got modules after set_monitor was called: {names}. Their {what} have no rows."
+MOVED: Final = (
+    "Modules have other names than when set_monitor was called: {names}. Their rows keep the names of that time, which other "
+    "modules have now."
 )
+ADVICE: Final = "To record the model as it is, call set_monitor when it is complete, or again."
 
 Asked = Callable[[ModelNames], Iterable[NamedModule]]
 """The modules of a model that the configuration asks for."""
@@ -38,38 +60,54 @@ class LateModules(Collector):
         self._attached, self._asked, self._what = attached, asked, what
         self._known = {_place(one): one.module for one in hooked}
         self._look_again = attached.failures.guarded("looking for new modules", self._look)
-        self._next = 0.0
-        self._said: Sequence[str] = ()
+        self._rarely = Rarely()
+        self._said = ""
 
     @classmethod
     def of_activations(cls, attached: Attached, names: ModelNames) -> LateModules:
         return cls(attached, names.with_activations(), ModelNames.with_activations, "activations")
 
     def before_seal(self) -> None:
-        if time.monotonic() >= self._next:
+        if self._rarely.due:
             self._look_again()
 
     def _look(self) -> None:
-        began, self._next = time.monotonic(), math.inf  # what raises is not tried again
-        if (names := self._names()) and names != self._said:
-            said = LATE.format(names=listed(names), what=self._what)
+        with self._rarely.looking():
+            said = self._differences()
+        if said and said != self._said:
             self._attached.failures.warn(f"modules without {self._what}", said)
             self._attached.note(f"modules_without_{self._what}", said)
-            self._said = names
-        self._next = began + (time.monotonic() - began) / SHARE
+            self._said = said
 
-    def _names(self) -> list[str]:
+    def _differences(self) -> str:
         attached, modules = self._attached, self._attached.backend.modules
         parts = [NamedParts(list(one.modules), one.parameters) for one in map(modules.parts, attached.watch.chunks)]
+        asked = list(self._asked(ModelNames(parts, attached.config)))
+        now = {_place(one): one.module for one in asked}
         known = {id(module) for module in self._known.values()}
+        late = [
+            one.name
+            for one in asked
+            if not (id(one.module) in known or self._has_rows(one) or modules.never_called(one.module))
+        ]
         present = {id(module) for part in parts for _, module in part.modules}
+        moved = [
+            place[1]
+            for place, module in self._known.items()
+            if now.get(place, module) is not module and id(module) in present and not self._holds(now[place], module)
+        ]
+        said = [
+            LATE.format(names=listed(list(dict.fromkeys(late))), what=self._what) if late else "",
+            MOVED.format(names=listed(list(dict.fromkeys(moved)))) if moved else "",
+        ]
+        return " ".join(filter(None, [*said, ADVICE])) if any(said) else ""
 
-        def has_rows(one: NamedModule) -> bool:
-            return id(one.module) in known or id(self._known.get(_place(one))) in present
+    def _has_rows(self, one: NamedModule) -> bool:
+        """Whether a module wraps the one that was hooked under its name."""
+        return _place(one) in self._known and self._holds(one.module, self._known[_place(one)])
 
-        asked = self._asked(ModelNames(parts, attached.config))
-        late = [one.name for one in asked if not isinstance(one.module, modules.never_called) and not has_rows(one)]
-        return list(dict.fromkeys(late))
+    def _holds(self, wrapper: Any, module: Any) -> bool:
+        return any(one is module for _, one in self._attached.backend.modules.parts(wrapper).modules)
 
 
 def _place(module: NamedModule) -> tuple[int, str]:

@@ -1,14 +1,13 @@
-"""The phases of a step: the turns of its optimizers, the parameters that each steps, and the collectors that take part."""
+"""The phases of a step: the turns of its optimizers, and the collectors that take part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import is_
-from typing import Any, Concatenate, Final, ParamSpec, Protocol, final
+from typing import Any, Concatenate, Final, ParamSpec, final
 
 from monitor.config import MonitorConfig
-from monitor.recording.attached_model import NamedParameter, ParameterSubset
+from monitor.recording.attached_model import ParameterSubset
 from monitor.recording.recorder import Due
 from monitor.recording.step_clock import Clock
 from monitor.stats.table import Status
@@ -18,10 +17,6 @@ P = ParamSpec("P")
 PARTLY_SKIPPED: Final = (
     "in some steps one optimizer was skipped and another one stepped: such a step counts as complete, and the parameters of "
     "the skipped optimizer have no param_updated in it"
-)
-LEFT_OUT: Final = (
-    "{twice} stepped twice before {once} stepped once: the step ended between the two. Rows measured between them are recorded "
-    "in the step that ended. docs/optimizers.md shows the rows of such steps."
 )
 REPLACED: Final = (
     "An optimizer that was not passed to set_monitor ({new}) has stepped all parameters of one that was ({old}). Its steps are "
@@ -36,10 +31,6 @@ IN_PLACE: Final = (
 NEVER_STEPPED: Final = (
     "no optimizer that was passed to set_monitor has stepped ({names}), so no step has ended. Pass the "
     "optimizers whose step() the loop calls."
-)
-UNKNOWN: Final = (
-    "Parameters were added to the model or replaced since set_monitor was called ({names}). They have no rows, and neither "
-    "have modules that were added or replaced. Call set_monitor again with the same model and optimizers."
 )
 NAMED: Final = 3
 """Parameters that a warning names."""
@@ -274,99 +265,3 @@ class OtherOptimizers:
         new = next((name for name, ids in self._stepped.items() if not ids.isdisjoint(of_model)), "")
         self.clear()
         return IN_PLACE.format(new=new, forwards=clock.micro_steps) if new else ""
-
-
-class OptimizerIndex(Protocol):
-    """Knows which parameters an optimizer steps: the ``FrameworkAdapter``."""
-
-    def held(self, optimizer: Any) -> Collection[int] | None:
-        """The ids of the tensors that an optimizer steps; None if it steps all parameters."""
-
-
-class OptimizerParameters:
-    """The recorded parameters of each optimizer, read in every step, since parameter groups may change.
-
-    A parameter of several optimizers belongs to the first of them. A frozen parameter without an optimizer belongs to the
-    first of all optimizers. A parameter that has left the model belongs to none: its name may be that of another one.
-
-    Args:
-        now: Returns the parameters of the model. Called if the parameter groups have changed.
-    """
-
-    def __init__(
-        self, parameters: Sequence[NamedParameter], framework: OptimizerIndex, now: Callable[[], Iterable[NamedParameter]]
-    ) -> None:
-        self._parameters, self._now = parameters, now
-        self._framework = framework
-        self._ids: dict[int, Collection[int] | None] = {}
-        self._held: dict[int, ParameterSubset] = {}
-        self._free: list[NamedParameter] = []
-        self._compared: list[Collection[int]] = []
-
-    def by(self, optimizer: Any, optimizers: Sequence[Any]) -> ParameterSubset:
-        """The parameters that ``optimizer`` steps, one of ``optimizers``; None for all recorded ones."""
-        ids = self._framework.held(optimizer)
-        if id(optimizer) not in self._ids or self._ids[id(optimizer)] is not ids:
-            self._divide(optimizers)
-        return self._held[id(optimizer)]
-
-    def ids_of(self, optimizer: Any) -> Collection[int] | None:
-        """The ids that ``by`` has found last."""
-        return self._ids[id(optimizer)]
-
-    def left_out(self, twice: Any, once: Any, optimizers: Sequence[Any]) -> str:
-        """The warning that a step ends because ``twice`` takes a second turn, before ``once`` has had its first."""
-        return LEFT_OUT.format(twice=self._called(twice, optimizers), once=self._called(once, optimizers))
-
-    def unstepped_warning(self, optimizers: Sequence[Any]) -> str:
-        """The warning that no known optimizer steps some trained parameters; empty if each has an optimizer."""
-        self._divide(optimizers)
-        count, names = len(self._free), listed([one.name for one in self._free])
-        said = (
-            f"{count} of {len(self._parameters)} parameters belong to no optimizer that was passed to set_monitor "
-            f"({names}). They have no rows of reduced gradients, weights, moments and updates. Pass every optimizer of "
-            "the model: set_monitor(model, grad_acc_steps, [first, second])."
-        )
-        return said if count else ""
-
-    def unknown_warning(self) -> str:
-        """The warning that optimizers step parameters that the model has got since it was attached; mostly empty."""
-        ids = [one for one in self._ids.values() if one is not None]
-        if len(ids) == len(self._compared) and all(map(is_, ids, self._compared)):
-            return ""
-        self._compared = ids
-        new = self._new()
-        names = [one.name for one in self._now() if id(one.tensor) in new] if new else []
-        return UNKNOWN.format(names=listed(names)) if names else ""
-
-    def _new(self) -> set[int]:
-        """The ids of tensors that optimizers step, and that the model did not have when it was attached."""
-        return {one for ids in self._ids.values() for one in ids or ()} - {id(one.tensor) for one in self._parameters}
-
-    def _left(self) -> Sequence[NamedParameter]:
-        """The recorded parameters that are still in the model."""
-        if not self._new():
-            return self._parameters
-        now = {id(one.tensor) for one in self._now()}
-        return [one for one in self._parameters if id(one.tensor) in now]
-
-    def _called(self, optimizer: Any, optimizers: Sequence[Any]) -> str:
-        """The description of an optimizer in messages: its class, and the first parameter that it steps."""
-        among = self.by(optimizer, optimizers)
-        first = next((one.name for one in self._parameters if among is None or one in among), "")
-        return f"{type(optimizer).__name__} of {first!r}"
-
-    def _divide(self, optimizers: Sequence[Any]) -> None:
-        self._ids = {id(one): self._framework.held(one) for one in optimizers}
-        self._held, self._free = dict.fromkeys(self._ids), []
-        if not optimizers or any(ids is None for ids in self._ids.values()):
-            return
-        owner = {one: of for of, ids in reversed(self._ids.items()) for one in ids or ()}
-        held: dict[int, dict[NamedParameter, None]] = {of: {} for of in self._ids}
-        for parameter in self._left():
-            of = owner.get(id(parameter.tensor))
-            if of is None and parameter.tensor.requires_grad:
-                self._free.append(parameter)
-            else:
-                held[id(optimizers[0]) if of is None else of][parameter] = None
-        self._held = {of: None if len(among) == len(self._parameters) else among for of, among in held.items()}

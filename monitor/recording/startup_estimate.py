@@ -299,7 +299,7 @@ class _Job:
             kept = sum(self._kept(kind) for kind in OF_PARAMETERS if kind.name in loads and not kind.columns)
             loads[REPLICA_KIND] = KindLoad(kept, kept, len(self._monitored))
         if config.xy_distribution:
-            called = [module for module in names.modules() if not isinstance(module.module, self._backend.modules.never_called)]
+            called = [module for module in names.modules() if not self._backend.modules.never_called(module.module)]
             wanted = [module.wanted for module in called if module.wanted is not None]
             loads["actv"] = self._of_modules(sum(map(_forward, wanted)), each)
             loads["actv_grad"] = self._of_modules(sum(map(_backward, wanted)), each)

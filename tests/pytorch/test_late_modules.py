@@ -64,9 +64,9 @@ def late(output: Output, caplog: pytest.LogCaptureFixture) -> str:
     """Which modules have no rows, in the warning and the note."""
     notes = output.manifest()["notes"]
     note = notes.get("modules_without_activations") or notes.get("modules_without_features")
-    said = [one for one in warnings_in(caplog) if "got modules" in one]
+    said = [one for one in warnings_in(caplog) if "got modules" in one or "other names" in one]
     assert said == ([f"[rank 0] {note}"] if note else [])
-    return note.split("called: ")[1].split(". ")[0] if note else ""
+    return note.split("got modules after set_monitor was called: ")[1].split(". ")[0] if note else ""
 
 
 def changed(change: Callable[[nn.Sequential], object], output: Output, **config: Any) -> None:
@@ -104,9 +104,48 @@ def test_a_wrapper_without_a_name_in_rows_is_not_late(wrap: Any, output: Output,
     assert late(output, caplog) == ""
 
 
-def test_a_list_of_modules_that_is_never_called_is_not_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+def containers(net: nn.Sequential) -> None:
+    net[0].lists, net[0].blocks, net[0].scales = nn.ModuleList([nn.ModuleDict()]), nn.Module(), nn.ParameterList()
+
+
+def test_what_has_no_forward_is_not_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    changed(containers, output)
+    assert late(output, caplog) == ""
+
+
+def test_a_parametrization_and_the_list_that_calls_it_are_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     changed(lambda net: nn.utils.parametrizations.weight_norm(net[2]), output)
-    assert late(output, caplog) == "2.parametrizations.weight.0"
+    assert late(output, caplog) == "2.parametrizations.weight, 2.parametrizations.weight.0"
+
+
+def test_a_module_that_others_made_room_for_is_named_and_so_are_rows_under_names_of_others(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    changed(lambda net: net.insert(0, nn.Linear(4, 4)), output)
+    assert late(output, caplog) == "0"
+    assert "other names than when set_monitor was called: 0, 1, 2. Their rows keep" in warnings_in(caplog)[0]
+
+
+def test_a_name_that_another_module_has_got_is_said(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    changed(lambda net: net.__delitem__(0), output)
+    (said,) = warnings_in(caplog)
+    assert said.startswith("[rank 0] Modules have other names than when set_monitor was called: 1. Their rows keep")
+
+
+def test_attaching_again_names_nothing(
+    output: Output, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monitor.recording.late_modules.SHARE", 1e9)  # a look at each step
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with attached(output, net, optimizer, **ACTIVATIONS) as monitor:
+        train(net, optimizer, 1, torch.ones(2, 4))
+        net(torch.ones(2, 4))
+        net.append(nn.Linear(4, 4))
+        monitor.set_monitor(net, grad_acc_steps=1, optimizer=optimizer)
+        train(net, optimizer, 1, torch.ones(2, 4))
+    assert "3.output" in {row.name for row in output.rows("actv")}
+    assert not [one for one in warnings_in(caplog) if "got modules" in one]
 
 
 def test_what_takes_no_hooks_is_named(output: Output, caplog: pytest.LogCaptureFixture) -> None:
