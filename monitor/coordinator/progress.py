@@ -151,7 +151,7 @@ class Pulse:
         if self._thread is None and os.getpid() == self._pid:
             self._began = time.monotonic()
             self._thread = Thread(
-                target=_run, args=(ref(self), self._stopped, self._every), name="monitor-progress", daemon=True
+                target=_run, args=(ref(self), self._stopped, self._every, self._path), name="monitor-progress", daemon=True
             )
             with suppress(RuntimeError):
                 self._thread.start()
@@ -194,10 +194,12 @@ class Pulse:
         )
 
 
-def _run(reference: ref[Pulse], stopped: Event, every: float) -> None:
-    """Write again and again, until stopped, or until the recording was freed without an end."""
+def _run(reference: ref[Pulse], stopped: Event, every: float, path: Path) -> None:
+    """Write again and again, until stopped, or until the recording was freed without an end. Then the file is removed."""
     while (pulse := reference()) is not None:
         pulse.beat()
         del pulse
         if stopped.wait(every):
             return
+    with suppress(OSError):
+        path.unlink()

@@ -143,7 +143,7 @@ class StepWriter(Generic[S]):
         self._close_deadline = 0.0
         self._closed = Ticket()
         self._queue: RequestQueue[S] = RequestQueue()
-        self._thread = threading.Thread(target=self._run, name=f"monitor-writer-rank{failures.rank}", daemon=True)
+        self._thread: threading.Thread | None = None
         self._start_once, self._close_once, self._time_out_once = threading.Lock(), threading.Lock(), threading.Lock()
         self._born = PROCESS.forks
         PROCESS.adopt(self)
@@ -204,15 +204,15 @@ class StepWriter(Generic[S]):
             return True
         self.begin_close()
         self._start_or_run_here()
-        if threading.current_thread() is not self._thread:
-            self._wait_for_close()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._wait_for_close(self._thread)
         PROCESS.forget(self)
         return self._closed.ok and not self._time_out_once.locked()
 
-    def _wait_for_close(self) -> None:
+    def _wait_for_close(self, thread: threading.Thread) -> None:
         writers_time = self._close_deadline - (1 - WRITERS_SHARE) * self._close_seconds - monotonic()
-        if self._closed.wait(writers_time) and self._thread.is_alive():
-            self._thread.join(max(self._close_deadline - monotonic(), 0.0))
+        if self._closed.wait(writers_time) and thread.is_alive():
+            thread.join(max(self._close_deadline - monotonic(), 0.0))
         elif not self._closed.done and self._time_out_once.acquire(blocking=False):
             self._close_without_writer()
 
@@ -245,9 +245,13 @@ class StepWriter(Generic[S]):
         """True if this call started the thread. Raises if the system has no thread left; the next step tries again."""
         if not self._start_once.acquire(blocking=False):
             return False
+        name = f"monitor-writer-rank{self._failures.rank}"
+        # Made only now: one that never starts would keep this object, and so the run.
+        thread = self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
-            self._thread.start()
+            thread.start()
         except BaseException:
+            self._thread = None
             self._start_once.release()
             raise
         return True

@@ -1,5 +1,7 @@
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 from pipeline_parts import (
@@ -403,11 +405,11 @@ def test_a_copy_that_cannot_be_made_drops_the_step_and_raises_nothing(journal, c
 def test_a_thread_that_cannot_be_started_drops_the_step_and_is_tried_again_with_the_next(journal, tmp_path, monkeypatch):
     pipeline = pipeline_of({"record": RecordSink(tmp_path / "steps")}, journal)
 
-    def refuse():
+    def refuse(_thread):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline._writer._thread, "start", refuse)
+        patch.setattr(threading.Thread, "start", refuse)
         record(pipeline, 0)
     record(pipeline, 1)
     assert pipeline.close()
@@ -437,10 +439,10 @@ def test_an_interpreter_that_starts_no_more_threads_still_closes_a_pipeline_that
     sink = RecordSink(tmp_path / "steps")
     pipeline = pipeline_of({"record": sink}, journal)
 
-    def refuse():
+    def refuse(_thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(pipeline._writer._thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     assert pipeline.close()
     assert sink.closed
     assert journal.path.exists()
@@ -501,3 +503,14 @@ def test_a_pipeline_that_no_one_holds_any_more_writes_what_it_was_given_and_ends
         thread.join(20)
     assert steps_in(tmp_path / "steps.txt") == [0]
     pipeline_in(tmp_path).close()  # the last to close takes down what listens for signals
+
+
+def test_a_pipeline_without_a_step_that_no_one_holds_any_more_is_freed_at_once(journal):
+    pipeline = pipeline_of({}, journal)
+    delivery = weakref.ref(pipeline._delivery)
+    gc.disable()
+    try:
+        del pipeline
+        assert delivery() is None
+    finally:
+        gc.enable()
