@@ -99,6 +99,8 @@ class MindSporeTensorReader:
     A tensor is never treated as an alias of another, since in-place changes between two readings cannot be detected.
     """
 
+    unreadable: Sequence[str] = ()
+
     def __init__(
         self, series: SeriesTable, eps: float, *, magnitudes: bool = False, higher: bool = False, check_sums: bool = False
     ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from monitor.failures import LOGGER
 from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.pytorch.fast_path import Reader, ReadTensor
-from monitor.recording.recorder import Device, Due, LiveRows, RecordedSeries
+from monitor.recording.recorder import UNREADABLE, Device, Due, LiveRows, RecordedSeries
 from monitor.series import NO_MICRO_STEP, SeriesTable
 from monitor.stats.host.array_kernel import Reduce
 from monitor.stats.ops import Epsilon
@@ -136,7 +136,7 @@ class TorchTensorReader(Reader):
         self.device_steps = DeviceSteps()
         self._lock, self._table = self.rows.lock, self.rows.table
         self._seen: dict[int, ReadTensor] = {}
-        self._opaque: set[type] = set()
+        self._opaque: dict[type, str] = {}
         self._share(self._table, {}, self._seen, MAX_SEEN, HOST, self._lock, READ, EVEN)
         self.take_kernels(eps, higher=higher, check_sums=check_sums)
 
@@ -145,6 +145,10 @@ class TorchTensorReader(Reader):
         self.host = TorchHostKernel(eps, higher=higher, check_sums=check_sums)
         self._checking_host = self.host if check_sums else TorchHostKernel(eps, higher=higher, check_sums=True)
         self._tell()
+
+    @property
+    def unreadable(self) -> Sequence[str]:
+        return tuple(self._opaque.values())
 
     @property
     def magnitudes(self) -> bool:
@@ -195,9 +199,8 @@ class TorchTensorReader(Reader):
         """Whether the elements of ``x`` are there. A warning names each class once whose tensors nothing can read."""
         there = has_data(x)
         if not there and type(x) not in self._opaque and is_opaque(x):
-            name = type(x).__qualname__
-            self._opaque.add(type(x))
-            LOGGER.warning("Only the class %s knows where the elements of its tensors are. They have no rows.", name)
+            name = self._opaque[type(x)] = type(x).__qualname__
+            LOGGER.warning("%s", UNREADABLE.format(names=name))
         return there
 
     def captures(self, device: torch.device) -> bool:

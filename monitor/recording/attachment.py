@@ -88,6 +88,7 @@ class StepSealer:
                 "following the flow of data", self._write_dataflow, "The manifest has none of it."
             )
             write(run, seen)
+        recorder.note_unreadable(run.manifest.note)
         sealed = run.pipeline.reserve(step)
         if sealed is None:
             recorder.discard()

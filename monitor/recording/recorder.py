@@ -159,6 +159,9 @@ class LiveRows:
         return page.histogram
 
 
+UNREADABLE: Final = "Tensors of these classes have no rows, since only the class knows where their elements are: {names}."
+
+
 class TensorReader(Protocol):
     """Reads the tensors of a framework into rows.
 
@@ -167,6 +170,7 @@ class TensorReader(Protocol):
         eps: The bound below which elements count as zeros.
         higher, check_sums: Whether to measure the higher moments, and the check sums (``partials``), of every tensor.
         magnitudes: Whether to count a histogram of magnitudes for every tensor.
+        unreadable: Names of the classes whose tensors had no rows, since only the class knows where their elements are.
     """
 
     rows: LiveRows
@@ -174,6 +178,9 @@ class TensorReader(Protocol):
     higher: bool
     check_sums: bool
     magnitudes: bool
+
+    @property
+    def unreadable(self) -> Sequence[str]: ...
 
     def record(self, watched: RecordedSeries, x: Any, micro_step: int = 0, *, aliases: bool = True) -> None:
         """Reduce ``x`` into the row of ``watched`` for ``micro_step``. Without data there is no row.
@@ -302,7 +309,7 @@ class Recorder:
         self.steps = 0
         self.late: LateRows = NoLateRows()
         self.total: TotalNorm | None = None
-        self._inert, self._forgotten = False, 0
+        self._inert, self._forgotten, self._noted = False, 0, 0
         self._due: dict[str, Due] = {}
         PROCESS.on_fork_child(self._become_inert)
 
@@ -322,6 +329,13 @@ class Recorder:
         reader.magnitudes = magnitudes
         if (eps, higher, check_sums) != (reader.eps, reader.higher, reader.check_sums):
             reader.take_kernels(eps, higher=higher, check_sums=check_sums)
+
+    def note_unreadable(self, note: Callable[[str, str], None]) -> None:
+        """Note which classes of tensors have no rows, unless that was noted before."""
+        names = self.reader.unreadable
+        if len(names) > self._noted:
+            self._noted = len(names)
+            note("unreadable_tensors", UNREADABLE.format(names=", ".join(names)))
 
     def due(self, field: str) -> Due:
         """Whether the kinds of a configuration field are recorded. The object stays the same, and changes with the steps."""

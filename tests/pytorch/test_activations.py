@@ -256,6 +256,21 @@ def test_a_jagged_tensor_has_the_numbers_and_the_shape_of_its_rows_together(outp
     assert {one.layout for one in read_series(found.directory, manifest)} == {TensorLayout((6, 3), "torch.float64")}
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_a_strided_nested_tensor_has_the_numbers_of_all_its_elements(
+    output: Output, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, native)
+    rows = [values(2, 3), values(4, 3)]
+    nested = [torch.nested.nested_tensor(rows, layout=torch.strided, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+
+    found = activations(output, Returns(*nested), ops=["norm", "shape"])
+
+    norm = pytest.approx(torch.cat(rows).norm().item())
+    assert [row.values for row in found.rows("actv")] == [{"norm": norm, "shape": "[18]"}] * 2
+
+
 def test_an_empty_tensor_is_measured_and_has_no_mean(output: Output) -> None:
     (row,) = activations(output, Returns(torch.empty(0, 3))).rows("actv")
 
@@ -410,8 +425,11 @@ def test_tensors_whose_elements_only_their_class_finds_have_no_rows_and_a_warnin
     found = activations(output, Returns(masked, torch.ones(4), masked), ops=["norm"])
 
     assert found.norms("actv") == {".output_1": 2.0}
-    warnings = [record.message for record in caplog.records if "MaskedTensor" in record.message]
-    assert warnings == ["Only the class MaskedTensor knows where the elements of its tensors are. They have no rows."]
+    (warning,) = [record.message for record in caplog.records if "MaskedTensor" in record.message]
+    assert warning.startswith(
+        "Tensors of these classes have no rows, since only the class knows where their elements are: Mask"
+    )
+    assert read_manifest(found.directory / "manifest.json").notes["unreadable_tensors"] == warning
 
 
 def test_transforms_of_torch_func_are_undisturbed_and_not_recorded(output: Output, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -53,26 +54,34 @@ def test_what_was_freed_has_no_row_and_what_is_there_has_one(record: Record, dty
     assert [recorder.table.series[series].name for series in rows.series] == ["there"]
 
 
+class Shapeless(torch.Tensor):
+    """A tensor whose shape cannot be read."""
+
+    @property
+    def shape(self) -> Any:
+        raise RuntimeError("it has no shape")
+
+
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_what_has_no_layout_has_no_row_and_leaves_others_theirs(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, native)
     recorder = Recorder(TorchTensorReader(SeriesTable(), 1e-8))
-    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
-    watched = {name: RecordedSeries(Series("actv", 0, name), (0,)) for name in ("before", "nested", "after")}
+    shapeless = torch.ones(3).as_subclass(Shapeless)
+    watched = {name: RecordedSeries(Series("actv", 0, name), (0,)) for name in ("before", "shapeless", "after")}
     missing: list[str] = []
     recorder.activate(True)
     recorder.record_all(
-        [(watched["before"], torch.ones(5)), (watched["nested"], nested), (watched["after"], torch.ones(7))],
+        [(watched["before"], torch.ones(5)), (watched["shapeless"], shapeless), (watched["after"], torch.ones(7))],
         lambda one, _: missing.append(one.series.name),
     )
     with pytest.raises(RuntimeError):
-        recorder.record(watched["nested"], nested, 0)
+        recorder.record(watched["shapeless"], shapeless, 0)
     recorder.end_step()
     sealed = SealedTable()
     recorder.seal(sealed)
     rows = sealed.rows()
     found = {recorder.table.series[row].name: rows.layouts[layout].shape for row, layout in _layouts(rows.kinds["actv"])}
-    assert (found, missing) == ({"before": (5,), "after": (7,)}, ["nested"])
+    assert (found, missing) == ({"before": (5,), "after": (7,)}, ["shapeless"])
 
 
 def _layouts(rows: KindRows) -> list[tuple[int, int]]:
@@ -98,5 +107,5 @@ def test_a_class_whose_tensors_nothing_can_read_is_named_once(record: Record, ca
     recorder.seal(sealed)
     assert sealed.rows().kinds == {}
     assert [one.message for one in caplog.records] == [
-        "Only the class TwoTensor knows where the elements of its tensors are. They have no rows."
+        "Tensors of these classes have no rows, since only the class knows where their elements are: TwoTensor."
     ]

@@ -163,9 +163,13 @@ def layouts() -> Corpus:
     }
     parts = [normal(3, 4), normal(5, 4, seed=1)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    strided = torch.nested.nested_tensor(parts, layout=torch.strided)
     with torch.inference_mode():
         inferred = normal(100)
     return {name: Case(x, elements=dense) for name, x in sparse.items()} | {
         "jagged": Case(nested, elements=torch.cat(parts)),
+        "nested": Case(strided, elements=torch.cat(parts)),
+        "nested and transposed": Case(strided.transpose(-1, -2), elements=torch.cat(parts)),
+        "a part of nested": Case(strided.chunk(2, -1)[1], elements=torch.cat([one[:, 2:] for one in parts])),
         "made in inference mode": Case(inferred, elements=inferred.clone()),
     }

@@ -49,7 +49,7 @@ def plain_address(x: Tensor) -> int:
     """The address of the first element of a tensor that ``is_plain``; 0 for any other tensor."""
     if type(x) not in PLAIN or x.dtype is not torch.float32 or not x.is_cpu or x.layout is not torch.strided:
         return 0
-    return address_of(x) if x.is_contiguous() else 0
+    return address_of(x) if x.is_contiguous() and not x.is_nested else 0
 
 
 def address_of(x: Tensor) -> int:
@@ -113,7 +113,7 @@ def readable(x: Tensor) -> Readable | None:
     local = local_shard(x)
     if local is None or local.is_meta or not has_memory(local):
         return None
-    if local.layout is not torch.strided or local.is_quantized:
+    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
         source = _stored(local)
         return source if has_memory(source.dense) else None
     return _without_repeats(local)
@@ -159,9 +159,9 @@ def _is_wrapper(x: Tensor) -> bool:
 
 def measured_shape(x: Tensor) -> tuple[int, ...]:
     """The shape of the elements of ``x`` on this rank. For a jagged tensor: that of all its rows. Its own shape has a symbol
-    in place of their lengths, a new one for each tensor.
+    in place of their lengths, a new one for each tensor. A strided nested tensor has no shape, and is flat.
     """
-    if x.layout is torch.jagged:
+    if x.is_nested:
         return _stored(x).dense.shape
     local = local_shard(x)
     return x.shape if local is None else local.shape
@@ -183,11 +183,19 @@ def _stored(x: Tensor) -> Readable:
     elif x.layout is torch.jagged:
         buffer: Any = x  # an attribute of the Python object, not an operation that dispatch below Python would miss
         return Readable(buffer._values)
+    elif x.is_nested:
+        return Readable(_buffer(x))
     elif x.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         values = x.values()
     else:
         return Readable(x.to_dense())
     return Readable(values, implicit_zeros=x.numel() - values.numel())
+
+
+def _buffer(x: Tensor) -> Tensor:
+    """The elements of a strided nested tensor, flat. The buffer of a part of another one has further elements."""
+    buffer = x.values()
+    return buffer if buffer.numel() == x.numel() else x.contiguous().values()
 
 
 def _without_repeats(x: Tensor) -> Readable:
