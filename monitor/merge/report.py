@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from monitor.coordinator import manifest_format as schema
 from monitor.merge import bits
 from monitor.merge.combine import NOT_JOINED, NOT_RECORDED, Disagreement, Outcome
@@ -386,3 +389,30 @@ def _notes(runs: Iterable[RankRun]) -> list[dict[str, Any]]:
     """What manifests say of the numbers, and how many ranks say so."""
     counts = Counter((key, str(value)) for run in runs for key, value in run.manifest.notes.items())
     return [{"about": key, "note": value, "ranks": count} for (key, value), count in sorted(counts.items())[:MOST_LISTED]]
+
+
+# --- Steps as ranges.
+
+MOST_STEPS: Final = 10**8
+"""Of a range. A number in a damaged report may be any."""
+
+
+def ranges_of(steps: Mapping[str, Any]) -> list[range]:
+    """Steps of a report as ranges; those that it only counts as all steps between the first and the last of them."""
+    rest = steps.get("rest")
+    more = [range(rest["first"], rest["last"] + 1)] if rest else []
+    ranges = [range(first, last + 1, interval) for first, last, interval in steps["ranges"]]
+    return [one[:MOST_STEPS] for one in (*ranges, *more)]
+
+
+def cut(steps: NDArray[np.int64], spans: Iterable[StepSpan]) -> list[range]:
+    """The steps that are in one of the spans, as ranges.
+
+    Args:
+        steps: Ascending.
+    """
+    inside = np.zeros(len(steps), dtype=np.bool_)
+    for first, last in set(spans):
+        inside[np.searchsorted(steps, first) : np.searchsorted(steps, last, "right")] = True
+    found = steps[inside].tolist()
+    return [range(first, last + 1, interval) for first, last, interval in schema.StepRanges(found, most=len(found) + 1).ranges]

@@ -20,10 +20,10 @@ from monitor.failures import LOGGER
 from monitor.merge.execution import MergeError
 from monitor.merge.finished import Folder
 from monitor.merge.merge import REPORT_FILE
-from monitor.merge.report import summary
+from monitor.merge.report import ranges_of, summary
 from monitor.merge.statistics import roots_of_squares
 from monitor.merge.tables import order_by, starts_of_runs
-from monitor.query.sources import ALL, MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, RunSource, ranges_of
+from monitor.query.sources import ALL, MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, RunSource
 
 MISSING: Final = (
     "missing ranks",

@@ -22,13 +22,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow.parquet import ParquetFile
 
-from monitor.coordinator.manifest_format import StepRanges
 from monitor.merge import execution, merge
 from monitor.merge.combine import per_rank_rows
 from monitor.merge.discovery import SetAside, choose, discover, runs_of, unmerged_formats, without_manifests
 from monitor.merge.finished import Folder
 from monitor.merge.outputs import FILE_NAME, GLOBAL, PER_RANK, columns_of, read_merged
-from monitor.merge.report import Report, summary
+from monitor.merge.report import Report, cut, ranges_of, summary
 from monitor.merge.rows import Source, Told, gathered, read
 from monitor.merge.tables import Columns, Shard, Texts, order_by, read_file, starts_of_runs
 from monitor.merge.tensors import Catalogue
@@ -418,31 +417,6 @@ def _codes(column: pa.ChunkedArray) -> NDArray[np.int64]:
     return codes
 
 
-MOST_STEPS: Final = 10**8
-"""Of a range. A number in a damaged report may be any."""
-
-
-def ranges_of(steps: Mapping[str, Any]) -> list[range]:
-    """Steps of a report as ranges; those that it only counts as all steps between the first and the last of them."""
-    rest = steps.get("rest")
-    more = [range(rest["first"], rest["last"] + 1)] if rest else []
-    ranges = [range(first, last + 1, interval) for first, last, interval in steps["ranges"]]
-    return [one[:MOST_STEPS] for one in (*ranges, *more)]
-
-
-def cut(steps: NDArray[np.int64], spans: Iterable[StepSpan]) -> list[range]:
-    """The steps that are in one of the spans, as ranges.
-
-    Args:
-        steps: Ascending.
-    """
-    inside = np.zeros(len(steps), dtype=np.bool_)
-    for first, last in set(spans):
-        inside[np.searchsorted(steps, first) : np.searchsorted(steps, last, "right")] = True
-    found = steps[inside].tolist()
-    return [range(first, last + 1, interval) for first, last, interval in StepRanges(found, most=len(found) + 1).ranges]
-
-
 # --- Directories of ranks, read as a merge reads them.
 
 _ONE_PIECE: Final = 2**60
@@ -485,13 +459,25 @@ class RankDirectories:
         """The ranks that have a directory."""
         return sorted({run.rank for run in self._runs})
 
-    @property
+    @cached_property
     def steps(self) -> dict[str, list[range]]:
-        """By kind, the steps that manifests list and its files cover."""
-        shards = self._plan.shards
-        known = merge.recorded_steps({run.manifest.steps.written for run in self._runs}, shards.values())
+        """By kind, the steps that manifests list and its files cover. Files of a run that was killed, or is still writing, may
+        have later steps than its manifest lists: these are read.
+        """
+        shards, ended = self._plan.shards, [place for place, run in enumerate(self._runs) if run.manifest.closed]
+        of_ended = [one.filter(np.isin(one["run"].to_numpy(), ended)) for one in shards.values()]
+        known = merge.recorded_steps({run.manifest.steps.written for run in self._runs}, of_ended)
         spans = {kind: map(StepSpan, *(shards[kind][end].to_pylist() for end in ("first", "last"))) for kind in sorted(shards)}
-        return {kind: cut(known, each) for kind, each in spans.items()}
+        return {kind: cut(np.unique(np.concatenate([known, *self._unlisted(kind)])), each) for kind, each in spans.items()}
+
+    def _unlisted(self, kind: str) -> Iterator[NDArray[np.int64]]:
+        """The steps in files of runs that have not ended, after those that their manifests list."""
+        for place in (number for number, run in enumerate(self._runs) if not run.manifest.closed):
+            listed = self._runs[place].manifest.steps.written.restored()
+            choice = RowChoice(kind, steps=range(listed.newest + 1, ALL.stop), columns=("step",))
+            rows, set_aside = self._scan(choice, self._plan.sources(kind, choice.span, range(place, place + 1))).read()
+            self._set_aside(set_aside)
+            yield np.unique(rows["step"].to_numpy())
 
     def kinds(self, *, whole: bool) -> list[str]:
         """The kinds that have rows of whole tensors, or of ranks."""
@@ -532,9 +518,11 @@ class RankDirectories:
 
     def scan(self, choice: RowChoice) -> RankScan:
         """``rows`` of ranks, to be read by any process."""
+        return self._scan(choice, self._sources(choice.kind, choice.ranks, choice.span))
+
+    def _scan(self, choice: RowChoice, sources: Iterable[Source]) -> RankScan:
         kind, plan = choice.kind, self._plan
-        sources = tuple(self._sources(kind, choice.ranks, choice.span))
-        return RankScan(choice, plan.columns(kind), sources, plan.catalogues_of(kind), plan.about_runs)
+        return RankScan(choice, plan.columns(kind), tuple(sources), plan.catalogues_of(kind), plan.about_runs)
 
     def _sources(self, kind: str, ranks: Collection[int] | None, steps: StepSpan) -> Iterator[Source]:
         of_runs = [one.rank for one in self._runs]

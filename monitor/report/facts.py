@@ -23,8 +23,9 @@ from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, Ma
 from monitor.coordinator.series_file import read_columns
 from monitor.merge.execution import MergeError
 from monitor.merge.merge import Wanted, merge
+from monitor.merge.report import ranges_of
 from monitor.query.opened import Lacking, open_source, total_norms
-from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order, ranges_of
+from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order
 from monitor.report.bands import Numbers
 from monitor.report.history import WINDOW, Axis, Ints, KindHistory, RowTaker, SuddenBound, without_number
 from monitor.series import CLIPPED_NORM, DIRECTION_KIND, GRAD_NORM, KIND_TABLE, KINDS, KINDS_OF_RANKS, REPLICA_KIND, RUN_KIND
@@ -483,9 +484,7 @@ def _regular_steps(facts: Facts, kind: str) -> Ints:
 
 def _axis(told: Mapping[str, Any], series: int) -> Axis:
     """Recorded steps, and steps that are known to be missing."""
-    known = ranges_of(told["steps"])
-    for one in told["dropped"]["listed"]:
-        known += ranges_of(one["steps"])
+    known = [*ranges_of(told["steps"]), *(each for one in told["dropped"]["listed"] for each in ranges_of(one["steps"]))]
     steps = np.unique(np.concatenate([np.zeros(0, np.int64), *(np.arange(one.start, one.stop, one.step) for one in known)]))
     most = max(FEWEST_BINS, min(MOST_BINS, MOST_CELLS // max(series, 1)))
     return Axis(steps, max(min(len(steps), most), 1))

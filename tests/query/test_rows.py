@@ -383,3 +383,19 @@ def test_footers_of_a_run_are_freed_with_it_and_wait_for_no_collection(base: Pat
         assert footers() == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("format", ["csv", "hdf5", "parquet"])
+def test_the_steps_of_a_run_that_was_killed_are_those_of_its_rows(tmp_path: Path, format: str) -> None:  # noqa: A002
+    """Its manifest was saved last when the first step was written."""
+    one = RecordedRank(tmp_path, format=format, steps_per_record=5)
+    for step in (*range(0, 12, 2), *range(12, 17)):
+        one.write(step, {"grad_reduced": [Measured("w")]})
+        if step == 0:
+            one.flush()
+            one.manifest.save()
+    del one
+    run = open_run(tmp_path)
+    rows = run.rows("grad_reduced")["step"].unique().to_pylist()
+    assert len(rows) > 5
+    assert [step for each in run.steps["grad_reduced"] for step in each] == rows
