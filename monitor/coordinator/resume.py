@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -154,6 +154,11 @@ class RestartedRun:
         groups = {role: tuple(ranks) for role, ranks in self.groups.items()}
         return model is not None and (record.watched, record.world_size, record.groups) == (model, self.world_size, groups)
 
+    def earlier_here(self) -> Iterator[RestartedRun]:
+        """What this process has recorded before of the same model."""
+        if self.watched is not None:
+            yield from (replace(self, watched=replace(self.watched, number=each)) for each in range(self.watched.number))
+
 
 def resolve_rank_directory(
     base: Path,
@@ -224,9 +229,11 @@ def _in_span(base: Path, rank: int, span: Span, recording: int, watched: schema.
 def _newest_alike(base: Path, rank: int, this: RestartedRun) -> Path | None:
     """The directory that a restart continues; None, with the reason logged, if it begins a new one."""
     every = [base / name for name in os.listdir(base) if (found := output.RankDirectory.parse(name)) and found.rank == rank]
-    alike = [(path, record) for path in every if (record := _known(path)) is not None and this.resembles(record)]
+    known = [(path, record) for path in every if (record := _known(path)) is not None]
+    alike = [(path, record) for path, record in known if this.resembles(record)]
     alike.sort(key=lambda one: (*order_of(one[1]), one[0].name))
-    reason = _why_anew(alike, this) if alike else _NO_OTHER if every else ""
+    again = any(one.resembles(record) for one in this.earlier_here() for _, record in known)
+    reason = _why_anew(alike, this) if alike else _AGAIN if again else _NO_OTHER if every else ""
     if alike and not reason:
         return alike[-1][0]
     say = LOGGER.warning if reason and (alike or this.start_step) else LOGGER.info
@@ -235,6 +242,7 @@ def _newest_alike(base: Path, rank: int, this: RestartedRun) -> Path | None:
     return None
 
 
+_AGAIN: Final = "this process has recorded the same model before, and leaves the directory of that recording as it is"
 _NO_OTHER: Final = "no directory of this rank is of the same model, the same number of ranks and the same groups"
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -545,6 +546,15 @@ class TestAuto:
         assert self.settle(tmp_path).directory != other
         said = "no directory of this rank is of the same model, the same number of ranks and the same groups"
         assert f"append_output: {said}. A new directory begins at step 3." in caplog.text
+
+    def test_a_second_recording_of_a_model_in_one_process_begins_a_directory_and_the_reason_is_said(self, tmp_path, caplog):
+        first = self.earlier(tmp_path)
+        again = replace(self.MODEL, number=1)
+        assert self.settle(tmp_path, watched=again).directory != first
+        assert "this process has recorded the same model before" in caplog.text
+        caplog.clear()
+        assert self.settle(tmp_path, watched=again, world_size=2).directory != first
+        assert "this process has recorded the same model before" not in caplog.text
 
     def test_a_run_from_step_0_leaves_the_earlier_directory_as_it_is_and_names_start_iteration(self, tmp_path, caplog):
         earlier = self.earlier(tmp_path)
