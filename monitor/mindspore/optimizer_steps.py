@@ -100,12 +100,17 @@ class MindSporeOptimizerSteps:
 
     def remove(self) -> None:
         flush(self._program)
+        listener: Any = self._listener
+        if self._program is not None and self._program.note == listener.sealer.note:
+            self._program.note = None
         if self._outside is not None:
             self._outside.remove()
         self._hooks.remove()
 
     def _observe(self, program: Program, optimizers: Sequence[tuple[nn.Cell, GradientReceiver]]) -> None:
         """Follow the steps of optimizers in compiled code."""
+        listener: Any = self._listener
+        program.note = listener.sealer.note
         kinds = partial(_kinds_of, self._listener)
         for optimizer, given in optimizers:
             stepped = self._guarded("ending a compiled step", partial(self._stepped, given, optimizer))

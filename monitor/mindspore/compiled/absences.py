@@ -13,10 +13,15 @@ from mindspore.nn.cell import _cell_graph_executor, cells_compile_cache
 
 from monitor.failures import Failures
 from monitor.mindspore.autograd import recording
+from monitor.mindspore.tape import ON_REQUEST
 
 if TYPE_CHECKING:
     from monitor.mindspore.compiled.program import Program
 
+PARTIAL: Final = (
+    "Parts of the dynamic graph are compiled (@jit), and have no rows: last bits of training could change. Take @jit off to "
+    f"record them, or {ON_REQUEST}."
+)
 LATE: Final = (
     "Code of this model was compiled before the monitor was attached, and has no rows. Call set_monitor before the first step, "
     "or make the @jit function or the training cell anew after it."
@@ -42,6 +47,7 @@ class Absences:
         self._known = weakref.ref(program)
         self._earlier: set[str] = set()
         self._with_taps: set[str] = set()
+        self._looked_at: set[str] = set()
         self._may_be_late = False
         self._replaced: list[Failures] = []
         self.taken: list[weakref.ref[nn.Cell]] = []
@@ -49,27 +55,40 @@ class Absences:
     def begin(self) -> None:
         """Code that was compiled so far has no taps, unless it was compiled under an earlier monitor of the model."""
         self._earlier = _compiled_phases() - self._with_taps
+        self._looked_at.clear()
         self._may_be_late = False
 
     def tape_is_gone(self) -> None:
         """Code that was compiled so far makes no entries any more."""
         self._with_taps.clear()
 
-    def compiled(self, executor: Any, result: Any) -> None:
-        """Code is about to be executed, and was compiled now or earlier. MindSpore's function has returned its name."""
+    def said_of(self, phase: str) -> str:
+        """Why code has no taps; empty if it may have some."""
         program = self._known()
-        phase: str = result if isinstance(result, str) else result[0]
-        if phase not in self._earlier or program is None:
+        if phase in self._earlier:
+            return LATE
+        return PARTIAL if program is not None and phase in program.fallback.parts else ""
+
+    def compiled(self, executor: Any, phase: str) -> None:
+        """Code is about to be executed, and was compiled now or earlier."""
+        program, said = self._known(), self.said_of(phase)
+        if not said or program is None:
             self._with_taps.add(phase)
-            return
-        self._earlier.remove(phase)
-        found = {id(one) for one in executor._graph_executor.get_params(phase).values()}
-        optimizers = program.cells_of_optimizers()
+        elif phase not in self._looked_at:
+            self._looked_at.add(phase)
+            self._look_at(program, {id(one) for one in executor._graph_executor.get_params(phase).values()}, said)
+
+    def _look_at(self, program: Program, found: set[int], said: str) -> None:
+        """Warn of code without taps, unless it steps an optimizer: ``StepsFromOutside`` reads such steps.
+
+        Args:
+            found: The ids of its parameters.
+        """
         weights = parameters_of(program.roots())
-        if found & (parameters_of(optimizers) - weights):
-            in_graph_mode = isinstance(executor, type(_cell_graph_executor))
-            if in_graph_mode or not is_called(optimizers):  # else Python sees the step
-                program.warn("late", LATE)
+        if found & (parameters_of(program.cells_of_optimizers()) - weights):
+            return
+        if said == PARTIAL:
+            program.warn("parts of the dynamic graph", PARTIAL)
         elif found & weights and any(root.training for root in program.roots()):
             if recording():
                 program.warn("late", LATE)

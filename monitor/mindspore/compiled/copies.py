@@ -90,7 +90,7 @@ class GradientCopies:
     def warn(self, key: str, said: str) -> None:
         self.failures.warn(key, said)
 
-    def compiled(self, executor: Any, result: Any, others: Sequence[Any]) -> None:
+    def compiled(self, executor: Any, phase: str, others: Sequence[Any]) -> None:
         """Nothing to do: the parameters of the code show whether it copies."""
 
     def positions(self, number: int, gradients: int) -> tuple[int, ...]:

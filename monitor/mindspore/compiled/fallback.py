@@ -66,10 +66,6 @@ CHANGED: Final = (
     "from now on its compiled code has rows of weights and moments only. Train in PYNATIVE_MODE without @jit to record it, or "
     f"{ON_REQUEST}."
 )
-PARTIAL: Final = (
-    "Parts of the dynamic graph are compiled (@jit), and have no rows: last bits of training could change. Take @jit off to "
-    f"record them, or {ON_REQUEST}."
-)
 
 OVERTAKEN: Final = (
     "A hook was registered after the monitor's for a parameter of compiled code. The monitor's cannot be put back before it, "
@@ -82,12 +78,25 @@ UNCACHED: Final = (
 MOST_CHARACTERS: Final = 200
 
 
-class Fallback(CallListener):
+class CompilerListener(CallListener):
+    """Sees what MindSpore compiles."""
+
+    def succeeded(self, others: Sequence[Fallback], executor: Any, phase: str) -> None:
+        """Code was compiled, now or earlier, and is about to be executed.
+
+        Args:
+            others: The programs that may have taps in it.
+            phase: The name of the code.
+        """
+
+
+class Fallback(CompilerListener):
     """Takes hooks and taps of one program out, and puts them back.
 
     Attributes:
         has_hooks, has_taps: False from when the program was compiled without them until it is observed anew.
         takes_part: Whether the compiler has called a function of the program since the compilation began.
+        parts: The names of code that was compiled without them because it is a part of the dynamic graph.
     """
 
     def __init__(self, program: Program | GradientCopies) -> None:
@@ -95,6 +104,7 @@ class Fallback(CallListener):
         self._hooks: list[_Hook] = []
         self.has_hooks = self.has_taps = True
         self.takes_part = False
+        self.parts: set[str] = set()
 
     def begin(self) -> None:
         """Follow compilations from now on."""
@@ -132,12 +142,11 @@ class Fallback(CallListener):
             program.turn(on=False)  # steps without taps are not counted, so the others would have wrong numbers
             deque(program.take_out(), maxlen=0)
 
-    def succeeded(self, others: Sequence[Fallback], executor: Any, result: Any) -> None:
-        """Code was compiled, now or earlier, and is about to be executed."""
+    def succeeded(self, others: Sequence[Fallback], executor: Any, phase: str) -> None:
         program = self._known()
         if program is not None and program.failures is not None:
             there = [found for one in others if one.takes_part and (found := one._known()) is not None]
-            program.failures.guarded("looking at compiled code", program.compiled)(executor, result, there)
+            program.failures.guarded("looking at compiled code", program.compiled)(executor, phase, there)
 
     @contextmanager
     def at(self, level: int) -> Iterator[None]:
@@ -198,17 +207,19 @@ class _Hook:
 
 
 class _CompilerPatch(CallPatch):
-    """Patches a function that compiles. Its listeners are the models that are observed."""
+    """Patches a function that compiles. Its listeners are the models that are observed, and those who follow executions."""
 
     def _patched(self, original: Any) -> Any:
         @wraps(original)
         def patched(*args: Any, **kwargs: Any) -> Any:
             listeners: Any = self._listeners if self._ours is patched else ()
-            living = [fallback for known in listeners if (fallback := known()) is not None]
-            with _without_cache(living):
-                result = _proven(living, _Compilation(_as_first(partial(original, *args, **kwargs)), args))
+            living: list[CompilerListener] = [one for known in listeners if (one := known()) is not None]
+            programs = [one for one in living if isinstance(one, Fallback)]
+            compile_ = partial(original, *args, **kwargs)
+            with _without_cache(programs):
+                result = _proven(programs, _Compilation(_as_first(compile_), args)) if programs else compile_()
             for one in living:
-                one.succeeded(living, args[0], result)
+                one.succeeded(programs, args[0], _phase(result))
             return result
 
         return patched
@@ -341,7 +352,7 @@ def _proven(programs: Sequence[Fallback], compilation: _Compilation) -> Any:
         return result
     if ms.get_context("mode") != ms.GRAPH_MODE:  # the backward of a part is not in its graph
         for one in () if compilation.is_of_mindspore else programs:
-            one.warn("parts of the dynamic graph", PARTIAL)
+            one.parts.add(_phase(result))
         return result
     if (took := time.monotonic() - began) >= LONG_S:
         LOGGER.info(AGAIN, took)

@@ -19,12 +19,13 @@ from mindspore import Parameter, nn
 from mindspore.nn.cell import _cell_graph_executor
 
 from monitor.failures import Failures
-from monitor.mindspore.compiled.absences import is_called, parameters_of
+from monitor.mindspore.compiled.absences import PARTIAL, is_called, parameters_of
 from monitor.mindspore.compiled.copies import GradientCopies, copies_in
+from monitor.mindspore.compiled.fallback import COMPILERS, CompilerListener, Fallback
 from monitor.mindspore.compiled.replay import REPLAYING, flush
 from monitor.mindspore.frameworks.optimizer_state import innermost
 from monitor.mindspore.tape import COMPILED_VARIABLE, ON_REQUEST, changes_are_accepted, could_be_measured
-from monitor.recording.patches import CallListener, CallPatch
+from monitor.recording.patches import CallPatch
 from monitor.recording.startup_estimate import records_run_numbers
 from monitor.series import KIND_TABLE
 from monitor.stats.mindspore.tensors import on_host
@@ -43,14 +44,23 @@ NOT_THERE: Final = ("its operator for compiled code cannot be used here", IN_PYT
 NOT_COPIED: Final = (NOT_THERE[0], f"{IN_PYTHON}, or, for grad_reduced, set {COMPILED_VARIABLE}=1 before set_monitor,")
 NOT_USED: Final = ("last bits of training could change", f"{IN_PYTHON}, or {ON_REQUEST},")
 LEFT_OUT: Final = ("the step was compiled without its operators", IN_PYTHON)
+EARLIER: Final = (
+    "the step was compiled before the monitor was attached",
+    "Call set_monitor before the first step, or make the @jit function or the training cell anew after it,",
+)
 """Why compiled code measures nothing, and what to do."""
 SEVERAL: Final = (
     "Compiled code has made {count} steps in one call, as with data sinking. Weights and moments can only be read before the "
     "first of them and after the last one. The rows of the steps in between are missing. Pass sink_size=1 to Model.train to "
     "record them."
 )
-GRADIENTS: Final = "wg_distribution"
 BETWEEN: Final = ", ".join(kind.name for kind in KIND_TABLE if kind.field in ("param_distribution", "mv_distribution"))
+ELSEWHERE: Final = (
+    "Weights or the optimizer's state were replaced (set_data, load_param_into_net) after a @jit function was compiled that "
+    f"trains them. MindSpore goes on training the earlier tensors, which Python no longer sees. So the rows of {BETWEEN} are "
+    "missing. Load before the first call of the function, or make the function anew afterwards."
+)
+GRADIENTS: Final = "wg_distribution"
 NOT_OUTSIDE: Final = (
     *("xy_distribution", "wg_distribution", "ur_distribution", "mg_direction", "optimizer_health"),
     *("recording_l2_features", "stack_info"),
@@ -63,17 +73,28 @@ COUNTS: Final = ("global_step", "state_step", "step_t")
 """The parameters in which optimizers of MindSpore count their steps. Some, such as ``experimental.optim.SGD``, count none."""
 
 
-@dataclass(eq=False, frozen=True)
+@dataclass(eq=False)
 class Held:
     """An optimizer of which compiled code has weights and state.
 
     Attributes:
+        parameters: These, if the code keeps the tensors that they had when it was compiled; empty for cells.
         count: The parameter that counts its steps; None if the compiled code has none, and makes a step in each execution.
         gradients: The copies of its gradients, by index.
+        addresses: Where ``parameters`` were after the first execution; None before it.
     """
 
+    parameters: Sequence[Parameter]
     count: Parameter | None
     gradients: Sequence[Parameter | None]
+    addresses: Sequence[int] | None = None
+
+    def is_elsewhere(self) -> bool:
+        """Whether ``parameters`` have other tensors by now. Waits for the execution."""
+        return self.addresses is not None and self.addresses != self.addresses_now()
+
+    def addresses_now(self) -> Sequence[int]:
+        return [one.data_ptr() for one in self.parameters]
 
 
 @dataclass(eq=False, frozen=True)
@@ -84,6 +105,7 @@ class Stepping:
         held: What the compiled code has of it.
         before: The count before the execution.
         take_back: Removes the rows that were read before the execution.
+        is_unseen: Whether Python does not see what the execution steps.
     """
 
     optimizer: nn.Cell
@@ -91,13 +113,14 @@ class Stepping:
     held: Held
     before: int
     take_back: Callable[[], None]
+    is_unseen: bool = False
 
     def steps(self) -> int:
         """How many steps it has made. Waits for the execution."""
-        return 1 if self.held.count is None else max(0, _number(self.held.count) - self.before)
+        return 1 if self.held.count is None or self.is_unseen else max(0, _number(self.held.count) - self.before)
 
 
-class StepsFromOutside(CallListener):
+class StepsFromOutside(CompilerListener):
     """Reports the steps of optimizers in compiled code to a listener: an ``Attachment``."""
 
     def __init__(
@@ -125,7 +148,7 @@ class StepsFromOutside(CallListener):
         self._looked_at: Any = None
         asked = listener.watch.config.wg_distribution and changes_are_accepted() and not could_be_measured()
         self._copies = self._new_copies(optimizers) if asked else None
-        for patch in PATCHES:
+        for patch in (*PATCHES, *COMPILERS):
             patch.add(self)
 
     def _new_copies(self, optimizers: Sequence[tuple[nn.Cell, GradientReceiver]]) -> GradientCopies:
@@ -140,7 +163,7 @@ class StepsFromOutside(CallListener):
     def remove(self) -> None:
         if self._copies is not None:
             self._copies.remove()
-        for patch in PATCHES:
+        for patch in (*PATCHES, *COMPILERS):
             patch.remove(self)
 
     # Each execution of this thread has an entry: None before it is known what is executed.
@@ -154,39 +177,46 @@ class StepsFromOutside(CallListener):
         if patch.name == RUN:
             known = getattr(args[1], "phase_cache", {}).get(kwargs.get("phase"))
             self._open.append((known and self._begins(args[0], known)) or ())
-        elif patch.name == CALL:
+        else:
             self._open.append(None)
 
+    def succeeded(self, others: Sequence[Fallback], executor: Any, phase: str) -> None:
+        del others
+        if self._open and self._open[-1] is None:  # a function was compiled, and is about to be executed
+            self._open[-1] = self._begins(executor, phase) or ()
+
     def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        del kwargs
-        if patch.name == COMPILE:
-            if self._open and self._open[-1] is None:  # a function is compiled and about to be executed
-                self._open[-1] = self._begins(args[0], result) or ()
-        elif self._open and (found := self._open.pop()):
+        del patch, args, kwargs, result
+        if self._open and (found := self._open.pop()):
             self._ends(found)
 
     def call_raised(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        del args, kwargs
-        if patch.name != COMPILE and self._open:
+        del patch, args, kwargs
+        if self._open:
             for one in self._open.pop() or ():
                 self._fails(one)
 
     def _before(self, executor: Any, phase: str) -> Sequence[Stepping]:
         """Compiled code is about to be executed. Returns the optimizers that it may step."""
-        if self._program is not None and self._program.fallback.has_taps:
-            return ()  # it reports the steps itself
+        if self._program is not None and self._program.measures(phase):
+            return ()  # its entries report the steps
         if phase not in self._held:
-            self._held[phase] = self._held_by(tuple(executor._graph_executor.get_params(phase).values()))
+            parameters = tuple(executor._graph_executor.get_params(phase).values())
+            self._held[phase] = self._held_by(parameters, keeps_tensors=not _is_of_cells(executor))
         held = self._held[phase]
-        if not held or (not isinstance(executor, type(_cell_graph_executor)) and is_called(self._optimizers)):
+        if not held or (not _is_of_cells(executor) and is_called(self._optimizers)):
             return ()  # Python sees the step
         flush(self._program)
-        self._warn_of_missing(has_gradients=any(one.gradients for one in held.values()))
+        self._warn_of_missing(phase, has_gradients=any(one.gradients for one in held.values()))
         self._count_forward()
         return [self._begin(optimizer, one) for optimizer, one in held.items()]
 
-    def _held_by(self, parameters: Sequence[Parameter]) -> Mapping[nn.Cell, Held]:
-        """The optimizers of which these are weights and state."""
+    def _held_by(self, parameters: Sequence[Parameter], *, keeps_tensors: bool) -> Mapping[nn.Cell, Held]:
+        """The optimizers of which these are weights and state.
+
+        Args:
+            keeps_tensors: Whether the code goes on with the tensors that they have now.
+        """
         ids = {id(one) for one in parameters}
         found: dict[nn.Cell, Held] = {}
         for optimizer in self._optimizers:
@@ -194,22 +224,26 @@ class StepsFromOutside(CallListener):
             if ids & (every - self._weights) and ids & every & self._weights:
                 counts = (getattr(innermost(optimizer), name, None) for name in COUNTS)
                 count = next((count for count in counts if id(count) in ids), None)
-                found[optimizer] = Held(count, copies_in(parameters, optimizer))
+                kept = [one for one in parameters if id(one) in every] if keeps_tensors else []
+                found[optimizer] = Held(kept, count, copies_in(parameters, optimizer))
         return found
 
-    def _warn_of_missing(self, *, has_gradients: bool) -> None:
+    def _warn_of_missing(self, phase: str, *, has_gradients: bool) -> None:
         config = self._listener.watch.config
         if not self._listener.modules.recorder.active or config is self._looked_at:
             return
         self._looked_at = config
         missing = self._missing(config, has_gradients=has_gradients)
         if missing:
-            why, to_do = self._why_missing()
+            why, to_do = self._why_missing(phase)
             said = MISSING.format(why=why, fields=", ".join(missing), to_do=to_do)
             kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing or kind.name in missing)
             # The check for missing kinds says nothing of kinds that a cause names.
-            self._failures.warn(f"reading {kinds} in compiled code", said)
-            self._listener.sealer.note("compiled_code", said)
+            self._say("compiled_code", f"reading {kinds} in compiled code", said)
+
+    def _say(self, note: str, cause: str, said: str) -> None:
+        self._failures.warn(cause, said)
+        self._listener.sealer.note(note, said)
 
     def _missing(self, config: MonitorConfig, *, has_gradients: bool) -> list[str]:
         """The fields and kinds that the step has no rows of."""
@@ -223,10 +257,11 @@ class StepsFromOutside(CallListener):
             missing.append("learning_rate")
         return missing
 
-    def _why_missing(self) -> tuple[str, str]:
+    def _why_missing(self, phase: str) -> tuple[str, str]:
         """Why compiled code measures nothing, and what to do."""
         if self._program is not None:
-            return LEFT_OUT
+            said = self._program.absences.said_of(phase)
+            return (NOT_USED if said == PARTIAL else EARLIER) if said and self._program.fallback.has_taps else LEFT_OUT
         if could_be_measured():
             return NOT_USED
         return NOT_THERE if changes_are_accepted() or not self._listener.watch.config.wg_distribution else NOT_COPIED
@@ -249,7 +284,11 @@ class StepsFromOutside(CallListener):
         self._forward_in = self._listener.clock.step
 
     def _begin(self, optimizer: nn.Cell, held: Held) -> Stepping:
-        before, given = 0 if held.count is None else _number(held.count), self._optimizers[optimizer]
+        given = self._optimizers[optimizer]
+        if held.is_elsewhere():
+            self._say("replaced_tensors", f"reading {BETWEEN} of replaced tensors", ELSEWHERE)
+            return Stepping(optimizer, given, held, 0, _nothing, is_unseen=True)
+        before = 0 if held.count is None else _number(held.count)
         given.begin_step(())
         given.is_outside = True
         step, recorder = self._listener.clock.step, self._listener.modules.recorder
@@ -265,6 +304,11 @@ class StepsFromOutside(CallListener):
         for one in run:
             if not steps[one]:
                 self._drop(one)
+            elif one.is_unseen:
+                self._listener.unseen_step(one.optimizer)
+                steps[one] = 0
+            elif one.held.addresses is None:
+                one.held.addresses = one.held.addresses_now()
         while (most := max(steps.values())) > 1:
             self._failures.warn(f"steps without {BETWEEN}", SEVERAL.format(count=most))
             for one in [one for one in run if steps[one] == most]:
@@ -288,6 +332,15 @@ class StepsFromOutside(CallListener):
             one.given.end_step()
 
 
+def _nothing() -> None:
+    """No rows were read before the execution."""
+
+
+def _is_of_cells(executor: Any) -> bool:
+    """Whether an executor is that of ``GRAPH_MODE``."""
+    return isinstance(executor, type(_cell_graph_executor))
+
+
 def _number(count: Parameter) -> int:
     return int(on_host(count).reshape(-1)[0])
 
@@ -298,14 +351,13 @@ RUN: Final = "run"
 """The function of MindSpore that executes a compiled cell."""
 CALL: Final = "__call__"
 """The one that compiles a function and executes it."""
-COMPILE: Final = "compile"
 
 
 def _patches() -> Sequence[CallPatch]:
     """MindSpore's executors of cells and of functions. They have moved between versions."""
     of_cells = type(_cell_graph_executor)
     of_functions = getattr(sys.modules[of_cells.__module__], "_JitExecutor", None)
-    found = [(of_cells, RUN)] + [(of_functions, name) for name in (CALL, COMPILE) if of_functions is not None]
+    found = [(of_cells, RUN), *([] if of_functions is None else [(of_functions, CALL)])]
     return tuple(CallPatch(owner, name) for owner, name in found)
 
 

@@ -155,6 +155,8 @@ class Program:
         clock: Counts the steps; None before the model has a root.
         recorder: Records them; None likewise.
         replay: What is known of the step in progress.
+        note: Adds a note to the manifest; None while no optimizer is followed.
+        notes: The notes so far: what compiled code has no rows of.
     """
 
     def __init__(self, replay: Callable[[Program], object]) -> None:
@@ -169,6 +171,8 @@ class Program:
         self.recorder: Recorder | None = None
         self._prepared: list[Removable] = []
         self.replay: Any = None
+        self.note: Callable[[str, str], object] | None = None
+        self.notes: dict[str, str] = {}
         self.observed: dict[int, Any] = {}
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._slots: dict[tuple[Any, ...], Tensor] = {}
@@ -234,8 +238,14 @@ class Program:
             follower.join()
 
     def warn(self, key: str, said: str) -> None:
-        if self.failures is not None:
-            self.failures.warn(key, said)
+        """Warn once, and note it in the manifest. If nothing is recorded yet, the manifest takes ``notes`` when that begins."""
+        if self.failures is None:
+            return
+        self.failures.warn(key, said)
+        if self.notes.get(key := f"compiled_code: {key}") != said:
+            self.notes[key] = said
+            if self.note is not None and self.recorder is not None and self.recorder.active:
+                self.failures.guarded("noting what has no rows", self.note)(key, said)
 
     # What the compiler calls.
 
@@ -336,9 +346,13 @@ class Program:
         }
         return not kinds.isdisjoint(wanted[kind])
 
-    def compiled(self, executor: Any, result: Any, others: Sequence[Any]) -> None:
+    def measures(self, phase: str) -> bool:
+        """Whether compiled code measures its steps itself."""
+        return self.fallback.has_taps and not self.absences.said_of(phase)
+
+    def compiled(self, executor: Any, phase: str, others: Sequence[Any]) -> None:
         """Code is about to be executed, in which ``others`` have taps."""
-        self.absences.compiled(executor, result)
+        self.absences.compiled(executor, phase)
         self.absences.compared(others)
 
     def arrives(self, number: int) -> bool:
@@ -457,6 +471,7 @@ class Program:
         """Measure from now on. The model may have been trained without a monitor before."""
         _pynative_executor.sync()
         self.replay = None
+        self.notes.clear()
         if self.tape is not None:
             self.tape.drain()
         self.turn(on=True)

@@ -133,8 +133,10 @@ class MindSporeFramework:
     def notes(self) -> Mapping[str, str]:
         """Notes for readers of the manifest; by kind if a note concerns one kind."""
         found = [one.state for one in self.stepped.values()]
+        program = program_of(self.chunks[0])
         scales = {getattr(one.optimizer, "loss_scale", 1.0) for one in found} - {1.0}
         notes = {kind: said for one in found for kind, said in one.notes().items()}
+        notes |= {} if program is None else program.notes
         return notes | ({"loss_scale": f"{', '.join(map(str, sorted(scales)))}: {SCALED}"} if scales else {})
 
     def placement(self, kind: str, parameter: ParameterHolder) -> Placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,9 @@ def test_half_a_step_that_was_compiled_before_the_monitor_is_said_once(
     with attached(output, net, optimizer, **RECORDED):
         train(step)
     assert len(said_of(LATE, caplog)) == 1
+    (directory,) = output.directories()
+    notes = json.loads((directory / "manifest.json").read_text())["notes"]
+    assert len([said for said in notes.values() if LATE in said]) == 1
 
 
 class Compiled(nn.Cell):
