@@ -20,6 +20,7 @@ from mindspore import Tensor, communication, nn
 from monitor.coordinator.ownership import Ownership, reaches
 from monitor.failures import Failures
 from monitor.mindspore.collectives import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener
+from monitor.mindspore.compiled.copies import SUMMED
 from monitor.mindspore.compiled.replay import program_of
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.process_group import has_others, is_settled
@@ -137,6 +138,8 @@ class MindSporeReductions(MindSporeCollectiveListener):
         del parameter
         if gradient is None or self.is_whole:
             return gradient is not None
+        if (groups := getattr(gradient, SUMMED, None)) is not None:  # a copy that compiled code has made
+            return self._reaches_all([_ranks_of(group) for group in groups])
         shape = tuple(gradient.shape)
         return self._reduced.get(shape, False) and (not self._compares or self._stems_from_a_sum(gradient, shape))
 

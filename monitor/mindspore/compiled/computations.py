@@ -5,7 +5,7 @@ Two graphs with equal computations train with the same bits: the same operators 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
@@ -197,3 +197,71 @@ def _digest(*parts: object) -> Value:
 
 def _constant(of: Any) -> Value:
     return "constant", str(ir.TensorProto(dims=[one.size for one in of.shape.dim], data_type=of.elem_type))
+
+
+# --- Whether compiled code sums gradients over ranks before an optimizer is given them.
+#
+# A copy of a gradient (``copies``) is followed in the graph to the sums that it is computed from.
+
+SUM: Final = "AllReduce"
+ASSIGNS: Final = "Assign"
+PASSES_ON: Final = ("Depend", "TensorMove", "Load", "TupleGetItem")
+"""Operators that return their first argument, or an element of it."""
+OF_ELEMENTS: Final = ("Cast", "Neg", "Mul", "Muls", "RealDiv", "Div", "Divs", "Minimum", "Maximum", "ClipByValue", "Select")
+"""Those with which gradients are averaged, unscaled and clipped."""
+
+Groups = frozenset[str]
+"""The groups that a value was summed over; empty if it is the same on all ranks."""
+
+
+def groups_of(executor: Any, phase: str, names: Iterable[str]) -> Mapping[str, Groups]:
+    """The groups over which the values were summed that code assigns to parameters, by the parameter's name.
+
+    Parameters without such a sum are left out, and so are all if MindSpore does not describe the code.
+    """
+    try:
+        described = executor._graph_executor.get_func_graph_proto(phase, "anf_ir", False)
+        return _Sums(ir.ModelProto.FromString(described).graph).of(set(names))
+    except Exception as error:  # private, so it may be missing in other versions; the rows are missing then
+        LOGGER.info("Sums over ranks in what MindSpore compiles as %s cannot be seen: %r", phase, error)
+        return {}
+
+
+class _Sums:
+    """The sums of a graph.
+
+    Attributes:
+        summed: The groups of each value that is a sum over ranks, or that is computed from one, element by element.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self._nodes = list(graph.node)
+        self._sizes = {one.name: _sizes(one.type) for one in graph.parameters}
+        self._sizes |= {one.name: _sizes(one.output_type) for one in self._nodes}
+        self._constants = {one.key for one in graph.const_vals}
+        self.summed: dict[str, Groups] = {}
+        for node in self._nodes:
+            if (groups := self._groups(node)) is not None:
+                self.summed[node.name] = groups
+
+    def of(self, names: set[str]) -> Mapping[str, Groups]:
+        assigned = [[one.name for one in node.input] for node in self._nodes if node.op_type == ASSIGNS]
+        return {to: self.summed[value] for to, value, *_ in assigned if to in names and value in self.summed}
+
+    def _groups(self, node: Any) -> Groups | None:
+        inputs = [one.name for one in node.input]
+        if node.op_type == SUM:
+            said = {one.name: one.value.str_val for one in node.attribute}
+            return self.summed.get(inputs[0], frozenset()) | {said["group"]} if said.get("op") == "sum" else None
+        if node.op_type in PASSES_ON:
+            return self.summed.get(inputs[0])
+        if node.op_type not in OF_ELEMENTS:
+            return None
+        # A value of the same shape that is no sum may differ between ranks, whatever else the operator takes.
+        alike = [one for one in inputs if one not in self._constants and self._sizes.get(one) == self._sizes[node.name]]
+        every = [self.summed.get(one) for one in alike]
+        return frozenset.union(*every) if every and None not in every else None  # type: ignore[arg-type]
+
+
+def _sizes(of: Any) -> tuple[int, ...]:
+    return tuple(one.size for one in of.tensor_type.shape.dim)

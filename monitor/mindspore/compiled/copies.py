@@ -32,6 +32,9 @@ _COMPILED: Final = False
 _MARK: Final = "_monitored_gradient"
 """The attribute of a copy that names the optimizer, and the index of the gradient."""
 
+SUMMED: Final = "_monitored_sum"
+"""The attribute of a copy with the groups of ranks over which the gradient was summed; None if it was not."""
+
 _NUMBERS: Final = count()
 """Parameters of compiled code need different names."""
 

@@ -20,7 +20,8 @@ from mindspore.nn.cell import _cell_graph_executor
 
 from monitor.failures import Failures
 from monitor.mindspore.compiled.absences import PARTIAL, is_called, parameters_of
-from monitor.mindspore.compiled.copies import GradientCopies, copies_in
+from monitor.mindspore.compiled.computations import Groups, groups_of
+from monitor.mindspore.compiled.copies import SUMMED, GradientCopies, copies_in
 from monitor.mindspore.compiled.fallback import COMPILERS, CompilerListener, Fallback
 from monitor.mindspore.compiled.replay import REPLAYING, flush
 from monitor.mindspore.frameworks.optimizer_state import innermost
@@ -81,12 +82,14 @@ class Held:
         parameters: These, if the code keeps the tensors that they had when it was compiled; empty for cells.
         count: The parameter that counts its steps; None if the compiled code has none, and makes a step in each execution.
         gradients: The copies of its gradients, by index.
+        sums: The groups over which these are summed, by the copy's name.
         addresses: Where ``parameters`` were after the first execution; None before it.
     """
 
     parameters: Sequence[Parameter]
     count: Parameter | None
     gradients: Sequence[Parameter | None]
+    sums: Mapping[str, Groups]
     addresses: Sequence[int] | None = None
 
     def is_elsewhere(self) -> bool:
@@ -201,8 +204,7 @@ class StepsFromOutside(CompilerListener):
         if self._program is not None and self._program.measures(phase):
             return ()  # its entries report the steps
         if phase not in self._held:
-            parameters = tuple(executor._graph_executor.get_params(phase).values())
-            self._held[phase] = self._held_by(parameters, keeps_tensors=not _is_of_cells(executor))
+            self._held[phase] = self._held_by(executor, phase)
         held = self._held[phase]
         if not held or (not _is_of_cells(executor) and is_called(self._optimizers)):
             return ()  # Python sees the step
@@ -211,12 +213,9 @@ class StepsFromOutside(CompilerListener):
         self._count_forward()
         return [self._begin(optimizer, one) for optimizer, one in held.items()]
 
-    def _held_by(self, parameters: Sequence[Parameter], *, keeps_tensors: bool) -> Mapping[nn.Cell, Held]:
-        """The optimizers of which these are weights and state.
-
-        Args:
-            keeps_tensors: Whether the code goes on with the tensors that they have now.
-        """
+    def _held_by(self, executor: Any, phase: str) -> Mapping[nn.Cell, Held]:
+        """The optimizers of which code has weights and state."""
+        parameters = tuple(executor._graph_executor.get_params(phase).values())
         ids = {id(one) for one in parameters}
         found: dict[nn.Cell, Held] = {}
         for optimizer in self._optimizers:
@@ -224,8 +223,10 @@ class StepsFromOutside(CompilerListener):
             if ids & (every - self._weights) and ids & every & self._weights:
                 counts = (getattr(innermost(optimizer), name, None) for name in COUNTS)
                 count = next((count for count in counts if id(count) in ids), None)
-                kept = [one for one in parameters if id(one) in every] if keeps_tensors else []
-                found[optimizer] = Held(kept, count, copies_in(parameters, optimizer))
+                kept = [] if _is_of_cells(executor) else [one for one in parameters if id(one) in every]
+                copies = copies_in(parameters, optimizer)
+                names = [one.name for one in copies if one is not None]
+                found[optimizer] = Held(kept, count, copies, groups_of(executor, phase, names) if names else {})
         return found
 
     def _warn_of_missing(self, phase: str, *, has_gradients: bool) -> None:
@@ -323,6 +324,9 @@ class StepsFromOutside(CompilerListener):
         one.given.end_step()
 
     def _end(self, one: Stepping) -> None:
+        for copy in one.held.gradients:
+            if copy is not None:
+                setattr(copy, SUMMED, one.held.sums.get(copy.name))
         one.given.begin_step(one.held.gradients)
         self._reads_gradients(one.optimizer)
         one.given.call_ended()

@@ -213,8 +213,8 @@ def table() -> Iterator[tuple[str, str, str, str]]:
     for row in rows:
         name, *texts = cells_of(row)
         for column, text in zip(columns, texts, strict=True):
-            note = re.search("[¹²³]", text)
-            yield name, column, re.sub("[¹²³]", "", text), note.group() if note else ""
+            note = re.search("[¹²³⁴]", text)
+            yield name, column, re.sub("[¹²³⁴]", "", text), note.group() if note else ""
 
 
 def cells_of(line: str) -> list[str]:
