@@ -21,6 +21,7 @@ from monitor.mindspore.compiled.absences import UNREACHED, Absences
 from monitor.mindspore.compiled.bytecode import BytecodeRuns
 from monitor.mindspore.compiled.constructs import has_taps, install, is_installed, uninstall
 from monitor.mindspore.compiled.fallback import Fallback
+from monitor.mindspore.compiled.rewriting import Rewriting
 from monitor.mindspore.compiled.taps import functions_of
 from monitor.mindspore.hooks import is_exporting
 from monitor.mindspore.tape import Tape, new_tape, wait_for_turn
@@ -182,7 +183,7 @@ class Program:
         self.settings: tuple[float, bool, bool] | None = None
         self.functions = functions_of(self)
         self.fallback, self.absences = Fallback(self), Absences(self)
-        self.bytecode = BytecodeRuns(self)
+        self.bytecode, self.rewriting = BytecodeRuns(self), Rewriting(self)
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a model has no monitor."""
@@ -477,6 +478,7 @@ class Program:
         self.turn(on=True)
         self.fallback.begin()
         self.bytecode.begin()
+        self.rewriting.begin()
         self.absences.begin()
         self.follow()
 
@@ -491,6 +493,7 @@ class Program:
         self.turn(on=False)
         self.fallback.end()
         self.bytecode.end()
+        self.rewriting.end()
         while self._prepared:
             self._prepared.pop().remove()
         for owner in self.observed.values():
