@@ -22,6 +22,7 @@ from monitor.mindspore.hooks import after_forward, before_forward
 from monitor.mindspore.tape import compiled_code_is_excluded
 from monitor.recording.backend import HookSet, StepListener
 from monitor.recording.startup_estimate import records_run_numbers
+from monitor.series import KIND_TABLE
 
 NOT_IN_COMPILED_CODE: Final = (
     "update_ratio", "optimizer_health", "ur_distribution", "mg_direction", "recording_l2_features", "stack_info"
@@ -92,6 +93,7 @@ class MindSporeOptimizerSteps:
             before, after = partial(self._before, given), partial(self._after, given)
             self._hooks.add(before_forward(optimizer, self._guarded("reading before the step", before)))
             self._hooks.add(after_forward(optimizer, self._guarded("ending the step", after)))
+        self._has_warned = False
         self._outside: StepsFromOutside | None = None
         if program is not None:
             self._observe(program, optimizers)
@@ -150,8 +152,13 @@ class MindSporeOptimizerSteps:
         if of_steps and records_run_numbers(config):
             missing.append("learning_rate")
         missing += [op for op in config.ops if op in HISTOGRAM_OPS]
-        if missing:
-            self._failures.warn("compiled code", MISSING.format(fields=", ".join(missing)))
+        if missing and not self._has_warned and listener.modules.recorder.active:
+            self._has_warned = True
+            said = MISSING.format(fields=", ".join(missing))
+            # The check for missing kinds says nothing of kinds that a cause names.
+            kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing)
+            self._failures.warn(f"reading {kinds} in compiled code", said)
+            listener.sealer.note("compiled_code", said)
 
     def _before(self, given: GradientReceiver, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         flush(self._program)

@@ -45,6 +45,8 @@ def test_kinds_that_need_more_than_single_tensors_are_missing_and_the_norm_of_gr
     (said,) = (one for one in warnings_in(caplog) if "Cells or steps are compiled" in one)
     for name in ("update_ratio", "optimizer_health", "mg_direction", "stack_info", "learning_rate", "abs_p50"):
         assert name in said
+    assert said.endswith(str(output.manifest()["notes"]["compiled_code"]))
+    assert [one for one in warnings_in(caplog) if "has no row of" in one] == []
 
 
 class Recomputed(Deep):
