@@ -57,6 +57,12 @@ def activation_placement(x: Any) -> Placement:
     return LOCAL
 
 
+def has_gradient(parameter: Any) -> bool:
+    """False: optimizers are given gradients, and parameters have none."""
+    del parameter
+    return False
+
+
 @cache
 def scalar() -> Tensor:
     """A tensor of one element on the host."""

@@ -14,7 +14,7 @@ from monitor.recording.arguments import NOT_A_NUMBER, real_number
 from monitor.recording.tensor_paths import TensorPaths
 from monitor.stats.torch.tensors import SCALAR, beneath, capturing, local_shard
 
-__all__ = ["activation_placement", "computing", "layout_of", "number_of", "paths", "placement_of", "scalar"]
+__all__ = ["activation_placement", "computing", "has_gradient", "layout_of", "number_of", "paths", "placement_of", "scalar"]
 
 
 @contextmanager
@@ -22,6 +22,10 @@ def computing() -> Iterator[None]:
     """Computations inside are invisible to autograd and to the user's modes."""
     with torch.no_grad(), beneath():
         yield
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None
 
 
 # --- The tensors in a module's arguments and results.

@@ -15,7 +15,6 @@ from monitor.recording.backend import HookSet
 from monitor.recording.features.collector import FeatureCollector
 from monitor.recording.late_modules import LateModules
 from monitor.recording.module_info import StackCollector, StructureCollector
-from monitor.recording.optimizer_parameters import OptimizerParameters
 from monitor.recording.parameters import GradientCollector, MomentCollector, WeightCollector
 from monitor.recording.recorder import RecordedSeries, SeenModule, observed_dataflow
 from monitor.recording.run import Run
@@ -215,7 +214,7 @@ class Attachment:
         if config.xy_distribution:
             self.watch_activations(modules)
         attached = Attached(watch, parameters, self._recorder, self.clock, self._failures, self._backend, self.sealer.note)
-        self._held = OptimizerParameters(attached)
+        self._held = phases.OptimizerParameters(attached)
         for field, collector in self._configured(attached, modules):
             self.collectors.add(collector, self._recorder.due(field))
         self.expected = attached.kinds | (self.names.activation_kinds() if config.xy_distribution else set())

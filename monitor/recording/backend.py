@@ -241,6 +241,9 @@ class Tensors(Protocol):
     def activation_placement(self, x: Any) -> Placement:
         """The placement of an activation or its gradient."""
 
+    def has_gradient(self, parameter: Any) -> bool:
+        """Whether a parameter holds a gradient. False if the framework keeps gradients elsewhere."""
+
 
 Shown = Literal["results", "arguments", "calls"]
 """What compiled code shows of a call."""

@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
 from monitor.recording.attached_model import Attached, ModelNames, NamedModule, NamedParts
-from monitor.recording.phases import Collector, listed
-
-SHARE: Final = 0.001
-"""Of the training thread's time, at most, for looking again."""
-
-
-@final
-class Rarely:
-    """Says when to look again: at once, and then as often as takes a ``SHARE`` of the time. Never, once a look has raised."""
-
-    def __init__(self) -> None:
-        self._next = 0.0
-
-    @property
-    def due(self) -> bool:
-        return time.monotonic() >= self._next
-
-    @contextmanager
-    def looking(self) -> Iterator[None]:
-        began, self._next = time.monotonic(), math.inf
-        yield
-        self._next = began + (time.monotonic() - began) / SHARE
-
+from monitor.recording.phases import Collector, Rarely, listed
 
 LATE: Final = "The model got modules after set_monitor was called: {names}. Their {what} have no rows."
 MOVED: Final = (

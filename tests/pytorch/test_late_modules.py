@@ -135,7 +135,7 @@ def test_a_name_that_another_module_has_got_is_said(output: Output, caplog: pyte
 def test_attaching_again_names_nothing(
     output: Output, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("monitor.recording.late_modules.SHARE", 1e9)  # a look at each step
+    monkeypatch.setattr("monitor.recording.phases.SHARE", 1e9)  # a look at each step
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with attached(output, net, optimizer, **ACTIVATIONS) as monitor:

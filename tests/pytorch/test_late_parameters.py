@@ -24,7 +24,7 @@ WEIGHTS: dict[str, Any] = {
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks may take all the time, so that each step is looked at."""
-    monkeypatch.setattr("monitor.recording.late_modules.SHARE", 1e9)
+    monkeypatch.setattr("monitor.recording.phases.SHARE", 1e9)
 
 
 def model() -> nn.Sequential:
