@@ -106,8 +106,8 @@ def test_a_momentum_that_is_replicated_as_its_gradient_was_is_read_in_the_part_o
         weight.grad = distribute_tensor(numbered(8), here, [Replicate(), Replicate()], src_data_rank=None)
         optimizer = torch.optim.SGD([weight], momentum=0.9)
         optimizer.step()  # begins the momentum as a copy of the gradient
-        found = MomentFinder().of("exp_avg", SteppedTensor(optimizer, weight))
-        assert torch.equal(found, numbered(8)[4:])
+        (found,) = MomentFinder().of(["exp_avg"], SteppedTensor(optimizer, weight))
+        assert found is not None and torch.equal(found, numbered(8)[4:])
 
 
 def test_a_momentum_that_does_not_show_the_part_of_the_parameter_has_no_row_and_a_note_says_so() -> None:
@@ -116,7 +116,7 @@ def test_a_momentum_that_does_not_show_the_part_of_the_parameter_has_no_row_and_
         optimizer, finder = torch.optim.SGD([weight], momentum=0.9), MomentFinder()
         state = distribute_tensor(numbered(8), here, [Replicate(), Shard(1)], src_data_rank=None)
         optimizer.state[weight]["momentum_buffer"] = state
-        assert finder.of("exp_avg", SteppedTensor(optimizer, weight)) is None
+        assert finder.of(["exp_avg"], SteppedTensor(optimizer, weight)) == [None]
         assert finder.unusable == [
             "SGD distributes state['momentum_buffer'] over the ranks otherwise than its parameter: exp_avg has no row of it"
         ]
