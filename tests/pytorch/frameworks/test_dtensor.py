@@ -107,7 +107,8 @@ def test_a_momentum_that_is_replicated_as_its_gradient_was_is_read_in_the_part_o
         optimizer = torch.optim.SGD([weight], momentum=0.9)
         optimizer.step()  # begins the momentum as a copy of the gradient
         (found,) = MomentFinder().of(["exp_avg"], SteppedTensor(optimizer, weight))
-        assert found is not None and torch.equal(found, numbered(8)[4:])
+        assert found is not None
+        assert torch.equal(found, numbered(8)[4:])
 
 
 def test_a_momentum_that_does_not_show_the_part_of_the_parameter_has_no_row_and_a_note_says_so() -> None:
