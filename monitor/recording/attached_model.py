@@ -124,11 +124,7 @@ class ParameterSeries:
                 place = 0 if watched.micro_steps == (NO_MICRO_STEP,) else micro_step
                 self._recorder.record(watched, x, place, aliases=False)
         except Exception as error:
-            self._missing(parameter.name, error)
-
-    def missing(self, parameter: NamedParameter, error: Exception) -> None:
-        """Report that a parameter has no row, because its tensor cannot be found."""
-        self._missing(parameter.name, error)
+            self.missing(parameter.name, error)
 
     def record_all(self, tensor_of: Callable[[NamedParameter], Any], among: ParameterSubset = None) -> None:
         """Record the tensor that ``tensor_of`` returns for each parameter in ``among``. For None there is no row."""
@@ -139,7 +135,7 @@ class ParameterSeries:
                 x = tensor_of(parameter)
                 watched = None if x is None else self._series_for(parameter, x) if undecided else watched_by.get(parameter)
             except Exception as error:
-                self._missing(parameter.name, error)
+                self.missing(parameter.name, error)
                 continue
             if x is not None and watched is not None:
                 found.append((watched, x))
@@ -152,7 +148,7 @@ class ParameterSeries:
                 try:
                     look(parameter)
                 except Exception as error:
-                    self._missing(parameter.name, error)
+                    self.missing(parameter.name, error)
 
     def record_computed(self, compute: Callable[[NamedParameter], ComputedRow | None], among: ParameterSubset = None) -> None:
         """Record the row that ``compute`` returns for each parameter in ``among``. For None there is no row."""
@@ -192,9 +188,10 @@ class ParameterSeries:
 
     def _failed(self, watched: RecordedSeries, error: Exception) -> None:
         """Report one tensor that cannot be read. The others are still recorded."""
-        self._missing(watched.series.name, error)
+        self.missing(watched.series.name, error)
 
-    def _missing(self, name: str, error: Exception) -> None:
+    def missing(self, name: str, error: Exception) -> None:
+        """Report that a parameter has no row, because its tensor cannot be found or read."""
         self._failures.report(f"reading {self.kind}", error, "This row is missing.", of=name)
 
     def _shows_when_seen(self, parameter: NamedParameter) -> bool:

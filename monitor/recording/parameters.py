@@ -335,7 +335,7 @@ class MomentCollector(Collector):
                 found[parameter] = moments_of(kinds, parameter, optimizer)
             except Exception as error:
                 for series in of_kinds.values():
-                    series.missing(parameter, error)
+                    series.missing(parameter.name, error)
         for place, series in enumerate(of_kinds.values()):
             series.record_all({one: moments[place] for one, moments in found.items()}.get, turn.held)
 

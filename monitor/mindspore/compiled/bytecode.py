@@ -8,14 +8,13 @@ would break in other places, and its results would have other bits. Taps are the
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
-from monitor.mindspore.compiled.constructs import unobserved
+from monitor.mindspore.compiled.constructs import TapsOut, unobserved
 from monitor.mindspore.dump.jit import BytecodeContext
-from monitor.recording.patches import CallListener, CallPatch
+from monitor.recording.patches import CallPatch
 
 if TYPE_CHECKING:
     from monitor.mindspore.compiled.program import Program
@@ -27,49 +26,26 @@ UNMEASURED: Final = (
 )
 
 
-class BytecodeRuns(CallListener):
-    """The calls of such functions that are in progress.
-
-    Attributes:
-        depth: How many: one may call another.
-    """
+class BytecodeRuns(TapsOut):
+    """The calls of such functions that are in progress."""
 
     def __init__(self, program: Program) -> None:
-        self._known = weakref.ref(program)
-        self._taps_out = ExitStack()
-        self.depth = 0
-
-    def begin(self) -> None:
-        """Follow calls from now on."""
-        for patch in PATCHES:
-            patch.remove(self)
-            patch.add(self)
-
-    def end(self) -> None:
-        for patch in PATCHES:
-            patch.remove(self)
-        self.depth = 0
-        self._taps_out.close()
+        super().__init__(program, PATCHES)
 
     def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         del args, kwargs
-        program = self._known()
-        if patch.name == _BEGINS and program is not None and program.failures is not None:
-            self.depth += 1
-            if self.depth == 1:
-                program.failures.guarded("taking taps out", self._take_out)(program)
+        if patch.name == _BEGINS:
+            self._enter()
 
     def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         del args, kwargs, result
-        if patch.name == _ENDS and self.depth:  # else it began before the monitor was attached
-            self.depth -= 1
-            if not self.depth:
-                self._taps_out.close()
+        if patch.name == _ENDS:
+            self._leave()
 
-    def _take_out(self, program: Program) -> None:
+    def _take_out(self, program: Program, taps_out: ExitStack) -> None:
         program.warn("bytecode", UNMEASURED)
         for cell in program.cells_with_taps():
-            self._taps_out.enter_context(unobserved(cell))
+            taps_out.enter_context(unobserved(cell))
 
 
 _BEGINS: Final = "jit_mode_pi_enable"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspore import nn
+
+from monitor.recording.patches import CallListener, CallPatch
+
+if TYPE_CHECKING:
+    from monitor.mindspore.compiled.program import Program
 
 Construct = Callable[..., Any]
 
@@ -122,3 +128,48 @@ def call_from_python(cell: nn.Cell, args: Any, kwargs: Any) -> Any:
     """Call a compiled ``construct``. Its hooks see the call, so it must be compiled without taps of its own."""
     with unobserved(cell):
         return cell.construct(*args, **kwargs)
+
+
+class TapsOut(CallListener):
+    """Takes the taps of one program out while calls of MindSpore are in progress, and puts them back.
+
+    Attributes:
+        depth: How many calls: one may contain another.
+
+    Args:
+        patches: Of the functions that are called. The subclass says where a call begins and where it ends.
+    """
+
+    def __init__(self, program: Program, patches: Sequence[CallPatch]) -> None:
+        self._known, self._patches = weakref.ref(program), patches
+        self._taps_out = ExitStack()
+        self.depth = 0
+
+    def begin(self) -> None:
+        """Follow calls from now on."""
+        for patch in self._patches:
+            patch.remove(self)
+            patch.add(self)
+
+    def end(self) -> None:
+        for patch in self._patches:
+            patch.remove(self)
+        self.depth = 0
+        self._taps_out.close()
+
+    def _enter(self) -> None:
+        program = self._known()
+        if program is not None and program.failures is not None:
+            self.depth += 1
+            if self.depth == 1:
+                program.failures.guarded("taking taps out", self._take_out)(program, self._taps_out)
+
+    def _leave(self) -> None:
+        if self.depth:  # else the call began before the monitor was attached
+            self.depth -= 1
+            if not self.depth:
+                self._taps_out.close()
+
+    def _take_out(self, program: Program, taps_out: ExitStack) -> None:
+        """Take all taps out. Closing ``taps_out`` puts them back, and must not raise."""
+        raise NotImplementedError

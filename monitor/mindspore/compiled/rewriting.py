@@ -7,55 +7,39 @@ that calls the old cell. So taps are out while MindSpore rewrites.
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 import mindspore as ms
 
-from monitor.recording.patches import CallListener, CallPatch
+from monitor.mindspore.compiled.constructs import TapsOut
+from monitor.recording.patches import CallPatch
 
 if TYPE_CHECKING:
     from monitor.mindspore.compiled.program import Program
 
 
-class Rewriting(CallListener):
-    """Takes the taps of one program out while MindSpore rewrites cells, and puts them back into the old ones."""
+class Rewriting(TapsOut):
+    """The calls in which MindSpore rewrites cells. Afterwards the old cells have taps again."""
 
     def __init__(self, program: Program) -> None:
-        self._known = weakref.ref(program)
-        self._put_back: list[Callable[[], None]] = []
-        self._depth = 0
-
-    def begin(self) -> None:
-        """Follow calls from now on."""
-        for patch in PATCHES:
-            patch.remove(self)
-            patch.add(self)
-
-    def end(self) -> None:
-        for patch in PATCHES:
-            patch.remove(self)
-        self._depth = 0
-        self._put_back.clear()
+        super().__init__(program, PATCHES)
 
     def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         del patch, args, kwargs
-        program = self._known()
-        self._depth += 1
-        if self._depth == 1 and program is not None and program.failures is not None:
-            program.failures.guarded("taking taps out", lambda: self._put_back.extend(program.take_out()))()
+        self._enter()
 
-    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        del result
-        self.call_raised(patch, args, kwargs)
+    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> None:
+        del patch, args, kwargs, result
+        self._leave()
 
-    def call_raised(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        del patch, args, kwargs
-        program = self._known()
-        self._depth = max(0, self._depth - 1)
-        while not self._depth and self._put_back and program is not None and program.failures is not None:
-            program.failures.guarded("putting taps back", self._put_back.pop())()
+    call_raised = call_ended
+
+    def _take_out(self, program: Program, taps_out: ExitStack) -> None:
+        assert program.failures is not None
+        for put_back in program.take_out():
+            taps_out.callback(program.failures.guarded("putting taps back", put_back))
 
 
 def _patches() -> Iterator[CallPatch]:

@@ -200,11 +200,11 @@ class Framework:
         """The gradient that backward has left, for the hook of a parameter."""
         gradient: Tensor | None = tensor.grad
         # A framework with main_grad may have moved the gradient there.
-        return self._main_grad_of(tensor) if gradient is None and self._main_grad else gradient
+        return getattr(tensor, "main_grad", None) if gradient is None and self._main_grad else gradient
 
     def reduced(self, parameter: NamedParameter) -> Tensor | None:
         """This rank's part of the reduced gradient when the step begins; None if it holds none."""
-        main_grad = self._main_grad_of(parameter.tensor) if self._main_grad else None
+        main_grad: Tensor | None = getattr(parameter.tensor, "main_grad", None) if self._main_grad else None
         return parameter.tensor.grad if main_grad is None else main_grad
 
     def used_gradient(self, parameter: NamedParameter) -> Tensor | None:
@@ -268,9 +268,6 @@ class Framework:
     def steps(self, listener: StepListener, failures: Failures) -> StepNotifier:
         """Report every step to ``listener`` from now on."""
         return OptimizerSteps(self.optimizers, self.chunks, listener, failures, self._containers, self._around)
-
-    def _main_grad_of(self, tensor: Any) -> Tensor | None:
-        return getattr(tensor, "main_grad", None)
 
 
 def _with_replicas(placed: Placement, ranks: Ranks, apart: Collection[int]) -> Placement:
