@@ -157,16 +157,20 @@ class RoutedTraining:
         self.optimizer.zero_grad()
 
 
-def costs(workload: Workload, rounds: int, progress: Progress) -> Iterator[Cost]:
+def costs(workload: Workload, only: re.Pattern[str], rounds: int, progress: Progress) -> Iterator[Cost]:
     torch.set_num_threads(1)
     training = Training(workload)
     with tempfile.TemporaryDirectory(prefix="features-") as directory:
         for name, config in configured(workload, Path(directory)).items():
+            if not only.search(name):
+                continue
             progress.show(name)
             yield cost_of(name, config, training, Path(directory, name), rounds)
         shape = QUICKLY_ROUTED if workload.name == "quick" else ROUTED
         for experts in EXPERTS:
             name = f"moe_router_load_hook, {experts} experts"
+            if not only.search(name):
+                continue
             progress.show(name)
             targets = {"moe_router_load_hook": [f"{layer}.gate" for layer in range(shape["layers"])]}
             config = Path(directory, f"{experts}.json")
@@ -222,9 +226,10 @@ def main() -> None:
         sample(*options.sample)
         return
     progress = Progress()
-    found = list(costs(WORKLOADS["quick" if options.quick else "gpt"], 2 if options.quick else options.rounds, progress))
+    workload = WORKLOADS["quick" if options.quick else "gpt"]
+    found = list(costs(workload, options.only, 2 if options.quick else options.rounds, progress))
     progress.show("attention")
-    samples = [sampled(*one) for one in (SAMPLES[:1] if options.quick else SAMPLES)]
+    samples = [sampled(*one) for one in (SAMPLES[:1] if options.quick else SAMPLES) if options.only.search("attention")]
     progress.end()
     rows = [[one.feature, f"{one.rows}", f"{median(one.cpu):.3f}", f"{one.first:.2f}"] for one in found]
     print(aligned(("feature", "rows a step", "CPU ×", "first step ×"), rows))
@@ -237,6 +242,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="a tiny model and a few rounds, to see that it runs")
+    parser.add_argument("--only", type=re.compile, default="", help="a regular expression: features whose names it finds")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--sample", type=int, nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
