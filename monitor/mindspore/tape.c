@@ -185,7 +185,8 @@ static void measure(const void *x, const char *dtype, struct entry *entry, const
     size_t count = count_of(entry);
     entry->format = known;
     int format = DTYPES[known].format, wanted = now->wanted | (entry->flags & CHECKED ? CHECK_SUMS : 0);
-    if (format >= 0 && count && KERNEL->reduce_unlocked(x, count, (enum format)format, now->bounds[format], wanted, entry->row)) {
+    if (format >= 0 && count &&
+        KERNEL->reduce_unlocked(x, count, (enum format)format, now->bounds[format], wanted, entry->row, NULL)) {
         entry->state = MEASURED;
         return;
     }

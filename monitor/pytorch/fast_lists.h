@@ -98,7 +98,7 @@ static int launch_listed(Reader *reader, PyObject *items, Listed *listed) {
 
 /* Records items that are all dense tensors of a device. NOT_DONE: one is not. Whatever was launched is then launched again. */
 static int record_listed(Reader *reader, PyObject *items) {
-    Listed *listed = reader->ready ? PyMem_Malloc((size_t)PyList_Size(items) * sizeof *listed) : NULL;
+    Listed *listed = reader->ready && !reader->counting ? PyMem_Malloc((size_t)PyList_Size(items) * sizeof *listed) : NULL;
     PyObject *locked = listed == NULL ? NULL : PyObject_CallNoArgs(reader->acquire);
     int done = NOT_DONE;
     if (locked != NULL) {

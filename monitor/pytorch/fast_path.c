@@ -76,7 +76,7 @@ static PyMethodDef READER_METHODS[] = {
     {"end_call", (PyCFunction)(void (*)(void))reader_end_call, METH_FASTCALL,
      "end_call(plan, result, forward, graph, targets, start, gate, step, micro_step, known, several)"},
     {"_share", reader_share, METH_VARARGS, "_share(table, layouts, seen, most_seen, device, lock, read, even): the state of the reader in Python"},
-    {"_measure", reader_measure, METH_VARARGS, "_measure(narrow, wide, higher, check_sums, ready)"},
+    {"_measure", reader_measure, METH_VARARGS, "_measure(narrow, wide, higher, check_sums, magnitudes, ready)"},
     {NULL, NULL, 0, NULL},
 };
 

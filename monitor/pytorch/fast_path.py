@@ -77,11 +77,12 @@ class PythonReader:
                 multiple of these.
         """
 
-    def _measure(self, narrow: float, wide: float, higher: bool, check_sums: bool, ready: bool) -> None:
+    def _measure(self, narrow: float, wide: float, higher: bool, check_sums: bool, magnitudes: bool, ready: bool) -> None:
         """Tell the code in C what to measure.
 
         Args:
             narrow, wide: Elements of less than 64 bits, and those of 64, count as zeros below these bounds.
+            magnitudes: Whether histograms are counted.
             ready: Whether it records ordinary tensors from now on.
         """
 

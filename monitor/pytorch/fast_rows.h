@@ -76,12 +76,14 @@ typedef struct {
     double narrow, wide;                                             /* bounds below which elements count as zeros */
     Py_ssize_t most_seen;
     int read, even; /* tensors whose address, and whose size, is a multiple of these have a kernel of their own on a device */
-    int wanted, ready;
+    int wanted, counting, ready; /* `counting`: histograms */
 } Reader;
 
 typedef struct {
     double *numbers;
     int64_t row, rows, on_device;
+    double **histograms; /* of the page; they may be NULL */
+    int64_t local_row;
 } Place; /* RowSlot.native */
 
 typedef struct {
@@ -104,6 +106,11 @@ static int copy_native(PyObject *of, void *to, Py_ssize_t size) {
     Py_XDECREF(found);
     forget_failure();
     return fits;
+}
+
+/* Whether the histogram of a tensor can be counted here: of elements in host memory that are not wide, where Python has made room. */
+static int can_count(const Elements *elements, const Slot *slot) {
+    return slot->object == NULL && !is_wide(elements->format) && *slot->place.histograms != NULL;
 }
 
 /* Finds the rows of a series for tensors of the device of `x`. */
@@ -186,7 +193,8 @@ static int reduce(Reader *reader, PyObject *x, const Elements *elements, const S
     double *numbers = slot->place.numbers + offset * kernel->columns;
     if (slot->object == NULL) {
         double bound = is_wide(elements->format) ? reader->wide : reader->narrow;
-        return kernel->reduce(elements->data, elements->count, elements->format, bound, wanted, numbers);
+        double *bins = reader->counting ? *slot->place.histograms + (slot->place.local_row + offset) * kernel->bins : NULL;
+        return kernel->reduce(elements->data, elements->count, elements->format, bound, wanted, numbers, bins);
     }
     PyObject *done = PyObject_CallMethod(
         (PyObject *)reader, "launch", "OOiKnKi", slot->object, x, elements->device, (unsigned long long)(uintptr_t)elements->data,
@@ -246,8 +254,8 @@ static int record_one(Reader *reader, PyObject *watched, PyObject *x, int64_t mi
         return PyErr_Occurred() ? FAILED : NOT_DONE;
     }
     PyObject *version = aliases ? version_of(x, value) : NULL;
-    int unknown = aliases && version == NULL;
-    if (unknown || (slot.object != NULL && is_captured(reader, x))) {
+    int apart = (aliases && version == NULL) || (reader->counting && !can_count(&elements, &slot));
+    if (apart || (slot.object != NULL && is_captured(reader, x))) {
         forget_failure();
         Py_XDECREF(version);
         Py_XDECREF(slot.object);
@@ -341,7 +349,7 @@ static PyObject *reader_share(PyObject *self, PyObject *args) {
 static PyObject *reader_measure(PyObject *self, PyObject *args) {
     Reader *reader = (Reader *)self;
     int higher, check_sums;
-    if (!PyArg_ParseTuple(args, "ddppp", &reader->narrow, &reader->wide, &higher, &check_sums, &reader->ready)) {
+    if (!PyArg_ParseTuple(args, "ddpppp", &reader->narrow, &reader->wide, &higher, &check_sums, &reader->counting, &reader->ready)) {
         return NULL;
     }
     reader->wanted = (higher ? HIGHER : 0) | (check_sums ? CHECK_SUMS : 0);

@@ -16,6 +16,7 @@ from monitor.recording.recorder import UNREADABLE, Device, Due, LiveRows, Record
 from monitor.series import NO_MICRO_STEP, SeriesTable
 from monitor.stats.host.array_kernel import Reduce
 from monitor.stats.ops import Epsilon
+from monitor.stats.partials import Floats
 from monitor.stats.table import NOT_AN_ALIAS, HostPage, Page, PageMemory, RowSlot
 from monitor.stats.torch.device_kernel import count_magnitudes_on_device
 from monitor.stats.torch.dispatch import DEVICE_KERNELS, ListedTensor, reduce_into, reduce_listed
@@ -161,7 +162,7 @@ class TorchTensorReader(Reader):
 
     def _tell(self) -> None:
         narrow, wide = (Epsilon.of(self.eps, precision).bound for precision in (np.float32, np.float64))
-        self._measure(narrow, wide, self.higher, self.check_sums, self.host.plain is not None and not self._magnitudes)
+        self._measure(narrow, wide, self.higher, self.check_sums, self._magnitudes, self.host.plain is not None)
 
     def activate(self, active: bool) -> None:
         self.device_steps.step_begins(active)
@@ -190,7 +191,7 @@ class TorchTensorReader(Reader):
             return
         with self._lock:
             plain = (self._checking_host if watched.checked else self.host).plain
-            if address and not aliases and plain is not None and not self.magnitudes:
+            if address and not aliases and plain is not None:
                 self._read_directly(plain, watched, x, micro_step, address)
             else:
                 self._record(watched, x, micro_step, address=address, version=_version(x) if aliases else None)
@@ -274,7 +275,7 @@ class TorchTensorReader(Reader):
             listed: list[tuple[RecordedSeries, ListedTensor]] = []
             for watched, x in items:
                 try:
-                    plain = None if self.magnitudes else (self._checking_host if watched.checked else self.host).plain
+                    plain = (self._checking_host if watched.checked else self.host).plain
                     address = plain_address(x)
                     if address and plain is not None:
                         self._read_directly(plain, watched, x, 0, address)
@@ -300,7 +301,8 @@ class TorchTensorReader(Reader):
         layout = self._table.layout_of(x.shape, x.dtype)  # first, since it can fail: then there is no row
         memory = slot.page.memory
         assert isinstance(memory, HostPage)
-        plain(address, x.numel(), memory.numbers, slot.local_row + micro_step)
+        local_row = slot.local_row + micro_step
+        plain(address, x.numel(), memory.numbers, local_row, self._bins(slot.page, local_row))
         self._table.note(slot.row + micro_step, layout)
 
     def _listed(self, watched: RecordedSeries, x: Tensor) -> ListedTensor | None:
@@ -333,14 +335,15 @@ class TorchTensorReader(Reader):
         # First, since it can fail: then there is no row.
         layout = self._table.layout_of(x.shape, x.dtype) if address else self._layout(x)
         host = self._checking_host if watched.checked else self.host
-        if address and host.plain is not None and not self.magnitudes:
+        local_row = slot.local_row + offset
+        if address and host.plain is not None:
             memory = slot.page.memory
             assert isinstance(memory, HostPage)
-            host.plain(address, x.numel(), memory.numbers, slot.local_row + offset)
+            host.plain(address, x.numel(), memory.numbers, local_row, self._bins(slot.page, local_row))
         else:
             if self.magnitudes:
-                self._count_magnitudes(x, slot.page, slot.local_row + offset)
-            if not self._reduce(x, slot.page, slot.local_row + offset, checked=watched.checked):
+                self._count_magnitudes(x, slot.page, local_row)
+            if not self._reduce(x, slot.page, local_row, checked=watched.checked):
                 return
         self._table.note(row, layout, NOT_AN_ALIAS)
         if version is not None:
@@ -398,6 +401,14 @@ class TorchTensorReader(Reader):
             block = self.rows.block(watched, HOST if is_plain(x) else x.device, micro_step)
             write_block(block.page.memory, block.local, numbers)
             self._table.note_block(block.rows, self._layout(x))
+
+    def _bins(self, page: Page, local_row: int) -> Floats | None:
+        """Where the histogram of a row in host memory belongs; None if none is wanted."""
+        if not self._magnitudes:
+            return None
+        histograms = self.rows.histograms(page, HOST)
+        assert isinstance(histograms, HostPage)
+        return histograms.numbers[local_row]
 
     def _count_magnitudes(self, x: Tensor, page: Page, local_row: int) -> None:
         counts = count_magnitudes(x) if isinstance(page.memory, HostPage) else count_magnitudes_on_device(x)

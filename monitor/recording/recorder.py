@@ -155,7 +155,7 @@ class LiveRows:
     def histograms(self, page: Page, device: Device) -> PageMemory:
         """The histograms of a page on ``device``."""
         if page.histogram is None:
-            page.histogram = self._new_memory(page.rows, device, BINS, slice(None))
+            page.keep_histograms(self._new_memory(page.rows, device, BINS, slice(None)))
         return page.histogram
 
 

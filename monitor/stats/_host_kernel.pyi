@@ -15,8 +15,18 @@ INT64: Final[int]
 HIGHER: Final[int]
 CHECK_SUMS: Final[int]
 
-def reduce(format: int, bound: float, wanted: int, source: Any, count: int, page: Floats, row: int, /) -> bool: ...  # noqa: A002
+def reduce(
+    format: int,  # noqa: A002
+    bound: float,
+    wanted: int,
+    source: Any,
+    count: int,
+    page: Floats,
+    row: int,
+    bins: Floats | None = None,
+    /,
+) -> bool: ...
 def kernels() -> list[str]: ...
 def choose(name: str, /) -> None: ...
-def exponents(format: int, source: Any, count: int, counts: NDArray[np.int64], /) -> None: ...  # noqa: A002
-def within(format: int, source: Any, count: int, low: int, high: int, /) -> int: ...  # noqa: A002
+def magnitudes(format: int, source: Any, count: int, bins: Floats, /) -> None: ...  # noqa: A002
+def divide(ends: NDArray[np.uint32], /) -> None: ...

@@ -168,6 +168,23 @@ static INLINE void add_words(
     *places += first * all + within;
 }
 
+/* The columns of a row, in the order of monitor/stats/partials.py. */
+enum {
+    WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, ABSSUM, LEAST, EXPONENT,
+    BITS_LOW, BITS_HIGH, PLACES_LOW, PLACES_HIGH, COLUMNS
+};
+
+#include "host_moments.h"
+#include "host_magnitudes.h"
+
+/* What is measured of each piece of float32s after its numbers, and the functions that do it. */
+typedef struct {
+    histogram *counts; /* NULL if no histogram is wanted */
+    void (*count)(histogram *to, const unsigned char *piece, size_t count);
+    short_sums *powers; /* NULL if no higher moments are wanted */
+    void (*add)(short_sums *to, const unsigned char *piece, size_t count);
+} beside;
+
 #define REAL float
 #define COUNTER int32_t
 #define NAMED(x) x##_float
@@ -190,81 +207,64 @@ static INLINE void add_words(
 #define MAGNITUDE fabs
 #include "host_pass.h"
 
-static INLINE int reduce_format(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
+static INLINE int reduce_format(
+    const void *x, size_t n, enum format format, double bound, int wanted, const beside *also, double *row) {
     switch (format) { /* a separate loop per format, in which the format is a constant */
-    case FLOAT32: return reduce_float(x, n, FLOAT32, bound, wanted, row);
-    case BFLOAT16: return reduce_float(x, n, BFLOAT16, bound, wanted, row);
-    case FLOAT16: return reduce_float(x, n, FLOAT16, bound, wanted, row);
-    case INT64: return reduce_double(x, n, INT64, bound, wanted, row);
-    default: return reduce_double(x, n, FLOAT64, bound, wanted, row);
+    case FLOAT32: return reduce_float(x, n, FLOAT32, bound, wanted, also, row);
+    case BFLOAT16: return reduce_float(x, n, BFLOAT16, bound, wanted, also, row);
+    case FLOAT16: return reduce_float(x, n, FLOAT16, bound, wanted, also, row);
+    case INT64: return reduce_double(x, n, INT64, bound, wanted, NULL, row);
+    default: return reduce_double(x, n, FLOAT64, bound, wanted, NULL, row);
     }
 }
 
-#include "host_moments.h"
-#include "host_magnitudes.h"
-
-typedef int (*kernel)(const void *, size_t, enum format, double, int, double *);
-typedef void (*moments)(const void *, size_t, enum format, double *);
-typedef size_t (*magnitudes)(const void *, size_t, enum format, int64_t *, uint32_t, uint32_t);
-
-static int reduce_anywhere(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
-    return reduce_format(x, n, format, bound, wanted, row);
-}
-
-static void moments_anywhere(const void *x, size_t n, enum format format, double *row) {
-    add_higher_moments(x, n, format, row);
-}
-
-static size_t magnitudes_anywhere(const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
-#if defined(__x86_64__) /* before AVX2 it has no such shifts */
-    return look_at_magnitudes(x, n, format, counts, low, high, 0);
-#else
-    return look_at_magnitudes(x, n, format, counts, low, high, 1);
-#endif
-}
-
-#if defined(__GNUC__) && defined(__x86_64__)
-__attribute__((target("avx2"))) static int reduce_avx2(
-    const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
-    return reduce_format(x, n, format, bound, wanted, row);
-}
-
-__attribute__((target("avx2"))) static void moments_avx2(const void *x, size_t n, enum format format, double *row) {
-    add_higher_moments(x, n, format, row);
-}
-
-__attribute__((target("avx2"))) static size_t magnitudes_avx2(
-    const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
-    return look_at_magnitudes(x, n, format, counts, low, high, 1);
-}
-
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static int reduce_avx512(
-    const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
-    return reduce_format(x, n, format, bound, wanted, row);
-}
-
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static void moments_avx512(
-    const void *x, size_t n, enum format format, double *row) {
-    add_higher_moments(x, n, format, row);
-}
-
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) static size_t magnitudes_avx512(
-    const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
-    return look_at_magnitudes(x, n, format, counts, low, high, 1);
-}
-#endif
-
-static const struct {
+typedef struct {
     const char *name;
-    kernel reduce;
-    moments add;
-    magnitudes look;
-} KERNELS[] = {
-#if defined(__GNUC__) && defined(__x86_64__)
-    {"avx512", reduce_avx512, moments_avx512, magnitudes_avx512},
-    {"avx2", reduce_avx2, moments_avx2, magnitudes_avx2},
+    int (*reduce)(const void *x, size_t n, enum format format, double bound, int wanted, const beside *also, double *row);
+    void (*moments)(const void *x, size_t n, enum format format, double *row);
+    void (*add)(short_sums *to, const unsigned char *piece, size_t count);
+    void (*count)(histogram *to, const unsigned char *piece, size_t count);
+    void (*bins)(const histogram *from, const void *x, size_t n, enum format format, double *bins);
+} kernel;
+
+/* Functions of a kernel, compiled for some processors. `grouping`: see `count_piece`. */
+#define KERNEL(processors, target, grouping)                                                                                     \
+    target static int reduce_##processors(                                                                                       \
+        const void *x, size_t n, enum format format, double bound, int wanted, const beside *also, double *row) {                \
+        return reduce_format(x, n, format, bound, wanted, also, row);                                                            \
+    }                                                                                                                            \
+    target static void moments_##processors(const void *x, size_t n, enum format format, double *row) {                          \
+        add_higher_moments(x, n, format, row);                                                                                   \
+    }                                                                                                                            \
+    target static void add_##processors(short_sums *to, const unsigned char *piece, size_t count) {                              \
+        add_piece(to, piece, count, 0);                                                                                          \
+    }                                                                                                                            \
+    target static void count_##processors(histogram *to, const unsigned char *piece, size_t count) {                             \
+        count_piece(to, piece, count, grouping);                                                                                 \
+    }                                                                                                                            \
+    target static void bins_##processors(                                                                                        \
+        const histogram *from, const void *x, size_t n, enum format format, double *bins) {                                      \
+        write_bins(from, x, n, format, bins);                                                                                    \
+    }
+#define NAMES(processors)                                                                                                        \
+    {#processors, reduce_##processors, moments_##processors, add_##processors, count_##processors, bins_##processors}
+
+#if defined(__x86_64__) /* before AVX2 it has no such shifts */
+KERNEL(any, , 0)
+#else
+KERNEL(any, , 1)
 #endif
-    {"any", reduce_anywhere, moments_anywhere, magnitudes_anywhere},
+#if defined(__GNUC__) && defined(__x86_64__)
+KERNEL(avx2, __attribute__((target("avx2"))), 1)
+KERNEL(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), 1)
+#endif
+
+static const kernel KERNELS[] = {
+#if defined(__GNUC__) && defined(__x86_64__)
+    NAMES(avx512),
+    NAMES(avx2),
+#endif
+    NAMES(any),
 };
 enum { KERNEL_COUNT = sizeof KERNELS / sizeof *KERNELS };
 
@@ -281,9 +281,7 @@ static int runs(const char *name) {
     return !strcmp(name, "any");
 }
 
-static kernel chosen = reduce_anywhere;
-static moments chosen_add = moments_anywhere;
-static magnitudes chosen_look = magnitudes_anywhere;
+static const kernel *chosen = &KERNELS[KERNEL_COUNT - 1];
 
 static PyObject *kernels(PyObject *module, PyObject *unused) {
     (void)module;
@@ -307,9 +305,7 @@ static PyObject *choose(PyObject *module, PyObject *name) {
     }
     for (int i = 0; i < KERNEL_COUNT; i++) {
         if (!strcmp(KERNELS[i].name, wanted) && runs(wanted)) {
-            chosen = KERNELS[i].reduce;
-            chosen_add = KERNELS[i].add;
-            chosen_look = KERNELS[i].look;
+            chosen = &KERNELS[i];
             Py_RETURN_NONE;
         }
     }
@@ -330,30 +326,47 @@ static double *row_of(Py_buffer *page, Py_ssize_t number) {
     return (double *)page->buf + number * COLUMNS;
 }
 
-static int reduce_unlocked(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
+static int reduce_unlocked(
+    const void *x, size_t n, enum format format, double bound, int wanted, double *row, double *bins) {
     double numbers[COLUMNS];
+    histogram counts;
+    short_sums powers;
     int apart = wanted & HIGHER && !is_wide(format);
-    int done = chosen(x, n, format, bound, apart ? wanted & ~HIGHER : wanted, numbers);
+    beside also = {bins == NULL ? NULL : &counts, chosen->count, apart ? &powers : NULL, chosen->add};
+    if (bins != NULL) {
+        begin_counts(&counts, n);
+    }
+    int first = apart ? wanted & ~HIGHER : wanted;
+    int done = chosen->reduce(x, n, format, bound, first, bins != NULL || apart ? &also : NULL, numbers);
     if (done && apart && numbers[MIN] == numbers[MAX]) {
         add_of_constant(numbers);
     } else if (done && apart && are_narrow(numbers)) {
-        chosen_add(x, n, format, numbers);
+        if (fit_all(&powers, numbers)) {
+            write_moments(&powers, numbers);
+        } else {
+            chosen->moments(x, n, format, numbers);
+        }
     } else if (done && apart && numbers[MIN] < numbers[MAX]) {
-        done = chosen(x, n, format, bound, wanted, numbers);
+        done = chosen->reduce(x, n, format, bound, wanted, NULL, numbers);
     }
     if (done) {
         memcpy(row, numbers, sizeof numbers);
     }
+    if (done && bins != NULL) {
+        settle_counts(&counts);
+        chosen->bins(&counts, x, n, format, bins);
+    }
     return done;
 }
 
-static int reduce_into_row(const void *x, size_t n, enum format format, double bound, int wanted, double *row) {
+static int reduce_into_row(
+    const void *x, size_t n, enum format format, double bound, int wanted, double *row, double *bins) {
     int done;
     if (n < RELEASED) {
-        return reduce_unlocked(x, n, format, bound, wanted, row);
+        return reduce_unlocked(x, n, format, bound, wanted, row, bins);
     }
     Py_BEGIN_ALLOW_THREADS
-    done = reduce_unlocked(x, n, format, bound, wanted, row);
+    done = reduce_unlocked(x, n, format, bound, wanted, row, bins);
     Py_END_ALLOW_THREADS
     return done;
 }
@@ -375,79 +388,77 @@ static const void *elements_of(PyObject *given, size_t n, enum format format, Py
     return PyErr_Occurred() ? NULL : x;
 }
 
-static size_t look_without_lock(const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high) {
-    size_t found;
-    if (n < RELEASED) {
-        return chosen_look(x, n, format, counts, low, high);
+/* Whether an array has room for the histogram of elements of a format; if not, an error is set. */
+static int bins_of(PyObject *given, long format, Py_buffer *bins) {
+    if (format != FLOAT32 && format != BFLOAT16 && format != FLOAT16) {
+        PyErr_Format(PyExc_ValueError, "no histogram of such a format: %ld", format);
+    } else if (PyObject_GetBuffer(given, bins, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) == 0 &&
+               (bins->format == NULL || strcmp(bins->format, "d") || bins->len != (Py_ssize_t)(BINS * sizeof(double)))) {
+        PyErr_SetString(PyExc_ValueError, "a histogram is of float64, one for each bin");
     }
-    Py_BEGIN_ALLOW_THREADS
-    found = chosen_look(x, n, format, counts, low, high);
-    Py_END_ALLOW_THREADS
-    return found;
+    return !PyErr_Occurred();
 }
 
-static PyObject *exponents(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+static void count_unlocked(const void *x, size_t n, enum format format, double *bins) {
+    histogram counts;
+    begin_counts(&counts, n);
+    for (size_t i = 0; i < n; i += PIECE) {
+        float widened[PIECE];
+        size_t count = n - i > PIECE ? PIECE : n - i;
+        chosen->count(&counts, piece_float(x, i, count, format, widened), count);
+    }
+    settle_counts(&counts);
+    chosen->bins(&counts, x, n, format, bins);
+}
+
+static PyObject *magnitudes(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     if (count != 4) {
-        return PyErr_Format(PyExc_TypeError, "exponents takes 4 arguments, not %zd", count);
+        return PyErr_Format(PyExc_TypeError, "magnitudes takes 4 arguments, not %zd", count);
     }
-    Py_buffer source = {0}, counts = {0};
+    Py_buffer source = {0}, bins = {0};
     long format = PyLong_AsLong(args[0]);
     size_t n = PyLong_AsSize_t(args[2]);
     const void *x = NULL;
     if (PyErr_Occurred()) {
         return NULL;
     }
-    if (format != FLOAT32 && format != BFLOAT16 && format != FLOAT16) {
-        return PyErr_Format(PyExc_ValueError, "no such format: %ld", format);
+    if (bins_of(args[3], format, &bins) && (x = elements_of(args[1], n, (enum format)format, &source)) != NULL) {
+        if (n < RELEASED) {
+            count_unlocked(x, n, (enum format)format, bins.buf);
+        } else {
+            Py_BEGIN_ALLOW_THREADS
+            count_unlocked(x, n, (enum format)format, bins.buf);
+            Py_END_ALLOW_THREADS
+        }
     }
-    if (PyObject_GetBuffer(args[3], &counts, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0) {
-        return NULL;
-    }
-    if (counts.len != (Py_ssize_t)(EXPONENTS * sizeof(int64_t))) {
-        PyErr_SetString(PyExc_ValueError, "counts are int64, one for each exponent");
-    } else if ((x = elements_of(args[1], n, (enum format)format, &source)) != NULL) {
-        look_without_lock(x, n, (enum format)format, counts.buf, 0, 0);
-    }
-    if (source.obj != NULL) {
-        PyBuffer_Release(&source);
-    }
-    PyBuffer_Release(&counts);
-    if (x == NULL) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&bins);
+    return x == NULL ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *within(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+static PyObject *divide(PyObject *module, PyObject *given) {
     (void)module;
-    if (count != 5) {
-        return PyErr_Format(PyExc_TypeError, "within takes 5 arguments, not %zd", count);
-    }
-    Py_buffer source = {0};
-    long format = PyLong_AsLong(args[0]);
-    size_t n = PyLong_AsSize_t(args[2]);
-    unsigned long low = PyLong_AsUnsignedLong(args[3]), high = PyLong_AsUnsignedLong(args[4]);
-    if (PyErr_Occurred()) {
+    Py_buffer ends;
+    if (PyObject_GetBuffer(given, &ends, PyBUF_C_CONTIGUOUS) < 0) {
         return NULL;
     }
-    if (format != FLOAT32 && format != BFLOAT16 && format != FLOAT16) {
-        return PyErr_Format(PyExc_ValueError, "no such format: %ld", format);
+    int fits = ends.len == (Py_ssize_t)sizeof ENDS;
+    if (fits) {
+        memcpy(ENDS, ends.buf, sizeof ENDS);
+    } else {
+        PyErr_Format(PyExc_ValueError, "the ends of %d bins are needed, as uint32", BINS);
     }
-    const void *x = elements_of(args[1], n, (enum format)format, &source);
-    size_t found = x == NULL ? 0 : look_without_lock(x, n, (enum format)format, NULL, (uint32_t)low, (uint32_t)high);
-    if (source.obj != NULL) {
-        PyBuffer_Release(&source);
-    }
-    return x == NULL ? NULL : PyLong_FromSize_t(found);
+    PyBuffer_Release(&ends);
+    return fits ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
-    if (count != 7) {
-        return PyErr_Format(PyExc_TypeError, "reduce takes 7 arguments, not %zd", count);
+    if (count != 7 && count != 8) {
+        return PyErr_Format(PyExc_TypeError, "reduce takes 7 or 8 arguments, not %zd", count);
     }
-    Py_buffer source = {0}, page = {0};
+    Py_buffer source = {0}, page = {0}, histogram = {0};
     long format = PyLong_AsLong(args[0]);
     double bound = PyFloat_AsDouble(args[1]);
     long wanted = PyLong_AsLong(args[2]);
@@ -465,32 +476,30 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         return NULL;
     }
     double *row = row_of(&page, number);
-    if (row != NULL) {
+    if (row != NULL && (count == 7 || args[7] == Py_None || bins_of(args[7], format, &histogram))) {
         x = elements_of(args[3], n, (enum format)format, &source);
     }
     if (x != NULL) {
-        done = PyBool_FromLong(reduce_into_row(x, n, (enum format)format, bound, (int)wanted, row));
+        done = PyBool_FromLong(reduce_into_row(x, n, (enum format)format, bound, (int)wanted, row, histogram.buf));
     }
-    if (source.obj != NULL) {
-        PyBuffer_Release(&source);
-    }
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&histogram);
     PyBuffer_Release(&page);
     return done;
 }
 
 static PyMethodDef METHODS[] = {
     {"reduce", (PyCFunction)(void (*)(void))reduce, METH_FASTCALL,
-     "reduce(format, bound, wanted, source, count, page, row) -> whether the row could be written"},
-    {"exponents", (PyCFunction)(void (*)(void))exponents, METH_FASTCALL,
-     "exponents(format, source, count, counts): adds the number of elements with each exponent to int64 of EXPONENTS"},
-    {"within", (PyCFunction)(void (*)(void))within, METH_FASTCALL,
-     "within(format, source, count, low, high) -> the number of magnitudes with bits above low, and at most high"},
+     "reduce(format, bound, wanted, source, count, page, row, bins=None) -> whether the row, and the histogram, could be written"},
+    {"magnitudes", (PyCFunction)(void (*)(void))magnitudes, METH_FASTCALL,
+     "magnitudes(format, source, count, bins): writes the number of elements in each bin, as float64"},
+    {"divide", divide, METH_O, "divide(ends): the bits of the greatest float32 of each bin, before the first histogram"},
     {"kernels", kernels, METH_NOARGS, "The kernels that run on this processor, the fastest first."},
     {"choose", choose, METH_O, "Have all reductions done by one of them."},
     {NULL, NULL, 0, NULL},
 };
 
-static const struct host_kernel SHARED = {COLUMNS, reduce_into_row, reduce_unlocked};
+static const struct host_kernel SHARED = {COLUMNS, BINS, reduce_into_row, reduce_unlocked};
 
 static int prepare(PyObject *module) {
     PyObject *shared = PyCapsule_New((void *)&SHARED, KERNEL_CAPSULE, NULL);
@@ -504,9 +513,7 @@ static int prepare(PyObject *module) {
 #endif
     for (int i = 0; i < KERNEL_COUNT; i++) {
         if (runs(KERNELS[i].name)) {
-            chosen = KERNELS[i].reduce;
-            chosen_add = KERNELS[i].add;
-            chosen_look = KERNELS[i].look;
+            chosen = &KERNELS[i];
             break;
         }
     }

@@ -1,4 +1,4 @@
-/* Histograms of magnitudes: the elements of each exponent, and those between two magnitudes. Included by host_kernel.c.
+/* Histograms of magnitudes. Included by host_kernel.c.
  *
  * Adding the greatest mantissa to the bits of a magnitude, before the mantissa is shifted out, counts a power of two to the numbers
  * below it: it is the upper end of its bin.
@@ -7,7 +7,8 @@
  * counted by logic, 16 side by side: three bits of equal weight add to one of that weight and one of twice that, in each of the
  * word's places at once. What lies outside, and is not 0, is counted in tables. */
 
-#define EXPONENTS 257 /* 0: zeros. 255: magnitudes above 2^127, and Inf. 256: NaN. */
+#define EXPONENTS 257 /* 0: zeros. INFINITE: magnitudes above 2^127, and Inf. The last one: NaN. */
+#define INFINITE 255
 #define COUNTED EXPONENTS /* in place of an exponent: the element is counted already */
 #define TABLES 8      /* An increment waits for the last one of the same counter, so neighbours count in different tables. */
 #define WINDOW 31     /* The last bit of a word says that its exponent lies outside. */
@@ -19,6 +20,11 @@
 #define GROUP ((size_t)8 * LANES)
 #define LEVELS 18     /* enough for the groups of so many elements: */
 #define MOST ((size_t)1 << 24) /* elements after which counters are added up, so that none overflows */
+#define BINS 284
+
+/* The bits of the greatest magnitude of each bin, ascending: monitor/stats/histograms.py has the list. All powers of two are among
+ * them. The last bin is for magnitudes beyond float32. */
+static uint32_t ENDS[BINS];
 
 static INLINE uint32_t exponent_of(const unsigned char *piece, size_t j) {
     return (magnitude_bits(piece, j) + 0x7fffffu) >> 23;
@@ -35,6 +41,14 @@ typedef struct {
 typedef struct {
     uint32_t counts[TABLES][EXPONENTS + 1];
 } tables;
+
+typedef struct {
+    int64_t counts[EXPONENTS];
+    tables tables;
+    window window;
+    size_t seen, missed, waiting; /* elements; those that windows did not hold; those since `counts` was added to */
+    int large;
+} histogram;
 
 /* Adds a and b to sum. Returns the carry. */
 static INLINE uint32_t add_bits(uint32_t *sum, uint32_t a, uint32_t b) {
@@ -190,58 +204,67 @@ static INLINE void count_outside(tables *t, const unsigned char *piece, size_t c
     }
 }
 
-/* Counts elements from the first one on while windows hold nearly all of them. Returns how many. */
-static INLINE size_t count_by_windows(const unsigned char *x, size_t n, enum format format, int64_t *counts, tables *t) {
-    window w;
-    size_t i = 0, missed = 0;
-    memset(w.sum, 0, sizeof w.sum);
-    w.low = w.groups = 0;
-    while (i < n && missed <= i / FEW + PIECE) {
-        float widened[PIECE];
-        size_t count = n - i > PIECE ? PIECE : n - i, left;
-        const unsigned char *piece = piece_float(x, i, count, format, widened);
-        if (!w.low) {
-            choose_window(&w, piece, count);
-        }
-        left = count_groups(&w, piece, count, counts);
-        if (left) {
-            count_outside(t, piece, count, w.low);
-        }
-        i += count;
-        missed += left;
-        if (SHARE * left > count) {
-            empty_window(&w, counts);
-            choose_window(&w, piece, count); /* not by the next piece, which may be zeros again */
-        }
+/* Counts elements in tables. */
+static INLINE void count_in_tables(tables *t, const unsigned char *piece, size_t count) {
+    uint16_t exponents[PIECE];
+    for (size_t k = 0; k < count; k++) {
+        exponents[k] = (uint16_t)exponent_of(piece, k);
     }
-    empty_window(&w, counts);
-    return i;
+    add_to_tables(t, exponents, count);
 }
 
-/* Adds to `counts`, of EXPONENTS numbers. */
-static INLINE void count_format(const unsigned char *x, size_t n, enum format format, int64_t *counts, int grouping) {
-    tables t;
-    for (size_t i = 0; i < n;) {
-        size_t end = n - i > MOST ? i + MOST : n; /* no counter overflows */
-        memset(&t, 0, sizeof t);
-        if (grouping && end - i >= LARGE) {
-            i += count_by_windows(x + i * BYTES[format], (end - i) / GROUP * GROUP, format, counts, &t);
+/* Counts groups of elements by a window. Returns how many of them it does not hold, other than zeros. */
+static INLINE size_t count_by_window(histogram *to, const unsigned char *piece, size_t count) {
+    if (!to->window.low) {
+        choose_window(&to->window, piece, count);
+    }
+    size_t left = count_groups(&to->window, piece, count, to->counts);
+    if (left) {
+        count_outside(&to->tables, piece, count, to->window.low);
+    }
+    if (SHARE * left > count) {
+        empty_window(&to->window, to->counts);
+        choose_window(&to->window, piece, count); /* not by the next piece, which may be zeros again */
+    }
+    return left;
+}
+
+static void begin_counts(histogram *to, size_t n) {
+    memset(to->counts, 0, sizeof to->counts);
+    memset(&to->tables, 0, sizeof to->tables);
+    memset(to->window.sum, 0, sizeof to->window.sum);
+    to->window.low = to->window.groups = 0;
+    to->seen = to->missed = to->waiting = 0;
+    to->large = n >= LARGE;
+}
+
+/* Adds what the window and the tables hold to `counts`. */
+static void settle_counts(histogram *to) {
+    empty_window(&to->window, to->counts);
+    for (int k = 0; k < TABLES; k++) {
+        for (int j = 0; j < EXPONENTS; j++) {
+            to->counts[j] += to->tables.counts[k][j];
         }
-        while (i < end) {
-            float widened[PIECE];
-            uint16_t exponents[PIECE];
-            size_t count = end - i > PIECE ? PIECE : end - i;
-            const unsigned char *piece = piece_float(x, i, count, format, widened);
-            for (size_t k = 0; k < count; k++) {
-                exponents[k] = (uint16_t)exponent_of(piece, k);
-            }
-            add_to_tables(&t, exponents, count);
-            i += count;
+    }
+    memset(&to->tables, 0, sizeof to->tables);
+    to->waiting = 0;
+}
+
+/* Counts elements, of which only the last piece of an array is no multiple of a group. `grouping`: whether vectors can shift each
+ * element by a number of its own. */
+static INLINE void count_piece(histogram *to, const unsigned char *x, size_t n, int grouping) {
+    for (size_t i = 0; i < n; i += PIECE) {
+        const unsigned char *piece = x + 4 * i;
+        size_t count = n - i > PIECE ? PIECE : n - i, grouped = 0;
+        if (grouping && to->large && to->missed <= to->seen / FEW + PIECE) {
+            grouped = count / GROUP * GROUP;
+            to->missed += count_by_window(to, piece, grouped);
         }
-        for (int k = 0; k < TABLES; k++) {
-            for (int j = 0; j < EXPONENTS; j++) {
-                counts[j] += t.counts[k][j];
-            }
+        count_in_tables(&to->tables, piece + 4 * grouped, count - grouped);
+        to->seen += count;
+        to->waiting += count;
+        if (to->waiting >= MOST - PIECE) { /* no counter overflows */
+            settle_counts(to);
         }
     }
 }
@@ -263,21 +286,31 @@ static INLINE size_t within_format(const unsigned char *x, size_t n, enum format
     return found;
 }
 
-/* As above, in a separate loop per format, in which the format is a constant. With `counts` all exponents are counted; else the
- * magnitudes from `low` to `high`, which are returned. `grouping`: whether vectors can shift each element by a number of its own. */
-static INLINE size_t look_at_magnitudes(
-    const void *x, size_t n, enum format format, int64_t *counts, uint32_t low, uint32_t high, int grouping) {
-    if (counts == NULL) {
-        switch (format) {
-        case FLOAT32: return within_format(x, n, FLOAT32, low, high);
-        case BFLOAT16: return within_format(x, n, BFLOAT16, low, high);
-        default: return within_format(x, n, FLOAT16, low, high);
+static INLINE size_t count_within(const void *x, size_t n, enum format format, uint32_t low, uint32_t high) {
+    switch (format) { /* a separate loop per format, in which the format is a constant */
+    case FLOAT32: return within_format(x, n, FLOAT32, low, high);
+    case BFLOAT16: return within_format(x, n, BFLOAT16, low, high);
+    default: return within_format(x, n, FLOAT16, low, high);
+    }
+}
+
+/* Writes the elements of each bin, of BINS. Nearly all exponents have a bin of their own. Where several bins divide one, its
+ * elements are looked for in another read, if there are any. */
+static INLINE void write_bins(const histogram *from, const void *x, size_t n, enum format format, double *bins) {
+    size_t bin = 1;
+    bins[0] = (double)from->counts[0];
+    memset(bins + 1, 0, (BINS - 1) * sizeof *bins);
+    for (uint32_t exponent = 1; exponent <= INFINITE; exponent++) {
+        uint32_t end = exponent << 23;
+        int64_t left = from->counts[exponent];
+        if (left && exponent == INFINITE) {
+            left -= (int64_t)count_within(x, n, format, end - 1, end);
         }
+        for (; ENDS[bin] < end; bin++) {
+            size_t inside = left ? count_within(x, n, format, ENDS[bin - 1], ENDS[bin]) : 0;
+            bins[bin] = (double)inside;
+            left -= (int64_t)inside;
+        }
+        bins[bin++] = (double)left;
     }
-    switch (format) {
-    case FLOAT32: count_format(x, n, FLOAT32, counts, grouping); break;
-    case BFLOAT16: count_format(x, n, BFLOAT16, counts, grouping); break;
-    default: count_format(x, n, FLOAT16, counts, grouping);
-    }
-    return 0;
 }

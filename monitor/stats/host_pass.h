@@ -10,15 +10,6 @@
  * Each statistic has LANES accumulators, which compilers turn into vectors, so no element waits for the sum before it. Lanes are
  * always added up in one order and no product is fused into a sum, so every processor computes the same bits. */
 
-#ifndef HOST_PASS_COLUMNS
-#define HOST_PASS_COLUMNS
-/* The columns of a row, in the order of monitor/stats/partials.py. */
-enum {
-    WRITES, COUNT, NANS, POSINFS, NEGINFS, SMALLS, MIN, MAX, SUM, SUMSQ, M2, M3, M4, ABSSUM, LEAST, EXPONENT,
-    BITS_LOW, BITS_HIGH, PLACES_LOW, PLACES_HIGH, COLUMNS
-};
-#endif
-
 /* Results for the elements read. If a sum is not finite, they include NaN or Inf, unless those were counted and left out. */
 typedef struct {
     REAL lo, hi;
@@ -48,10 +39,23 @@ static INLINE void NAMED(add)(NAMED(lanes) *to, int k, REAL v, REAL bound, int c
     }
 }
 
-/* Reads all elements once. With `counting`, elements that are not finite are counted and left out. With `checking`, the words
- * are summed too, a piece after its numbers: it is in the first-level cache then, and the other sums take all registers. */
+/* Chooses the distances of higher moments by the elements read so far. */
+static void NAMED(begin)(short_sums *powers, const NAMED(lanes) *of, size_t count) {
+    double sum = 0.0;
+    REAL lo = INFINITY, hi = -INFINITY;
+    for (int k = 0; k < LANES; k++) {
+        sum += of->sum[k];
+        lo = of->lo[k] < lo ? of->lo[k] : lo;
+        hi = of->hi[k] > hi ? of->hi[k] : hi;
+    }
+    begin_powers(powers, sum / (double)count, lo, hi);
+}
+
+/* Reads all elements once. With `counting`, elements that are not finite are counted and left out. What else is wanted is
+ * measured a piece after its numbers: it is in the first-level cache then, and the other sums take all registers. That is the sums
+ * of words, with `checking`, and what `also` names, which may be NULL. */
 static INLINE NAMED(read) NAMED(read_all)(
-    const unsigned char *x, size_t n, enum format format, REAL bound, int counting, int checking) {
+    const unsigned char *x, size_t n, enum format format, REAL bound, int counting, int checking, const beside *also) {
     NAMED(read) all = {INFINITY, -INFINITY, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0};
     for (size_t i = 0; i < n;) {
         size_t end = n - i > BLOCK ? i + BLOCK : n;
@@ -63,7 +67,7 @@ static INLINE NAMED(read) NAMED(read_all)(
         }
         while (i < end) {
             REAL widened[PIECE];
-            size_t most = piece_length(format, checking), count = end - i > most ? most : end - i, j = 0;
+            size_t most = piece_length(format, checking || also != NULL), count = end - i > most ? most : end - i, j = 0;
             const unsigned char *piece = PIECE_AT(x, i, count, format, widened);
             for (; j + LANES <= count; j += LANES) {
                 fetch_ahead_of(piece + sizeof(REAL) * j, sizeof(REAL) * LANES);
@@ -76,6 +80,15 @@ static INLINE NAMED(read) NAMED(read_all)(
             }
             if (checking) {
                 add_words(&all.words, &all.places, x, i, count, format);
+            }
+            if (also != NULL && also->counts != NULL) {
+                also->count(also->counts, piece, count);
+            }
+            if (also != NULL && also->powers != NULL) {
+                if (i == 0) {
+                    NAMED(begin)(also->powers, &to, count);
+                }
+                also->add(also->powers, piece, count);
             }
             i += count;
         }
@@ -190,16 +203,17 @@ static INLINE int NAMED(higher)(const unsigned char *x, size_t n, enum format fo
 
 /* Writes the whole row. Returns 0, with undefined contents of the row, if squares leave the range of their sum, or fourth powers
  * do and the higher moments are wanted. */
-static INLINE int NAMED(reduce)(const unsigned char *x, size_t n, enum format format, double bound, int wanted, double *row) {
+static INLINE int NAMED(reduce)(
+    const unsigned char *x, size_t n, enum format format, double bound, int wanted, const beside *also, double *row) {
     NAMED(read) all;
     if (wanted & CHECK_SUMS) {
-        all = NAMED(read_all)(x, n, format, (REAL)bound, 0, 1);
+        all = NAMED(read_all)(x, n, format, (REAL)bound, 0, 1, also);
     } else {
-        all = NAMED(read_all)(x, n, format, (REAL)bound, 0, 0);
+        all = NAMED(read_all)(x, n, format, (REAL)bound, 0, 0, also);
     }
     uint64_t bits = wanted & CHECK_SUMS ? all.words + n : 0, places = all.places;
     if (!isfinite(all.sumsq)) {
-        all = NAMED(read_all)(x, n, format, (REAL)bound, 1, 0);
+        all = NAMED(read_all)(x, n, format, (REAL)bound, 1, 0, NULL);
     }
     double finite = (double)n - all.nans - all.posinfs - all.neginfs;
     int in_range = isfinite(all.sumsq) && all.sumsq >= finite * LEAST_SQUARE;

@@ -83,6 +83,7 @@ class Page:
 
     Attributes:
         histogram: The histograms of its rows; None until a row has one.
+        histogram_at: For code in C: the address of the first row's histogram; 0 without histograms in host memory.
     """
 
     memory: PageMemory
@@ -90,6 +91,11 @@ class Page:
     rows: int
     used: int = 0
     histogram: PageMemory | None = None
+    histogram_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+
+    def keep_histograms(self, memory: PageMemory) -> None:
+        self.histogram = memory
+        self.histogram_at[0] = memory.address(0) if isinstance(memory, HostPage) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,8 @@ class RowSlot:
         local_row: First row within the page.
         row: First row within the table.
         rows: Number of rows.
-        native: For code in C: the address of the first row's numbers, ``row``, ``rows``, and 1 if the numbers are on a device.
+        native: For code in C: the address of the first row's numbers, ``row``, ``rows``, 1 if the numbers are on a device, the
+            address of the page's ``histogram_at``, and ``local_row``.
     """
 
     page: Page
@@ -236,7 +243,8 @@ class StatsTable:
     def allot(self, page: Page, series: Series, micro_steps: Sequence[int]) -> RowSlot:
         """Reserve the next free rows of ``page`` for a series: one for each of ``micro_steps``."""
         row, count = page.first_row + page.used, len(micro_steps)
-        native = struct.pack("4q", page.memory.address(page.used), row, count, not isinstance(page.memory, HostPage))
+        numbers, on_device = page.memory.address(page.used), not isinstance(page.memory, HostPage)
+        native = struct.pack("6q", numbers, row, count, on_device, page.histogram_at.ctypes.data, page.used)
         slot = RowSlot(page, page.used, row, count, native)
         page.used += len(micro_steps)
         rows = slice(slot.row, slot.row + slot.rows)

@@ -28,6 +28,7 @@ from monitor.series import Series, SeriesTable
 from monitor.stats.partials import COUNT, SUM
 from monitor.stats.table import SealedTable
 from monitor.stats.torch import memory
+from monitor.stats.torch.host_kernel import count_magnitudes
 from monitor.stats.torch.memory import TorchDevicePage
 from monitor.stats.triton.launch import FusedKernel, Kind, TensorGroup
 
@@ -116,6 +117,55 @@ def rows_of(reader: TorchTensorReader, x: Tensor) -> tuple[int, list[float]]:
 def test_an_ordinary_tensor_does_not_come_to_python(kind: str) -> None:
     x = ORDINARY[kind]()
     assert rows_of(Counting(SeriesTable(), 1e-8), x) == (0, [x.numel(), float(x.detach().sum())])
+
+
+def histograms_of(reader: TorchTensorReader, x: Tensor) -> tuple[int, list[list[float]]]:
+    """How many records came to Python once there were rows, and the histograms of ``x``: one of them is an alias's."""
+    recorder = Recorder(reader)
+    watched, other = RecordedSeries(Series("actv", 0, "x"), (0, 1, 2)), RecordedSeries(Series("actv", 0, "y"), (0,))
+    recorder.activate(True)
+    for one in (watched, other):
+        recorder.record(one, torch.ones(2))  # makes its rows
+    before = reader.came if isinstance(reader, Counting) else 0
+    recorder.record(watched, x, 1)
+    recorder.record(other, x)
+    recorder.record_all([(watched, x)], pytest.fail)  # in place of the ones
+    recorder.record(watched, x, 3)  # beyond its rows: Python makes another one
+    came = reader.came - before if isinstance(reader, Counting) else 0
+    recorder.end_step()
+    sealed = SealedTable()
+    recorder.seal(sealed)
+    found = sealed.rows().kinds["actv"].partials.histogram
+    return came, [] if found is None else found.tolist()
+
+
+@pytest.mark.parametrize("kind", ORDINARY)
+def test_the_magnitudes_of_ordinary_tensors_are_counted_in_c_if_they_are_not_wide(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = ORDINARY[kind]()
+    came, found = histograms_of(Counting(SeriesTable(), 1e-8, magnitudes=True), x)
+    assert came == (1 if x.dtype.itemsize < 8 else 3)
+    counts = count_magnitudes(x)
+    assert counts is not None
+    assert found == 4 * [counts.tolist()]
+    use(IN_PYTHON, monkeypatch)
+    assert histograms_of(TorchTensorReader(SeriesTable(), 1e-8, magnitudes=True), x)[1] == found
+
+
+def test_histograms_that_are_asked_for_later_are_counted_and_no_longer_when_they_are_not() -> None:
+    reader, found = TorchTensorReader(SeriesTable(), 1e-8), []
+    recorder, watched = Recorder(reader), RecordedSeries(Series("actv", 0, "x"), (0,))
+    for wanted in (False, True, True, False):
+        reader.magnitudes = wanted
+        recorder.activate(True)
+        recorder.record(watched, torch.tensor([0.0, 1.0, 2.0]))
+        recorder.end_step()
+        sealed = SealedTable()
+        recorder.seal(sealed)
+        histogram = sealed.rows().kinds["actv"].partials.histogram
+        found.append(0 if histogram is None else int(histogram.sum()))
+    assert found == [0, 3, 3, 0]
 
 
 @pytest.mark.parametrize("kind", OTHERS)

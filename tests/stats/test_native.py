@@ -17,10 +17,10 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as arrays
 from reference import assert_agrees, derived, normal
 
+from monitor.stats.histograms import BINS, UPPER
 from monitor.stats.host import array_kernel
 from monitor.stats.host.array_kernel import (
     BFLOAT16,
-    EXPONENT_BINS,
     FLOAT16,
     FLOAT32,
     FLOAT64,
@@ -164,6 +164,9 @@ def hard_arrays() -> dict[str, np.ndarray]:
         "NaN and Inf": mixed,
         "half zeros": np.maximum(x, 0),
         "sorted": np.sort(x),
+        "an outlier at the end": np.append(x[:-1], np.float32(1e20)),
+        "a mean that wanders": (x + 0.2 * np.sin(np.arange(len(x)) / 4096)).astype(np.float32),
+        "other units after a piece": np.where(np.arange(len(x)) < 4096, 1e-6, 1).astype(np.float32) * x,
         "few": x[:37],
     }
 
@@ -197,20 +200,21 @@ def test_every_processor_computes_the_same_bits_on_request() -> None:
             assert len(set(rows)) == 1, what
 
 
-def exponents(x: np.ndarray, form: int = FLOAT32) -> list[int]:
-    counts = np.zeros(EXPONENT_BINS, dtype=np.int64)
-    _host_kernel.exponents(form, x, x.size, counts)
-    return counts.tolist()
+def histogram(x: np.ndarray, form: int = FLOAT32) -> list[float]:
+    """Counted alone, and beside the row, which is the same as without a histogram."""
+    alone, beside, page = np.full(BINS, 7.0), np.full(BINS, 7.0), np.zeros((2, len(COLUMNS)))
+    _host_kernel.magnitudes(form, x, x.size, alone)
+    for wanted in (0, _host_kernel.HIGHER, _host_kernel.CHECK_SUMS | _host_kernel.HIGHER):
+        assert _host_kernel.reduce(form, EPS, wanted, x, x.size, page, 0, beside)
+        assert _host_kernel.reduce(form, EPS, wanted, x, x.size, page, 1)
+        assert page[0].tobytes() == page[1].tobytes()
+        assert beside.tolist() == alone.tolist()
+    return alone.tolist()
 
 
-def exponents_by_definition(x: np.ndarray) -> list[int]:
-    """0 for a zero, 255 for Inf, 256 for NaN; else at least 1: 127 + the least exponent whose power of two is no less."""
-    with np.errstate(invalid="ignore"):  # some of the NaN are signalling ones
-        mantissas, powers = np.frexp(np.abs(x.astype(np.float64)))
-    places = np.maximum(powers - (mantissas == 0.5) + 127, 1)
-    for special, place in ((x == 0, 0), (np.isinf(x), 255), (np.isnan(x), 256)):
-        places[special] = place
-    return np.bincount(places, minlength=EXPONENT_BINS).tolist()
+def histogram_by_definition(x: np.ndarray) -> list[int]:
+    magnitudes = np.abs(x[np.isfinite(x)].astype(np.float64))
+    return np.bincount(np.searchsorted(UPPER, magnitudes), minlength=BINS).tolist()
 
 
 def counted_arrays() -> dict[str, np.ndarray]:
@@ -244,15 +248,15 @@ def counted_arrays() -> dict[str, np.ndarray]:
 
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("what", counted_arrays())
-def test_each_element_counts_once_and_to_its_exponent(what: str) -> None:
+def test_each_element_counts_once_and_in_its_bin(what: str) -> None:
     x = counted_arrays()[what]
-    assert exponents(x) == exponents_by_definition(x)
-    assert exponents(x[:20_000]) == exponents_by_definition(x[:20_000])
+    assert histogram(x) == histogram_by_definition(x)
+    assert histogram(x[:20_000]) == histogram_by_definition(x[:20_000])
     with np.errstate(all="ignore"):
         half = x.astype(np.float16)
-    assert exponents(half, FLOAT16) == exponents_by_definition(half.astype(np.float32))
+    assert histogram(half, FLOAT16) == histogram_by_definition(half.astype(np.float32))
     upper = (x.view(np.uint32) >> 16).astype(np.uint16)
-    assert exponents(upper, BFLOAT16) == exponents_by_definition((upper.astype(np.uint32) << 16).view(np.float32))
+    assert histogram(upper, BFLOAT16) == histogram_by_definition((upper.astype(np.uint32) << 16).view(np.float32))
 
 
 @pytest.mark.usefixtures("_kernel")
@@ -260,8 +264,8 @@ def test_no_counter_of_exponents_overflows_in_a_large_array() -> None:
     """More elements than are counted between two additions of the counters, and equal, so all of them in one counter."""
     x = np.full((1 << 24) + 16_500, 0x3F80, dtype=np.uint16)
     x[-1] = 0
-    counts = exponents(x, BFLOAT16)
-    assert (counts[0], counts[127]) == (1, x.size - 1)
+    counts = histogram(x, BFLOAT16)
+    assert (counts[0], counts[np.searchsorted(UPPER, 1.0)]) == (1, x.size - 1)
 
 
 def test_zeros_have_no_sign() -> None:
@@ -324,6 +328,10 @@ def test_squares_that_leave_the_range_of_float64_are_left_to_others(magnitude: f
         ((FLOAT32, 0.0, 0, "abc", 3, np.zeros((2, len(COLUMNS))), 0), TypeError),
         ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), -3, np.zeros((2, len(COLUMNS))), 0), OverflowError),
         ((FLOAT32, 0.0, 0, np.zeros(3, np.float32)), TypeError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), 0, np.zeros(BINS - 1)), ValueError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), 3, np.zeros((2, len(COLUMNS))), 0, np.zeros(BINS, np.int64)), ValueError),
+        ((FLOAT64, 0.0, 0, np.zeros(3), 3, np.zeros((2, len(COLUMNS))), 0, np.zeros(BINS)), ValueError),
+        ((FLOAT32, 0.0, 0, np.zeros(3, np.float32), 4, np.zeros((2, len(COLUMNS))), 0, np.zeros(BINS)), ValueError),
     ],
 )
 def test_what_is_asked_wrongly_is_refused_and_writes_nothing(arguments: tuple[object, ...], error: type[Exception]) -> None:

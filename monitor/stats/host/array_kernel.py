@@ -38,8 +38,8 @@ VARIABLE: Final = "MONITOR_NATIVE"
 FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT64 = range(5)
 """The kernel's numbers of the element formats."""
 
-Reduce = Callable[[Any, int, Floats, int], bool]
-"""Takes the arguments of ``NativeKernel.reduce_into`` without the format."""
+Reduce = Callable[..., bool]
+"""Takes the arguments of ``NativeKernel.reduce_into`` without the format, and perhaps the histogram to write."""
 
 
 class NativeKernel:
@@ -376,8 +376,12 @@ _SPLITS: Final = [
 """The bins that end where a format begins to overflow, each with the last bin of its exponent."""
 
 with np.errstate(over="ignore"):
-    _BITS: Final = UPPER.astype(np.float32).view(np.uint32).tolist()
+    _ENDS: Final = UPPER.astype(np.float32).view(np.uint32)
+_BITS: Final = _ENDS.tolist()
 """The bits of the upper end of each bin; of the last two bins those of Inf."""
+
+if _host_kernel is not None:
+    _host_kernel.divide(_ENDS)
 
 CountBins = Callable[[NDArray[np.int32]], NDArray[np.int64]]
 """Counts how often each number below ``EXPONENT_BINS`` occurs."""
@@ -394,9 +398,9 @@ def count_natively(source: Any, count: int, form: int) -> NDArray[np.int64] | No
     """
     if _host_kernel is None or form in (FLOAT64, INT64) or not is_wanted():
         return None
-    by_exponent = np.zeros(EXPONENT_BINS, dtype=np.int64)
-    _host_kernel.exponents(form, source, count, by_exponent)
-    return _in_bins(by_exponent, partial(_host_kernel.within, form, source, count))
+    bins = np.empty(BINS)
+    _host_kernel.magnitudes(form, source, count, bins)
+    return bins.astype(np.int64)
 
 
 def count_magnitudes(x: Raw) -> NDArray[np.int64] | None:
