@@ -234,7 +234,7 @@ def main() -> None:
     rows = [[one.feature, f"{one.rows}", f"{median(one.cpu):.3f}", f"{one.first:.2f}"] for one in found]
     print(aligned(("feature", "rows a step", "CPU ×", "first step ×"), rows))
     rows = [[f"{one.length}", f"{one.heads}", f"{one.added:.0f}", f"{one.milliseconds:.0f}"] for one in samples]
-    print("\n" + aligned(("sequence", "heads", "added MB", "CPU ms"), rows))
+    print("\n" + aligned(("sequence", "heads", "added MB", "CPU ms"), rows) if samples else "")
     save(options.json, {"costs": [asdict(one) for one in found], "samples": [asdict(one) for one in samples]})
 
 

@@ -408,7 +408,8 @@ class TorchTensorReader(Reader):
             return None
         histograms = self.rows.histograms(page, HOST)
         assert isinstance(histograms, HostPage)
-        return histograms.numbers[local_row]
+        bins: Floats = histograms.numbers[local_row]
+        return bins
 
     def _count_magnitudes(self, x: Tensor, page: Page, local_row: int) -> None:
         counts = count_magnitudes(x) if isinstance(page.memory, HostPage) else count_magnitudes_on_device(x)

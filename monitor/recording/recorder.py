@@ -155,7 +155,8 @@ class LiveRows:
     def histograms(self, page: Page, device: Device) -> PageMemory:
         """The histograms of a page on ``device``."""
         if page.histogram is None:
-            page.keep_histograms(self._new_memory(page.rows, device, BINS, slice(None)))
+            page.histogram = self._new_memory(page.rows, device, BINS, slice(None))
+            page.histogram_at[0] = page.histogram.address(0)
         return page.histogram
 
 

@@ -47,14 +47,14 @@ typedef struct {
     tables tables;
     window window;
     size_t seen, missed, waiting; /* elements; those that windows did not hold; those since `counts` was added to */
-    int large;
+    int large, tabled;            /* `tabled`: whether tables are in use; else their contents are undefined */
 } histogram;
 
-/* Adds a and b to sum. Returns the carry. */
+/* Adds a and b to sum. Returns the carry: where a differs from the sum before, it is b, and elsewhere a. */
 static INLINE uint32_t add_bits(uint32_t *sum, uint32_t a, uint32_t b) {
-    uint32_t before = *sum;
-    *sum = before ^ a ^ b;
-    return (before & a) | ((before ^ a) & b);
+    uint32_t differs = *sum ^ a;
+    *sum = differs ^ b;
+    return (differs & b) | (~differs & a);
 }
 
 static INLINE uint32_t in_window(const unsigned char *piece, size_t j, uint32_t low) {
@@ -62,22 +62,17 @@ static INLINE uint32_t in_window(const unsigned char *piece, size_t j, uint32_t 
     return place < WINDOW ? place : WINDOW;
 }
 
-/* The word of an element. Adds to `outside` if its exponent lies there. */
-static INLINE uint32_t word_of(const unsigned char *piece, size_t j, uint32_t low, uint32_t *outside) {
-    uint32_t word = (uint32_t)1 << in_window(piece, j, low);
-    *outside += word >> WINDOW;
-    return word;
-}
-
-/* Counts elements of one group. */
-static INLINE void add_group(window *w, const unsigned char *group, uint32_t *outside) {
+/* Counts elements of one group. Sets bits of `any` in those places of the window, or beyond it, that have any. */
+static INLINE void add_group(window *restrict w, const unsigned char *restrict group, uint32_t *restrict any) {
     uint32_t carried[LANES], low = w->low;
     int level = 0;
     for (int k = 0; k < LANES; k++) {
-        uint32_t ones = w->sum[0][k], twos = w->sum[1][k], fours = w->sum[2][k], out = outside[k], pairs[4], quads[2];
+        uint32_t ones = w->sum[0][k], twos = w->sum[1][k], fours = w->sum[2][k], found = any[k], pairs[4], quads[2];
         for (int i = 0; i < 4; i++) {
-            uint32_t word = word_of(group, 2 * i * LANES + k, low, &out);
-            pairs[i] = add_bits(&ones, word, word_of(group, (2 * i + 1) * LANES + k, low, &out));
+            uint32_t word = (uint32_t)1 << in_window(group, 2 * i * LANES + k, low);
+            uint32_t next = (uint32_t)1 << in_window(group, (2 * i + 1) * LANES + k, low);
+            pairs[i] = add_bits(&ones, word, next);
+            found |= word | next;
         }
         quads[0] = add_bits(&twos, pairs[0], pairs[1]);
         quads[1] = add_bits(&twos, pairs[2], pairs[3]);
@@ -85,7 +80,7 @@ static INLINE void add_group(window *w, const unsigned char *group, uint32_t *ou
         w->sum[0][k] = ones;
         w->sum[1][k] = twos;
         w->sum[2][k] = fours;
-        outside[k] = out;
+        any[k] = found;
     }
     for (uint32_t others = w->groups; others & 1; others >>= 1, level++) {
 #pragma GCC unroll 1 /* else gcc keeps the words in 16 registers, not in vectors */
@@ -161,19 +156,27 @@ static INLINE void choose_window(window *w, const unsigned char *piece, size_t c
 
 /* Counts all groups of a piece that lie in the window, and zeros. Returns how many elements are left, and not 0. */
 static INLINE size_t count_groups(window *w, const unsigned char *piece, size_t count, int64_t *counts) {
-    uint32_t outside[LANES] = {0}, out = 0, zeros = 0;
+    uint32_t any[LANES] = {0}, outside = 0, zeros = 0, left = 0;
     for (size_t j = 0; j < count; j += GROUP) {
-        fetch_ahead_of(piece + 4 * j, 4 * GROUP);
-        add_group(w, piece + 4 * j, outside);
+        add_group(w, piece + 4 * j, any);
     }
     for (int k = 0; k < LANES; k++) {
-        out += outside[k];
+        outside |= any[k] >> WINDOW;
     }
-    for (size_t j = 0; out && j < count; j++) {
+    for (size_t j = 0; outside && j < count; j++) {
         zeros += magnitude_bits(piece, j) == 0;
+        left += in_window(piece, j, w->low) == WINDOW;
     }
     counts[0] += zeros;
-    return out - zeros;
+    return left - zeros;
+}
+
+static INLINE tables *tables_of(histogram *of) {
+    if (!of->tabled) {
+        memset(&of->tables, 0, sizeof of->tables);
+        of->tabled = 1;
+    }
+    return &of->tables;
 }
 
 static INLINE void add_to_tables(tables *t, const uint16_t *exponents, size_t count) {
@@ -220,7 +223,7 @@ static INLINE size_t count_by_window(histogram *to, const unsigned char *piece, 
     }
     size_t left = count_groups(&to->window, piece, count, to->counts);
     if (left) {
-        count_outside(&to->tables, piece, count, to->window.low);
+        count_outside(tables_of(to), piece, count, to->window.low);
     }
     if (SHARE * left > count) {
         empty_window(&to->window, to->counts);
@@ -231,22 +234,22 @@ static INLINE size_t count_by_window(histogram *to, const unsigned char *piece, 
 
 static void begin_counts(histogram *to, size_t n) {
     memset(to->counts, 0, sizeof to->counts);
-    memset(&to->tables, 0, sizeof to->tables);
     memset(to->window.sum, 0, sizeof to->window.sum);
     to->window.low = to->window.groups = 0;
     to->seen = to->missed = to->waiting = 0;
+    to->tabled = 0;
     to->large = n >= LARGE;
 }
 
 /* Adds what the window and the tables hold to `counts`. */
 static void settle_counts(histogram *to) {
     empty_window(&to->window, to->counts);
-    for (int k = 0; k < TABLES; k++) {
+    for (int k = 0; to->tabled && k < TABLES; k++) {
         for (int j = 0; j < EXPONENTS; j++) {
             to->counts[j] += to->tables.counts[k][j];
         }
     }
-    memset(&to->tables, 0, sizeof to->tables);
+    to->tabled = 0;
     to->waiting = 0;
 }
 
@@ -260,7 +263,9 @@ static INLINE void count_piece(histogram *to, const unsigned char *x, size_t n, 
             grouped = count / GROUP * GROUP;
             to->missed += count_by_window(to, piece, grouped);
         }
-        count_in_tables(&to->tables, piece + 4 * grouped, count - grouped);
+        if (grouped < count) {
+            count_in_tables(tables_of(to), piece + 4 * grouped, count - grouped);
+        }
         to->seen += count;
         to->waiting += count;
         if (to->waiting >= MOST - PIECE) { /* no counter overflows */

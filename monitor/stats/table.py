@@ -83,7 +83,7 @@ class Page:
 
     Attributes:
         histogram: The histograms of its rows; None until a row has one.
-        histogram_at: For code in C: the address of the first row's histogram; 0 without histograms in host memory.
+        histogram_at: For code in C: the address of the first row's histogram; 0 until there is one.
     """
 
     memory: PageMemory
@@ -92,10 +92,6 @@ class Page:
     used: int = 0
     histogram: PageMemory | None = None
     histogram_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
-
-    def keep_histograms(self, memory: PageMemory) -> None:
-        self.histogram = memory
-        self.histogram_at[0] = memory.address(0) if isinstance(memory, HostPage) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +239,10 @@ class StatsTable:
     def allot(self, page: Page, series: Series, micro_steps: Sequence[int]) -> RowSlot:
         """Reserve the next free rows of ``page`` for a series: one for each of ``micro_steps``."""
         row, count = page.first_row + page.used, len(micro_steps)
-        numbers, on_device = page.memory.address(page.used), not isinstance(page.memory, HostPage)
-        native = struct.pack("6q", numbers, row, count, on_device, page.histogram_at.ctypes.data, page.used)
+        found = page.memory.address(page.used), row, count, not isinstance(page.memory, HostPage)
+        native = struct.pack("6q", *found, page.histogram_at.ctypes.data, page.used)
         slot = RowSlot(page, page.used, row, count, native)
-        page.used += len(micro_steps)
-        rows = slice(slot.row, slot.row + slot.rows)
+        page.used, rows = page.used + count, slice(row, row + count)
         self.identity.series[rows] = self.series.index_of(series)
         self.identity.kind[rows] = KINDS.index(series.kind)
         self.identity.micro_step[rows] = micro_steps
@@ -348,8 +343,7 @@ class SealedTable:
     _identity: RowIdentity | None = None
 
     def take(self, table: StatsTable) -> None:
-        for page in table.pages[len(self._copies) :]:
-            self._copies.append(page.memory.new_copy())
+        self._copies += [page.memory.new_copy() for page in table.pages[len(self._copies) :]]
         for number, page in enumerate(table.pages):
             if page.histogram is not None and number not in self._histograms:
                 self._histograms[number] = page.histogram.new_copy()

@@ -19,16 +19,7 @@ from reference import assert_agrees, derived, normal
 
 from monitor.stats.histograms import BINS, UPPER
 from monitor.stats.host import array_kernel
-from monitor.stats.host.array_kernel import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    FLOAT64,
-    INT64,
-    VARIABLE,
-    NativeKernel,
-    native_kernel,
-)
+from monitor.stats.host.array_kernel import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, INT64, VARIABLE, NativeKernel, native_kernel
 from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, NANS, NEGINFS, POSINFS, SMALLS
 
 COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
