@@ -113,14 +113,20 @@ def percentiles(op: str, counts: Counts, greatest: NDArray[np.float64]) -> tuple
         greatest: The greatest magnitude of each row.
     """
     found, known = np.zeros(len(counts)), np.zeros(len(counts), dtype=np.bool_)
+    filled = np.flatnonzero(counts.any(axis=0))
+    if not len(filled):
+        return found, known
+    # Most of the bins are empty in all rows. The next ones on both sides stay, since formulas look at neighbours.
+    first, end = max(int(filled[0]) - 1, 0), min(int(filled[-1]) + 2, BINS)
     for start in range(0, len(counts), _ROWS):
-        some = counts[start : start + _ROWS]
+        some = counts[start : start + _ROWS, first:end]
         rows, until = np.arange(len(some)), np.cumsum(some, axis=1)
         rank = np.maximum(np.ceil(PERCENTILES[op] * until[:, -1]), 1)
-        bins = np.minimum((until < rank[:, np.newaxis]).sum(axis=1), BINS - 1)
-        within, below = some[rows, bins], some[rows, np.maximum(bins - 1, 1)]
-        share = (rank - until[rows, bins] + within - 0.5) / np.maximum(within, 1)
-        growth = np.log2((some[rows, np.minimum(bins + 1, BINS - 1)] + 1) / (below + 1)) / 2
+        place = np.minimum((until < rank[:, np.newaxis]).sum(axis=1), end - first - 1)
+        bins = place + first
+        within, below = some[rows, place], some[rows, np.maximum(bins - 1, 1) - first]
+        share = (rank - until[rows, place] + within - 0.5) / np.maximum(within, 1)
+        growth = np.log2((some[rows, np.minimum(bins + 1, end - 1) - first] + 1) / (below + 1)) / 2
         growth = np.clip(np.where(np.abs(growth) < _FLAT, _FLAT, growth), -STEEPEST, STEEPEST)
         share = np.log2(1 + share * (np.exp2(growth) - 1)) / growth
         known[start : start + _ROWS] = (until[:, -1] > 0) & (bins < BINS - 1)
