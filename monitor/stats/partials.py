@@ -13,9 +13,9 @@ sums divided by a power of two, so that no finite tensor overflows them:
 large compared with the spread. It merges by the pairwise formula of Chan, Golub and LeVeque (1979), "Updating formulae and a
 pairwise algorithm for computing sample variances".
 
-The *higher moments* are ``m3`` = Σ (x - mean)³ / 8^e and ``m4`` = Σ (x - mean)⁴ / 16^e. On a device they cost a second
-read of the elements, so they are measured only if an op asks for them. They merge by the formulas of Pébay (2008), "Formulas for robust,
-one-pass parallel computation of covariances and arbitrary-order statistical moments". A measured ``m4`` is at least
+The *higher moments* are ``m3`` = Σ (x - mean)³ / 8^e and ``m4`` = Σ (x - mean)⁴ / 16^e. On a device they cost a second read of
+the elements, so they are measured only if an op asks for them. They merge by the formulas of Pébay (2008), "Formulas for
+robust, one-pass parallel computation of covariances and arbitrary-order statistical moments". A measured ``m4`` is at least
 ``m2``² / n. So ``m4`` = 0 beside a positive ``m2`` says that the higher moments are not known. In such rows, ``m3`` is 0, too.
 
 The same read measures ``abssum`` = Σ |x| / 2^e and ``least``, the smallest magnitude of the finite elements other than 0. If
