@@ -183,8 +183,13 @@ mint.zeros_like(inputs(0))
 
 def test_a_process_that_ends_with_an_error_in_waiting_writes_its_last_step(output: Output) -> None:
     config = written(output, **FORWARD)
-    subprocess.run([sys.executable, "-c", AT_EXIT, config, ":".join(sys.path)], check=True, capture_output=True, timeout=120)
+    # A native crash at exit leaves no traceback of its own.
+    command = [sys.executable, "-X", "faulthandler", "-c", AT_EXIT, config, ":".join(sys.path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    files = sorted(path.name for path in output.base.rglob("*"))
+    assert ended.returncode == 0, f"exit status {ended.returncode}, files {files}, standard error:\n{ended.stderr}"
     assert {row.name for row in output.rows("actv")} >= {"a.output", "b.output"}
+    assert "ZerosLikeExt unregistered" in ended.stderr  # so the error was still waiting
 
 
 def test_what_comes_after_the_error_is_recorded(output: Output) -> None:
