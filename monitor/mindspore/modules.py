@@ -145,7 +145,7 @@ class CellHooks:
         hooks: HookSet,
     ) -> None:
         reader = self._collector.recorder.reader
-        program.set_up(reader.eps, higher=reader.higher, check_sums=reader.check_sums)
+        program.set_up(reader.eps, higher=reader.higher, check_sums=reader.check_sums, magnitudes=reader.magnitudes)
         if program.failures not in (None, self._failures) and program.is_on:
             program.absences.replaced(program.failures)
         program.bound(self._collector.clock.micro_steps * len(self._collector.roots))

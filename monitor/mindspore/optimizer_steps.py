@@ -13,7 +13,6 @@ from typing import Any, Final, Protocol
 
 from mindspore import Parameter, Tensor, nn
 
-from monitor.config.model import HISTOGRAM_OPS
 from monitor.failures import Failures
 from monitor.mindspore.compiled.outside import StepsFromOutside
 from monitor.mindspore.compiled.program import Program
@@ -151,7 +150,6 @@ class MindSporeOptimizerSteps:
         missing = [field for field in fields if getattr(config, field)]
         if of_steps and records_run_numbers(config):
             missing.append("learning_rate")
-        missing += [op for op in config.ops if op in HISTOGRAM_OPS]
         if missing and not self._has_warned and listener.modules.recorder.active:
             self._has_warned = True
             said = MISSING.format(fields=", ".join(missing))

@@ -22,18 +22,19 @@ enum { GATED = 1, CHECKED = 2, MARK = 4, TURN = 8, FORWARD = 16, BACKWARD = 32 }
 enum { MEASURED, SET_ASIDE, UNREADABLE };
 
 struct entry {
-    int64_t id, flags, state, format, dimensions, shape[MOST_DIMENSIONS], number, call, site;
+    int64_t id, flags, state, format, dimensions, shape[MOST_DIMENSIONS], number, call, site, more; /* `more`: whether it has an aside */
     double row[ROW];
 };
 
+/* More of an entry: a copy of its elements, or the histogram of a tensor that was measured. */
 struct aside {
     size_t bytes;
-    void *elements;
+    void *contents;
 };
 
 struct tape {
     int64_t number; /* its place in TAPES + a multiple of MOST_TAPES, never twice: compiled graphs may know closed tapes */
-    int open, on, wanted, turns, stopped;
+    int open, on, wanted, counting, turns, stopped; /* `counting`: histograms of magnitudes */
     int64_t resting;                 /* since when its owner does not use it; 0 while it does */
     int64_t most_forwards, forwards; /* forwards without a backward: the most, and how many are there */
     int64_t dropped;                 /* the number of the last entry that was dropped since there were too many */
@@ -86,8 +87,8 @@ static size_t count_of(const struct entry *entry) {
 /* Copies elements that Python has to reduce. Called without the lock. */
 static struct aside copied(const void *x, size_t bytes) {
     struct aside aside = {bytes, malloc(bytes ? bytes : 1)};
-    if (aside.elements != NULL) {
-        memcpy(aside.elements, x, bytes);
+    if (aside.contents != NULL) {
+        memcpy(aside.contents, x, bytes);
     }
     return aside;
 }
@@ -104,18 +105,18 @@ static void drop_oldest(struct tape *tape) {
     size_t end = tape->kept, asides = 0, kept_asides = 0;
     int64_t left = tape->most_forwards;
     for (size_t i = 0; i < tape->kept; i++) {
-        kept_asides += tape->entries[i].state == SET_ASIDE;
+        kept_asides += tape->entries[i].more != 0;
     }
     for (int64_t begun = 0; end < tape->used; end++) {
         begun += (tape->entries[end].flags & FORWARD) != 0;
         if (begun > tape->forwards - left) {
             break;
         }
-        asides += tape->entries[end].state == SET_ASIDE;
+        asides += tape->entries[end].more != 0;
         tape->dropped = tape->entries[end].number > tape->dropped ? tape->entries[end].number : tape->dropped;
     }
     for (size_t i = kept_asides; i < kept_asides + asides; i++) {
-        free(tape->asides[i].elements);
+        free(tape->asides[i].contents);
     }
     size_t more = tape->asides_used - kept_asides - asides;
     if (asides) {
@@ -137,7 +138,7 @@ static void count_forwards(struct tape *tape, int64_t flags) {
     }
 }
 
-/* Appends an entry; drops it, and its elements, if the tape was closed or there is no memory. */
+/* Appends an entry; drops it, and its aside, if the tape was closed or there is no memory. */
 static void append(int64_t number, const struct entry *entry, struct aside aside) {
     pthread_mutex_lock(&LOCK);
     struct tape *tape = open_with(number);
@@ -145,21 +146,21 @@ static void append(int64_t number, const struct entry *entry, struct aside aside
     if (entries != NULL) {
         tape->entries = entries;
         struct aside *asides = tape->asides;
-        if (entry->state == SET_ASIDE) {
+        if (entry->more) {
             asides = grown(tape->asides, tape->asides_used, &tape->asides_room, sizeof *asides);
         }
-        if (entry->state != SET_ASIDE || asides != NULL) {
+        if (!entry->more || asides != NULL) {
             tape->asides = asides;
             tape->entries[tape->used++] = *entry;
-            if (entry->state == SET_ASIDE) {
+            if (entry->more) {
                 tape->asides[tape->asides_used++] = aside;
-                aside.elements = NULL;
+                aside.contents = NULL;
             }
             count_forwards(tape, entry->flags);
         }
     }
     pthread_mutex_unlock(&LOCK);
-    free(aside.elements);
+    free(aside.contents);
 }
 
 /* The tape of a slot if it takes entries now, with its settings in `now`; else NULL. */
@@ -185,13 +186,23 @@ static void measure(const void *x, const char *dtype, struct entry *entry, const
     size_t count = count_of(entry);
     entry->format = known;
     int format = DTYPES[known].format, wanted = now->wanted | (entry->flags & CHECKED ? CHECK_SUMS : 0);
-    if (format >= 0 && count &&
-        KERNEL->reduce_unlocked(x, count, (enum format)format, now->bounds[format], wanted, entry->row, NULL)) {
+    struct aside bins = {now->counting ? sizeof(double) * (size_t)KERNEL->bins : 0, NULL};
+    int here = format >= 0 && count && !(now->counting && is_wide((enum format)format)); /* else Python counts magnitudes, too */
+    if (here && now->counting) {
+        bins.contents = malloc(bins.bytes);
+        here = bins.contents != NULL;
+    }
+    if (here && KERNEL->reduce_unlocked(
+                    x, count, (enum format)format, now->bounds[format], wanted, entry->row, (double *)bins.contents)) {
         entry->state = MEASURED;
+        entry->more = now->counting;
+        *aside = bins;
         return;
     }
+    free(bins.contents);
     *aside = copied(x, count * DTYPES[known].bytes);
-    entry->state = aside->elements == NULL ? UNREADABLE : SET_ASIDE;
+    entry->more = aside->contents != NULL;
+    entry->state = entry->more ? SET_ASIDE : UNREADABLE;
 }
 
 /* Appends an entry to the tape of a slot, if it takes entries. */
@@ -347,7 +358,7 @@ static struct tape *tape_of(PyObject *number) {
 
 static void free_all(struct tape *all) {
     for (size_t i = 0; i < all->asides_used; i++) {
-        free(all->asides[i].elements);
+        free(all->asides[i].contents);
     }
     free(all->asides);
     free(all->entries);
@@ -390,12 +401,13 @@ static PyObject *open_tape(PyObject *module, PyObject *unused) {
 
 static PyObject *set_up(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
-    struct tape *tape = count == 4 ? tape_of(args[0]) : NULL;
+    struct tape *tape = count == 5 ? tape_of(args[0]) : NULL;
     if (tape == NULL) {
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "set_up takes 4 arguments, not %zd", count);
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "set_up takes 5 arguments, not %zd", count);
     }
     double narrow = PyFloat_AsDouble(args[1]), wide = PyFloat_AsDouble(args[2]);
     long wanted = PyLong_AsLong(args[3]);
+    int counting = PyObject_IsTrue(args[4]);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -403,6 +415,7 @@ static PyObject *set_up(PyObject *module, PyObject *const *args, Py_ssize_t coun
     tape->bounds[FLOAT32] = tape->bounds[BFLOAT16] = tape->bounds[FLOAT16] = narrow;
     tape->bounds[FLOAT64] = tape->bounds[INT64] = wide;
     tape->wanted = (int)wanted;
+    tape->counting = counting;
     pthread_mutex_unlock(&LOCK);
     Py_RETURN_NONE;
 }
@@ -462,7 +475,7 @@ static PyObject *drain(PyObject *module, PyObject *number) {
     PyObject *entries = PyBytes_FromStringAndSize((const char *)all.entries, (Py_ssize_t)(all.used * sizeof(struct entry)));
     PyObject *asides = PyList_New(0);
     for (size_t i = 0; entries != NULL && asides != NULL && i < all.asides_used; i++) {
-        PyObject *one = PyBytes_FromStringAndSize(all.asides[i].elements, (Py_ssize_t)all.asides[i].bytes);
+        PyObject *one = PyBytes_FromStringAndSize(all.asides[i].contents, (Py_ssize_t)all.asides[i].bytes);
         if (one == NULL || PyList_Append(asides, one) < 0) {
             Py_CLEAR(asides);
         }
@@ -565,12 +578,13 @@ static PyMethodDef METHODS[] = {
     {"wait_for_turn", wait_for_turn, METH_O, "wait_for_turn(tape) -> whether a turn has ended; False once the waiting was stopped."},
     {"stop_waiting", stop_waiting, METH_O, "stop_waiting(tape): the thread in `wait_for_turn` returns."},
     {"set_up", (PyCFunction)(void (*)(void))set_up, METH_FASTCALL,
-     "set_up(tape, narrow, wide, wanted): the bounds of small elements, of float64 and of others, and what the kernel measures."},
+     "set_up(tape, narrow, wide, wanted, magnitudes): the bounds of small elements, of float64 and of others, and what is measured."},
     {"turn", (PyCFunction)(void (*)(void))turn, METH_FASTCALL, "turn(tape, on): whether gated slots make entries."},
     {"bound", (PyCFunction)(void (*)(void))bound, METH_FASTCALL,
      "bound(tape, most): of forwards that no backward follows, fewer than twice as many are kept; 0 for no bound."},
     {"drain", drain, METH_O,
-     "drain(tape) -> (entries, elements of those set aside, the last number of dropped entries or 0). The tape is empty then."},
+     "drain(tape) -> (entries, elements or histograms of those that have them, the last number of dropped entries or 0). The tape is "
+     "empty then."},
     {"rest", rest, METH_O, "rest(tape): no gated entries from now on, and a new tape may replace it if there is no other place."},
     {"wake", wake, METH_O, "wake(tape) -> whether a tape that rested is still there. It then rests no more."},
     {"close_tape", close_tape, METH_O, "close_tape(tape): no entries from now on, not even from operators that were called before."},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +22,8 @@ from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
 from monitor.failures import LOGGER, EarlierFailure
-from monitor.stats.host.array_kernel import NumpyKernel, Raw, is_wanted
+from monitor.stats.histograms import BINS
+from monitor.stats.host.array_kernel import NumpyKernel, Raw, count_magnitudes, is_wanted
 from monitor.stats.mindspore.tensors import as_given, finish_all, on_host
 from monitor.stats.ops import Epsilon
 from monitor.stats.partials import COLUMNS, Floats
@@ -51,6 +52,7 @@ _ENTRY: Final = np.dtype(
         ("number", np.int64),
         ("call", np.int64),
         ("site", np.int64),
+        ("more", np.int64),
         ("row", np.float64, len(COLUMNS)),
     ]
 )
@@ -75,6 +77,7 @@ class Measurements:
     Attributes:
         ids: The ids of their slots, shape ``(entries,)``.
         rows: Their partials, shape ``(entries, len(COLUMNS))``.
+        histograms: Their histograms of magnitudes, float64, shape ``(entries, BINS)``; None if none are counted.
         layouts: The different layouts of their tensors.
         layout: The index of each entry's layout, shape ``(entries,)``.
         copied: The ids of tensors of which more than ``MOST_COPIED`` bytes were copied.
@@ -88,6 +91,7 @@ class Measurements:
 
     ids: NDArray[np.int64]
     rows: Floats
+    histograms: Floats | None
     layouts: Sequence[Layout]
     layout: NDArray[np.int64]
     copied: frozenset[int]
@@ -104,11 +108,13 @@ class TapedTensor:
 
     Attributes:
         row: Its partials, shape ``(len(COLUMNS),)``.
+        histogram: Its histogram of magnitudes, shape ``(BINS,)``; None if none are counted.
         dtype: MindSpore's name of its dtype, such as ``float32``.
         has_init: True, as for parameters without data: only its row can be read.
     """
 
     row: Floats
+    histogram: Floats | None
     shape: tuple[int, ...]
     dtype: str
     has_init: bool = True
@@ -245,14 +251,17 @@ class Tape:
         self.number: int = _tape.open_tape()
         self._read = read_operator()
         self._kernel = self._checking_kernel = NumpyKernel(0.0)
+        self._magnitudes = False
         self._last: Tensor | None = None
         self._failed = False
         self.close = weakref.finalize(self, _tape.close_tape, self.number)
 
-    def set_up(self, eps: float, *, higher: bool, check_sums: bool) -> None:
+    def set_up(self, eps: float, *, higher: bool, check_sums: bool, magnitudes: bool) -> None:
         """Set what is measured of every tensor from now on. No operator may be waiting to be run."""
         narrow, wide = Epsilon.of(eps, np.float32).bound, Epsilon.of(eps, np.float64).bound
-        _tape.set_up(self.number, narrow, wide, higher * _host_kernel.HIGHER | check_sums * _host_kernel.CHECK_SUMS)
+        wanted = higher * _host_kernel.HIGHER | check_sums * _host_kernel.CHECK_SUMS
+        _tape.set_up(self.number, narrow, wide, wanted, magnitudes)
+        self._magnitudes = magnitudes
         self._kernel = NumpyKernel(eps, higher=higher, check_sums=check_sums)
         self._checking_kernel = NumpyKernel(eps, higher=higher, check_sums=True)
 
@@ -337,17 +346,30 @@ class Tape:
         """Take all entries. Tensors that cannot be read have none."""
         taken, asides, dropped = _tape.drain(self.number)
         entries = np.frombuffer(taken, dtype=_ENTRY)
-        set_aside = np.flatnonzero(entries["state"] == _tape.SET_ASIDE).tolist()
-        copied = {int(entries["id"][place]) for place, one in zip(set_aside, asides, strict=True) if len(one) > MOST_COPIED}
+        more = dict(zip(np.flatnonzero(entries["more"]).tolist(), asides, strict=True))
+        set_aside = {place: one for place, one in more.items() if entries["state"][place] == _tape.SET_ASIDE}
+        copied = {int(entries["id"][place]) for place, one in set_aside.items() if len(one) > MOST_COPIED}
         rows = entries["row"].copy()
-        for place, elements in zip(set_aside, asides, strict=True):
+        for place, elements in set_aside.items():
             self._reduce(entries[place], rows, place, elements)
         known = entries["state"] <= _tape.SET_ASIDE
+        histograms = self._histograms(entries, more)[known] if self._magnitudes else None
         layouts, layout = np.unique(_layouts(entries[known]), return_inverse=True)
         names = [_layout(one) for one in layouts]
         number, call, site, flags = (entries[name][known] for name in ("number", "call", "site", "flags"))
         ids, rows = entries["id"][known], rows[known]
-        return Measurements(ids, rows, names, layout, frozenset(copied), number, call, site, flags, dropped)
+        return Measurements(ids, rows, histograms, names, layout, frozenset(copied), number, call, site, flags, dropped)
+
+    def _histograms(self, entries: NDArray[Any], more: Mapping[int, bytes]) -> Floats:
+        """The histogram of each entry, shape ``(entries, BINS)``; zeros for marks."""
+        found = np.zeros((len(entries), BINS))
+        for place, one in more.items():
+            if entries["state"][place] == _tape.SET_ASIDE:
+                counts = count_magnitudes(_elements(entries["format"][place], one))
+                found[place] = 0 if counts is None else counts
+            elif len(one) == found.itemsize * BINS:
+                found[place] = np.frombuffer(one)
+        return found
 
     def _reduce(self, entry: Any, rows: Floats, place: int, elements: bytes) -> None:
         """Fill in the row of a tensor whose elements were set aside."""

@@ -111,7 +111,7 @@ class MindSporeTensorReader:
         self, series: SeriesTable, eps: float, *, magnitudes: bool = False, higher: bool = False, check_sums: bool = False
     ) -> None:
         self.rows = LiveRows(series, _new_memory)
-        self.magnitudes = magnitudes
+        self._magnitudes = magnitudes
         # Asking a tensor for its device would wait until MindSpore has created it.
         self.device: str = HOST if on_the_host() else DEVICE
         self._tape = new_tape() if self.device == HOST else None
@@ -126,8 +126,21 @@ class MindSporeTensorReader:
         make: Any = MindSporeHostKernel if self.device == HOST else MindSporeDeviceKernel
         self._kernel = make(eps, higher=higher, check_sums=check_sums)
         self._checking_kernel = self._kernel if check_sums else make(eps, higher=higher, check_sums=True)
+        self._set_up_tape()
+
+    @property
+    def magnitudes(self) -> bool:
+        return self._magnitudes
+
+    @magnitudes.setter
+    def magnitudes(self, wanted: bool) -> None:
+        if wanted != self._magnitudes:
+            self._magnitudes = wanted
+            self._set_up_tape()
+
+    def _set_up_tape(self) -> None:
         if self._tape is not None:
-            self._tape.set_up(eps, higher=higher, check_sums=check_sums)
+            self._tape.set_up(self.eps, higher=self.higher, check_sums=self.check_sums, magnitudes=self._magnitudes)
 
     def activate(self, active: bool) -> None:
         """Nothing to do: MindSpore's hooks run in Python, and check ``Recorder.active``."""
@@ -151,7 +164,7 @@ class MindSporeTensorReader:
             return
         if not has_data(x):
             return
-        if self._tape is None or self.magnitudes or not self._record_later(self._tape, watched, x, micro_step):
+        if self._tape is None or not self._record_later(self._tape, watched, x, micro_step):
             self._record_now(watched, x, micro_step)
 
     def _record_later(self, tape: Tape, watched: RecordedSeries, x: Any, micro_step: int) -> bool:
@@ -192,7 +205,10 @@ class MindSporeTensorReader:
                 there = (found.ids >= page.first_row) & (found.ids < page.first_row + page.rows)
                 if there.any():
                     assert isinstance(page.memory, HostPage)
-                    page.memory.numbers[found.ids[there] - page.first_row] = found.rows[there]
+                    local = found.ids[there] - page.first_row
+                    page.memory.numbers[local] = found.rows[there]
+                    if found.histograms is not None:
+                        self._host_histograms(page).numbers[local] = found.histograms[there]
 
     def _record_now(self, watched: RecordedSeries, x: Any, micro_step: int = 0) -> None:
         """``record``, which waits for a tensor on the host."""
@@ -212,7 +228,14 @@ class MindSporeTensorReader:
             memory = slot.page.memory
             assert isinstance(memory, HostPage)
             memory.numbers[slot.local_row + offset] = x.row
+            if x.histogram is not None:
+                self._host_histograms(slot.page).numbers[slot.local_row + offset] = x.histogram
             self.rows.table.note(slot.row + offset, self.rows.table.layout_of(x.shape, dtype_name(x.dtype)))
+
+    def _host_histograms(self, page: Page) -> HostPage:
+        found = self.rows.histograms(page, self.device)
+        assert isinstance(found, HostPage)
+        return found
 
     def record_all(
         self, items: Sequence[tuple[RecordedSeries, Any]], failed: Callable[[RecordedSeries, Exception], None]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -17,8 +18,13 @@ from training import Net
 from monitor.failures import EarlierFailure
 from monitor.mindspore import tape as tapes
 from monitor.mindspore.tape import Tape
+from monitor.mindspore.tensor_reader import MindSporeTensorReader
+from monitor.recording.recorder import RecordedSeries, Recorder
+from monitor.series import Series, SeriesTable
 from monitor.stats.mindspore.kernels import MindSporeHostKernel
+from monitor.stats.mindspore.tensors import count_magnitudes
 from monitor.stats.partials import COLUMNS, MAX, SUM
+from monitor.stats.table import SealedTable
 
 EPS = 1e-8
 DTYPES = [
@@ -43,13 +49,16 @@ def tensors() -> list[Tensor]:
 @pytest.fixture
 def tape() -> Tape:
     made = Tape()
-    made.set_up(EPS, higher=False, check_sums=False)
+    made.set_up(EPS, higher=False, check_sums=False, magnitudes=False)
     return made
 
 
+@pytest.mark.parametrize("magnitudes", [False, True])
 @pytest.mark.parametrize(("higher", "check_sums"), [(False, False), (True, True)])
-def test_the_numbers_are_those_of_the_kernel_that_waits_bit_for_bit(tape: Tape, higher: bool, check_sums: bool) -> None:
-    tape.set_up(EPS, higher=higher, check_sums=check_sums)
+def test_the_numbers_are_those_of_the_kernel_that_waits_bit_for_bit(
+    tape: Tape, higher: bool, check_sums: bool, magnitudes: bool
+) -> None:
+    tape.set_up(EPS, higher=higher, check_sums=check_sums, magnitudes=magnitudes)
     kernel, some = MindSporeHostKernel(EPS, higher=higher, check_sums=check_sums), tensors()
     expected = np.zeros((len(some), len(COLUMNS)))
     for number, x in enumerate(some):
@@ -59,6 +68,9 @@ def test_the_numbers_are_those_of_the_kernel_that_waits_bit_for_bit(tape: Tape, 
     found = tape.drain()
     assert found.ids.tolist() == list(range(len(some)))
     np.testing.assert_array_equal(found.rows, expected)
+    if magnitudes:
+        np.testing.assert_array_equal(found.histograms, [count_magnitudes(x) for x in some])
+    assert (found.histograms is not None) == magnitudes
     layouts = [found.layouts[place] for place in found.layout]
     assert layouts == [(tuple(x.shape), str(x.dtype).lower().removesuffix("_")) for x in some]
 
@@ -228,3 +240,19 @@ def test_large_tensors_that_the_operator_copies_are_copied_in_the_first_step_alo
             optimizer(step(Tensor(np.ones((2, 4), np.float32)))[1])
     assert copied.count(True) == 1
     assert [row.step for row in output.rows("actv") if row.name == "masked.input_1"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [ms.float32, ms.float64, ms.int32])
+def test_histograms_that_are_asked_for_later_are_counted_and_no_longer_when_they_are_not(dtype: Any) -> None:
+    recorder, found = Recorder(MindSporeTensorReader(SeriesTable(), EPS)), []
+    watched, x = RecordedSeries(Series("actv", 0, "x"), (0,)), Tensor(np.array([0, 1, 2]), dtype)
+    for wanted in (False, True, True, False):
+        recorder.use(EPS, magnitudes=wanted)
+        recorder.activate(True)
+        recorder.record(watched, x)
+        recorder.end_step()
+        sealed = SealedTable()
+        recorder.seal(sealed)
+        histogram = sealed.rows().kinds["actv"].partials.histogram
+        found.append(0 if histogram is None else int(histogram.sum()))
+    assert found == [0, 3, 3, 0]

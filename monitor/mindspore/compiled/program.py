@@ -180,7 +180,7 @@ class Program:
         self._checked = self._is_taken = False
         self._has_dynamic_shapes = False
         self.most_forwards = MOST_FORWARDS
-        self.settings: tuple[float, bool, bool] | None = None
+        self.settings: tuple[float, bool, bool, bool] | None = None
         self.functions = functions_of(self)
         self.fallback, self.absences = Fallback(self), Absences(self)
         self.bytecode, self.rewriting = BytecodeRuns(self), Rewriting(self)
@@ -196,10 +196,10 @@ class Program:
         """Whether the compiler has seen a tap."""
         return bool(self._slots)
 
-    def set_up(self, eps: float, *, higher: bool, check_sums: bool) -> None:
+    def set_up(self, eps: float, *, higher: bool, check_sums: bool, magnitudes: bool) -> None:
         """Set what is measured from now on. The model is recorded again, if it was not."""
         self._wake_tape()
-        if self.settings != (settings := (eps, higher, check_sums)):
+        if self.settings != (settings := (eps, higher, check_sums, magnitudes)):
             self.settings = settings
             self._set_up_tape()
 
@@ -264,8 +264,8 @@ class Program:
 
     def _set_up_tape(self) -> None:
         if self.tape is not None and self.settings is not None:
-            eps, higher, check_sums = self.settings
-            self.tape.set_up(eps, higher=higher, check_sums=check_sums)
+            eps, higher, check_sums, magnitudes = self.settings
+            self.tape.set_up(eps, higher=higher, check_sums=check_sums, magnitudes=magnitudes)
             self.tape.bound(self.most_forwards)
             self.tape.turn(self.is_on)
 

@@ -332,6 +332,7 @@ def _is_gradient_of_root(tap: Tap) -> bool:
 def _tensor(measured: Measurements, place: int) -> TapedTensor:
     """An entry as a tensor; without a dtype if it holds no measurements."""
     if measured.flags[place] & MARK:
-        return TapedTensor(measured.rows[place], (), "")
+        return TapedTensor(measured.rows[place], None, (), "")
     shape, dtype = measured.layouts[measured.layout[place]]
-    return TapedTensor(measured.rows[place], shape, dtype)
+    histogram = None if measured.histograms is None else measured.histograms[place]
+    return TapedTensor(measured.rows[place], histogram, shape, dtype)

@@ -98,7 +98,7 @@ class Entries:
 
     def __init__(self, most: int = 0) -> None:
         self.tape = Tape()
-        self.tape.set_up(0.0, higher=False, check_sums=False)
+        self.tape.set_up(0.0, higher=False, check_sums=False, magnitudes=False)
         self.tape.bound(most)
         self._follow = follow_operator()
         self._x = Tensor(np.ones(3, np.float32))

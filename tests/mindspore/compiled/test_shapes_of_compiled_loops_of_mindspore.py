@@ -155,7 +155,7 @@ def test_a_compiled_function_around_the_model_has_the_rows_of_the_dynamic_graph(
 
 def test_a_forward_stays_after_the_step_of_an_optimizer_that_is_replayed_with_it() -> None:
     """The thread that replays may come late: to the end of one step and the whole of the next."""
-    x = TapedTensor(np.zeros(len(COLUMNS)), (), "")
+    x = TapedTensor(np.zeros(len(COLUMNS)), None, (), "")
     made = [roles.AFTER, roles.TURN_ENDS, roles.OUTPUT, roles.BEGIN, roles.OUTPUT_GRAD, roles.TURN_ENDS]
     entries = [Entry(Tap(None, role), 0, number, x, 0) for number, role in enumerate(made)]
     assert [entry.number for entry in in_order(entries)] == [0, 1, 3, 2, 4, 5]
