@@ -6,7 +6,7 @@ far it usually is from that median says how wide the band is. All is done in log
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -169,6 +169,13 @@ class Window:
         # NaN is where there is none, so a value that is NaN is infinite here: it is above each band, too.
         self.values[np.searchsorted(self.steps, step), column] = np.where(np.isnan(values), np.inf, values)
         return self
+
+    def of(self, columns: Sequence[int]) -> Window:
+        """Some of its columns."""
+        found = Window(self.steps)
+        found.series, found.rank, found.micro_step = (one[list(columns)] for one in (self.series, self.rank, self.micro_step))
+        found.values = self.values[:, list(columns)]
+        return found
 
     def together(self) -> Window:
         """The root of the sum of squares over all series: a column is a rank in a micro-step."""

@@ -160,7 +160,8 @@ class KindReader:
     ) -> None:
         """Read rows into a history. All files are read, one at a time, if nothing is chosen."""
         spans = self.spans
-        columns = ("rank", "step", "micro_step", *_PLACED, self.op, *({"count"}.intersection(self.columns) if spans else ()))
+        count = {"count"}.intersection(self.columns) - {self.op} if spans else ()
+        columns = ("rank", "step", "micro_step", *_PLACED, self.op, *count)
         for done, span in enumerate(spans):
             first, end = (steps.start, steps.stop) if steps else (span.first, span.last + 1)
             wanted = range(max(span.first, first), min(span.last + 1, end))

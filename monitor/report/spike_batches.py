@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from monitor.coordinator.batches import read_batches
 from monitor.coordinator.output import RankDirectory
 from monitor.report import bands
-from monitor.report.bands import Bands, Limit, Window
+from monitor.report.bands import Bands, Limit, Numbers, Window
 from monitor.report.findings import Place
 from monitor.report.spike_links import BATCH, DEVICE, FORWARD, RANK_DATA, Around, Evidence, Link, sized
 from monitor.series import RUN_KIND
@@ -31,7 +31,11 @@ _WRONG: Final = Limit(12, 30)
 """Of an activation that its module's inputs do not explain."""
 _CLEARLY: Final = 0.35
 """The others of a step are calm if the logarithms of their factors are at most this share of the largest."""
+_STAYS: Final = 0.5
+"""Share of an activation's factor, in logarithms, that is left in the next steps if its cause lasts."""
 _ROUNDS: Final = 0.01
+_NOTHING: Final = 1e-30
+"""A factor of a number that became zero: ``bands.SMALLEST`` in place of it, over any usual number."""
 _MOST_NAMED: Final = 4
 _ACTIVATIONS: Final = '"xy_distribution": true and "all_xy": true'
 LOOK: Final = '"wg_distribution": true and "monitor_mbs_grad": true'
@@ -64,7 +68,7 @@ def batches(around: Around) -> Link:
     standing = max(found, key=lambda one: one.is_alone, default=None)
     look = "" if around.has(LOCAL) else LOOK
     if standing is None:
-        return Link("batches", look=look)
+        return Link("batches" if look else "local gradients and inputs", look=look)  # labels may be wrong all the same
     return Link("batches", wrong_activation(around, standing) or _batch_evidence(around, standing), look)
 
 
@@ -93,11 +97,35 @@ def _gradients(around: Around, rows: Rows = None) -> Outstanding | None:
 
 def _inputs(around: Around, rows: Rows = None) -> Outstanding | None:
     """The model's input, which no weight has changed. It may also be smaller than usual."""
+    window = _first_activation(around)
+    if window is None:
+        return None
+    if (sizes := _sizes(around, window)) is not None:
+        window.values = window.values / np.sqrt(sizes)  # a batch of more samples, or of longer ones, is no other data
+    return _outstanding("its input", _of(around, window, rows), _INPUT, _ROUNDS, both_ways=True)
+
+
+def _first_activation(around: Around) -> Window | None:
+    """That of the model's input; None if there is none."""
     window = around.window("actv")
     if window is None or not around.facts.kinds["actv"].names[int(window.series.min())].startswith(_INPUTS):
         return None
-    first = _only(window, np.flatnonzero(window.series == window.series.min()).tolist())
-    return _outstanding("its input", _of(around, first, rows), _INPUT, _ROUNDS, both_ways=True)
+    return window.of(np.flatnonzero(window.series == window.series.min()).tolist())
+
+
+def _sizes(around: Around, window: Window) -> Numbers | None:
+    """The numbers of elements of the model's input, with which a norm grows; None if they are not known or do not matter."""
+    sizes = around.sizes("actv", int(window.series[0]))
+    if sizes is None or around.facts.kinds["actv"].op != "norm":
+        return None
+    keys = [list(zip(one.rank.tolist(), one.micro_step.tolist(), strict=True)) for one in (window, sizes)]
+    return sizes.values[:, [keys[1].index(key) for key in keys[0]]]
+
+
+def _is_of_any_size(around: Around) -> bool:
+    """Whether the numbers of the model's input do not depend on how many elements it has."""
+    window = _first_activation(around)
+    return window is not None and (around.facts.kinds["actv"].op != "norm" or _sizes(around, window) is not None)
 
 
 def _losses(around: Around, rows: Rows = None) -> Outstanding | None:
@@ -106,22 +134,17 @@ def _losses(around: Around, rows: Rows = None) -> Outstanding | None:
     nothing_else = around.window(LOCAL) is None and around.window("actv") is None
     if window is None or nothing_else or len(around.facts.ranks) == 1:
         return None
-    losses = _only(window, [number for number, name in enumerate(around.names(RUN_KIND, window)) if name == around.loss])
+    losses = window.of([number for number, name in enumerate(around.names(RUN_KIND, window)) if name == around.loss])
+    if bool((losses.values == losses.values[:, :1])[around.at].all()):
+        return None  # ranks that all have the same loss have logged their mean
     return _outstanding("its loss", _of(around, losses, rows), _LOSS, _ROUNDS)
 
 
 def _of(around: Around, window: Window, rows: Rows) -> Window:
     """Of a window the steps before, and the step that is judged as the last one."""
     chosen = list(range(around.at + 1) if rows is None else rows)
-    found = _only(window, range(len(window.rank)))
+    found = window.of(range(len(window.rank)))
     found.steps, found.values = window.steps[chosen], window.values[chosen]
-    return found
-
-
-def _only(window: Window, columns: Sequence[int]) -> Window:
-    found = Window(window.steps)
-    found.series, found.rank, found.micro_step = (one[list(columns)] for one in (window.series, window.rank, window.micro_step))
-    found.values = window.values[:, list(columns)]
     return found
 
 
@@ -132,7 +155,8 @@ def _outstanding(what: str, window: Window, limit: Limit, narrowest: float, both
     if not out.any():
         return None
     largest = int(np.argmax(np.where(out, factors, -np.inf)))
-    calm = ~out & (np.log(np.maximum(np.nan_to_num(factors, nan=1.0), 1)) <= _CLEARLY * np.log(factors[largest]))
+    usual = ~found.both_ways().out(limit)[-1]
+    calm = usual & (np.log(np.maximum(np.nan_to_num(factors, nan=1.0), 1)) <= _CLEARLY * np.log(factors[largest]))
     first = _first_micro_steps(window, out)
     others = np.where(out, np.nan, factors)
     return Outstanding(
@@ -172,7 +196,7 @@ def _batch_evidence(around: Around, standing: Outstanding) -> Evidence:
         says = f"{_which(standing, around)} stands out in step {step}{named}: {_compared(standing)}"
     says += f", and {inputs}" if inputs and standing.what != "its input" else ""
     cause = RANK_DATA if lasting else BATCH
-    is_exclusive = bool(inputs) and (standing.is_alone or not _inputs_stay(around))
+    is_exclusive = bool(inputs) and _is_of_any_size(around) and (standing.is_alone or not _inputs_stay(around))
     return Evidence(cause, step, FORWARD, says, place, is_exclusive, is_local=standing.is_alone)
 
 
@@ -189,7 +213,11 @@ def _which(standing: Outstanding, around: Around) -> str:
 def _compared(standing: Outstanding) -> str:
     others = f", those of the others at most {standing.others:.3g} times" if standing.is_alone else ""
     verb = "are" if standing.what == "its local gradients" else "is"
-    return f"{standing.what} {verb} {sized(standing.factor, ' times the usual size')}{others}"
+    return f"{standing.what} {verb} {_factor(standing.factor, ' times the usual size')}{others}"
+
+
+def _factor(factor: float, unit: str) -> str:
+    return "zero" if factor < _NOTHING else sized(factor, unit)
 
 
 def _lasts(around: Around, standing: Outstanding) -> bool:
@@ -217,8 +245,9 @@ def unusual_inputs(around: Around, standing: Outstanding) -> str:
     found, window = _inputs(around), around.window("actv")
     if found is None or window is None or set(found.ranks) != set(standing.ranks):
         return ""
-    kind = around.facts.kinds["actv"]
-    return f"the {kind.op} of {kind.names[int(window.series.min())]} is {sized(found.factor, ' times the usual')}"
+    kind, first = around.facts.kinds["actv"], int(window.series.min())
+    op = "rms" if kind.op == "norm" and _is_of_any_size(around) else kind.op
+    return f"the {op} of {kind.names[first]} is {_factor(found.factor, ' times the usual')}"
 
 
 def wrong_activation(around: Around, standing: Outstanding) -> Evidence | None:
@@ -235,6 +264,9 @@ def wrong_activation(around: Around, standing: Outstanding) -> Evidence | None:
     before = (window.series[own] < window.series[own][first]) & (window.micro_step[own] <= window.micro_step[own][first])
     if not before.any() or _any_out(found, around.at, before):
         return None
+    factors = found.factor[around.at :, first]
+    if _a_weight_grew(around, factors[0]) or (not standing.is_alone and _stays(factors)):
+        return None
     names, rank = around.facts.kinds["actv"].names, around.rank(standing.ranks[0])
     name, step = names[int(window.series[own][first])], around.spike.step
     says = (
@@ -244,6 +276,21 @@ def wrong_activation(around: Around, standing: Outstanding) -> Evidence | None:
     return Evidence(
         DEVICE, step, FORWARD, says, Place(step, rank, "actv", name), is_exclusive=False, is_local=standing.is_alone
     )
+
+
+def _a_weight_grew(around: Around, factor: float) -> bool:
+    """Whether a weight has grown so much that an activation that is ``factor`` times its usual size may follow from it."""
+    window = around.window("param_origin")
+    if window is None:
+        return False
+    grown = bands.bands_of(window.values, 0.05).factor[around.at]
+    return bool((grown >= np.exp(_CLEARLY * np.log(factor))).any())
+
+
+def _stays(factors: Numbers) -> bool:
+    """Whether an activation is about as large in two of the next steps. Then a buffer or the code has changed, or a device."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return bool((np.log(factors[1:]) >= _STAYS * np.log(factors[0])).sum() >= 2)
 
 
 def _any_out(found: Bands, at: int, columns: NDArray[np.bool_]) -> bool:

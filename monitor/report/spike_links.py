@@ -6,8 +6,8 @@ left, moments that no gradient gives, a learning rate beyond all before it, repl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -33,6 +33,8 @@ SOON: Final = 2
 """Steps within which a broken link usually shows. One before that is a cause only beside others."""
 _DRIFT: Final = Limit(4, 1.05)
 _NARROWEST_DRIFT: Final = 0.01
+
+BETWEEN_STEPS: Final = "between steps"
 
 WEIGHTS, MOMENTS, RATE, DEVICE = "weights", "moments", "learning rate", "device"
 BATCH, RANK_DATA, NOT_FINITE, SKIPPED = "batch", "rank data", "not finite", "skipped steps"
@@ -145,6 +147,16 @@ class Around:
         self.facts.kinds[kind].feed(found, range(int(self.steps[0]), int(self.steps[-1]) + 1))
         return found.filled() if len(found.filled().series) else None
 
+    def sizes(self, kind: str, series: int) -> Window | None:
+        """The numbers of elements of a series; None if they are not known."""
+        reader = self.facts.kinds[kind]
+        if "count" not in reader.columns:
+            return None
+        found, steps = Window(self.steps), range(int(self.steps[0]), int(self.steps[-1]) + 1)
+        replace(reader, op="count").feed(found, steps, [reader.series[series][1]])
+        found = found.filled()
+        return found.of(np.flatnonzero(found.series == series).tolist()) if series in found.series else None
+
     def names(self, kind: str, window: Window) -> list[str]:
         """The name of each column."""
         names = self.facts.kinds[kind].names
@@ -221,6 +233,7 @@ def weights(around: Around) -> Link:
     columns, begins, left = pair
     between = Between(columns, begins, left, _apart(begins[1:], left[:-1]), _apart(left, begins))
     found = [one for at in around.past if (one := _changed_weights(around, at, between)) is not None]
+    found += _changed_bits(around, {one.step for one in found})
     if found:
         return Link(what, min(found, key=lambda one: (not one.is_exclusive, not around.is_soon(one.step), one.step)))
     known = around.has("param_origin", both=True) and around.has("param_updated", both=True)
@@ -249,6 +262,20 @@ def _changed_weights(around: Around, at: int, between: Between) -> Evidence | No
     most = max(np.fmax.reduce(before[:, first], initial=0.0), float(_usual(between.updated[:at, [first]])[0]))
     exclusive = bool(around.is_soon(step) and changed[first] > max(_SIZABLE, _ABOVE * most))
     return Evidence(WEIGHTS, step, BEGINS, says, Place(step, around.rank(rank), "param_origin", name), exclusive)
+
+
+def _changed_bits(around: Around, steps: Collection[int]) -> Iterator[Evidence]:
+    """What ranks found from bits, in other steps: a weight may change and keep its norm. By how much is not known."""
+    past = {int(around.steps[at]) for at in around.past}
+    for one in around.facts.told.get("bits", {}).get("while_running", ()):
+        kind, step, rank = one["kind"], one["step"], one["rank"]
+        if one["check"] == BETWEEN_STEPS and kind == "param_origin" and one["names"] and step in past - set(steps):
+            name = around.facts.shown_name(kind, one["names"][0])
+            says = (
+                f"the bits of the weight {name} changed between steps {step - 1} and {step} on rank {rank}, "
+                f"and its norm stayed{_and_others(len(one['names']) - 1, 'weight')}"
+            )
+            yield Evidence(WEIGHTS, step, BEGINS, says, Place(step, rank, kind, name), is_exclusive=False)
 
 
 def _usual(changes: Numbers) -> Numbers:
@@ -283,8 +310,8 @@ def _of_copies(around: Around, what: str, known: set[tuple[str, int]]) -> str:
     return f"one copy of the {what}" if lacking and not agree else what
 
 
-def _and_others(count: int, what: str) -> str:
-    return f"; {count} other {what}{'s' if count > 1 else ''} changed, too" if count else ""
+def _and_others(count: int, what: str, did: str = "changed") -> str:
+    return f"; {count} other {what}{'s' if count > 1 else ''} {did}, too" if count else ""
 
 
 # --- Moments: they follow from those of the step before and its gradients.
@@ -293,6 +320,8 @@ _SHRINKS: Final = {"exp_avg_sq": 0.5, "exp_avg": 1e-3}
 """What a step leaves of a moment at least. The second one only decays; the first may shrink by chance, but not to nothing."""
 _GROWS: Final = 1.5
 """By what factor a moment may be greater than itself and the gradient together, which bound it."""
+_MANY, _ALIKE = 3, 1.5
+"""Tensors whose moments grew by multiples of their weights that differ by this factor at most: by a weight decay."""
 _BOUNDED: Final = ("norm", "absmax")
 """Ops for which these bounds hold."""
 _LEAST_IN_CSV: Final = 1e-4
@@ -328,10 +357,24 @@ def _broken_moments(around: Around, kind: str) -> Iterator[Evidence]:
         lost = sizable & (now < _SHRINKS[kind] * before)
         with np.errstate(invalid="ignore"):
             grown = (now > _GROWS * (before + gradients[at - 1])) & np.isfinite(now) & (now > least)
+        if grown.any() and _is_decay(around, at):
+            grown[:] = False
         broken = np.flatnonzero(lost | grown)
         if len(broken) and (kind != "exp_avg" or len(broken) > sizable.sum() / 2 or grown.any()):
             yield _moment_evidence(around, at, kind, broken)
             return
+
+
+def _is_decay(around: Around, at: int) -> bool:
+    """Whether first moments grew in proportion to their weights, as by a weight decay that is added to gradients."""
+    pair = around.pair("exp_avg", "param_origin")
+    if pair is None:
+        return False
+    _, moment, weight = pair
+    before, now = moment[at - 1], moment[at]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        added = ((now - before) / weight[at - 1])[now > _GROWS * before]
+    return len(added) >= _MANY and bool(added.max() <= _ALIKE * added.min())
 
 
 def _gradients_of(around: Around, kind: str, window: Window) -> Numbers:
@@ -379,19 +422,22 @@ _UPDATES: Final = Limit(5, 1.5)
 _RATE_GROWS: Final = 2.0
 _BEYOND: Final = 1.5
 """Times all rates before. A rate that returns to what it was is a schedule that begins anew."""
+_SURE: Final = 5.0
+"""Times all rates before. New stages of a schedule raise rates by factors of 2 or 3, so these are not certain as a cause."""
 _FEW: Final = 4
 """The first rates of a warm-up grow by large factors."""
 
 
-def updates_grew(around: Around, at: int) -> float | None:
-    """By how much updates were larger than usual from an index to the jump; None if they were not, or are not known."""
+def updates_grew(around: Around, at: int, end: int | None = None) -> float | None:
+    """By how much updates were larger than usual from an index to the jump, or before ``end``; None if not, or not known."""
     window = around.window("update_ratio")
     if window is None:
         return None
     total = window.together()
     found = bands.bands_of(total.values, 0.05)
-    there = found.out(_UPDATES)[at : around.at + 1]
-    return float(found.factor[at : around.at + 1][there].max()) if there.any() else None
+    until = slice(at, around.at + 1 if end is None else end)
+    there = found.out(_UPDATES)[until]
+    return float(found.factor[until][there].max()) if there.any() else None
 
 
 def rates(around: Around) -> Link:
@@ -410,18 +456,34 @@ def _jumps(around: Around, name: str, steps: Ints, values: Numbers) -> Iterator[
         low = float(values[max(at - LOOK_BACK, 0) : at].min())
         if not values[at] > max(_RATE_GROWS * low, values[at - 1]):
             continue
-        is_new, step = bool(values[at] > _BEYOND * values[:begin].max()), int(steps[at])
+        most, step = float(values[:begin].max()), int(steps[at])
+        is_new = bool(values[at] > _BEYOND * most)
         if not is_new and not around.is_soon(step):
             continue
         grown = updates_grew(around, int(np.searchsorted(around.steps, step)))
-        what = name if len(around.rates) > 1 else "the learning rate"
+        ranks = _of_ranks(around, name, step, (low + float(values[at])) / 2)
+        what = (name if len(around.rates) > 1 else "the learning rate") + (
+            f" of rank {', '.join(map(str, ranks))}" if ranks else ""
+        )
         high = at + int(np.argmax(values[at:last]))
         when = f"step {step}" if high == at else f"steps {step} to {steps[high]}"
         says = f"{what} rose from {low:.3g} to {values[high]:.3g} in {when}"
         says += f", and updates were {sized(grown, ' times as large')}" if grown else ""
-        exclusive = is_new and grown is not None and around.spike.lasts is not False
-        yield Evidence(RATE, step, UPDATE, says, Place(step, None, RUN_KIND, name), exclusive)
+        exclusive = bool(values[high] > _SURE * most) and grown is not None and around.spike.lasts is not False
+        place = Place(step, ranks[0] if ranks else None, RUN_KIND, name)
+        yield Evidence(RATE, step, UPDATE, says, place, exclusive, is_local=bool(ranks))
         return
+
+
+def _of_ranks(around: Around, name: str, step: int, most: float) -> list[int]:
+    """The ranks with a rate above ``most``; none if all of them have one."""
+    window = around.window(RUN_KIND)
+    if window is None:
+        return []
+    rates = window.values[np.searchsorted(window.steps, step)]
+    there = {rank: rates[at] for (one, rank), at in around.columns(RUN_KIND, window).items() if one == name}
+    above = [around.rank(rank) for rank, rate in there.items() if rate > most]
+    return above if any(rate <= most for rate in there.values()) else []
 
 
 # --- Replicas hold the same bits.
@@ -463,9 +525,11 @@ def _differing(around: Around) -> Iterator[Evidence]:
 def _difference(around: Around, step: int, kind: str, name: str, suspects: Sequence[int], says: str) -> Evidence:
     begins = kind == "param_origin" or kind.startswith("exp_avg")
     shown = around.facts.shown_name(kind, name)
-    text = f"{kind} {shown} differed between replicas in step {step}: {says}"
+    others = {one["name"] for one in around.facts.told.get("bits", {"first": []})["first"]} - {name}
+    text = f"{kind} {shown} differed between replicas in step {step}{_and_others(len(others), 'tensor', 'differed')}: {says}"
     place, phase = Place(step, suspects[0], kind, shown), BEGINS if begins else UPDATE
-    return Evidence(DEVICE, step, phase, text, place, kind == "param_origin", begins, tuple(suspects))
+    apart = begins or (step < around.spike.step and around.is_soon(step))  # the jump's step began with other copies
+    return Evidence(DEVICE, step, phase, text, place, kind == "param_origin", apart, tuple(suspects))
 
 
 # --- Numbers that are not finite, and steps that were skipped. They come with another cause, or are all that is known.

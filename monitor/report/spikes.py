@@ -24,6 +24,8 @@ SPIKES: Final = "Spikes"
 LOSS: Final = Limit(7, 1.1)
 NORM: Final = Limit(8, 5)
 """Our measurement (``bench/spikes.py``): without a fault, losses stay below 6 deviations, and norms below 7."""
+LASTING: Final = Limit(5, 1.5)
+"""Of a loss and its next value. Our measurement: without a fault, two in a row stay below 4 deviations."""
 _NARROWEST: Final = {GRAD_NORM: 0.05}
 _NARROWEST_OF_LOSS: Final = 0.01
 _WARM_UP: Final = 12
@@ -127,6 +129,9 @@ def jumps(name: str, steps: Ints, values: Numbers, skipped: Ints) -> Iterator[Sp
     numbers = np.where(np.isfinite(values), values, np.inf)
     of = bands.bands_of(numbers[:, None], _NARROWEST.get(name, _NARROWEST_OF_LOSS))
     out = of.out(NORM if name == GRAD_NORM else LOSS)[:, 0]
+    if name != GRAD_NORM:
+        lasting = of.out(LASTING)[:, 0]
+        out[:-1] |= lasting[:-1] & lasting[1:]
     out[: bands.LEVEL + _WARM_UP] = False
     out &= (np.isfinite(values) | ~np.isin(steps, skipped)) & (of.level[:, 0] > _ZERO)
     for at in np.flatnonzero(out).tolist():
@@ -162,7 +167,7 @@ def explain(around: Around) -> Explained:
         unknown = [one for one in unknown if one.what != "activations"]  # they only tell data and device apart
     start = _says(around)
     if chosen is None:
-        says = f"{start}. {_cannot_tell(links)}{clue}"
+        says = f"{start}. {_cannot_tell(links)}{clue}{_larger_updates(around)}"
         return Explained(around.spike, "cannot tell", "", says, _place(around), _looks(unknown))
     others = [one for one in links if one.evidence is not chosen]
     rivals = [one for one in others if _is_rival(around, one.evidence, chosen)]
@@ -197,10 +202,12 @@ def _order(around: Around, own: Evidence) -> tuple[bool, int, int]:
 
 def _chosen(found: Sequence[Evidence]) -> Evidence | None:
     """The cause: what is broken first, of what nothing else gives. If a rank or a micro-step stands out alone, the cause is not
-    one that all have.
+    one that all have, unless all that stands out are numbers of its batch. These may be large by chance.
     """
-    local = [one for one in found if one.is_local] or found
-    return next(iter([one for one in local if one.is_exclusive] or local), None)
+    local = [one for one in found if one.is_local]
+    of = [local] if any(one.cause not in _OF_DATA for one in local) else [local, found]
+    sure = [one for some in of for one in some if one.is_exclusive]
+    return next(iter(sure or local or found), None)
 
 
 def _told(chosen: Evidence | None, unknown: Sequence[Link], spike: Spike) -> tuple[Evidence | None, str]:
@@ -213,17 +220,24 @@ def _told(chosen: Evidence | None, unknown: Sequence[Link], spike: Spike) -> tup
     if shared and not chosen.is_local:  # what every rank and micro-step shows may come from what they share
         return None, " All local gradients or inputs of the step stand out alike."
     if chosen.cause == spike_links.BATCH and not chosen.is_local and spike.lasts:
-        return None, " The next batches stand out, too: the data of all ranks, the code or the loss function may have changed."
+        return (
+            None,
+            " The next batches stand out, too: "
+            "the data of all ranks, the code, a buffer or the loss function may have changed.",
+        )
     return chosen, ""
 
 
 def _is_rival(around: Around, own: Evidence | None, chosen: Evidence) -> bool:
     """Whether other evidence is as early, or not explained by the cause. Replicas differ if a weight of one rank changes.
 
-    A batch that stands out is explained only by a cause that is soon before it.
+    Nothing else explains a weight that changed between steps, and no shared cause a rank or micro-step that stands out alone. A
+    batch that stands out is explained only by a cause that is soon before it.
     """
     if own is None or (chosen.cause == spike_links.DEVICE and own.cause == spike_links.WEIGHTS and own.step == chosen.step):
         return False
+    if own.cause == spike_links.WEIGHTS or own.is_local > chosen.is_local:
+        return True
     late = own.cause in _OF_DATA and not around.is_soon(chosen.step)
     return own.is_exclusive or late or (own.step, own.phase) <= (chosen.step, chosen.phase)
 
@@ -241,6 +255,14 @@ def _cannot_tell(links: Sequence[Link]) -> str:
     if not unknown:
         return f"What was recorded cannot tell why.{usual}"
     return f"What was recorded cannot tell why: it lacks {_listed([one.what for one in unknown])}.{usual}"
+
+
+def _larger_updates(around: Around) -> str:
+    """In which step right before the jump updates were larger than usual; empty if they were not."""
+    for at in range(max(around.at - spike_links.SOON, 0), around.at):
+        if (grown := spike_links.updates_grew(around, at, at + 1)) is not None:
+            return f" Updates in step {around.steps[at]} were {spike_links.sized(grown, ' times as large as usual')}."
+    return ""
 
 
 def _looks(unknown: Sequence[Link]) -> tuple[str, ...]:
@@ -262,7 +284,8 @@ _THEN: Final = {
     spike_links.RATE: "Look at the schedule of the learning rate.",
     spike_links.BATCH: "Look at this batch; train on from the checkpoint before it without it.",
     spike_links.RANK_DATA: "Look at what this rank reads: its files, its sampler, its preprocessing.",
-    spike_links.DEVICE: "Suspect the device of this rank: run its diagnostics, and the step again on another device.",
+    spike_links.DEVICE: "Suspect the device of this rank, or what wrote to its weights, such as a checkpoint that it alone "
+    "loaded: run its diagnostics, and the step again on another device.",
 }
 
 

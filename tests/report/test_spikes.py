@@ -181,7 +181,7 @@ def test_other_data_from_a_step_on_is_not_one_batch(tmp_path: Path) -> None:
     train(tmp_path / "out", batch=other)
     spikes = found(tmp_path / "out")
     assert (spikes.listed[0]["certainty"], spikes.listed[0]["cause"]) == ("cannot tell", "")
-    assert "the data of all ranks, the code or the loss function may have changed" in spikes.says
+    assert "the data of all ranks, the code, a buffer or the loss function may have changed" in spikes.says
 
 
 @pytest.mark.parametrize("field", ["param_distribution", "mv_distribution"])
