@@ -158,3 +158,22 @@ def test_a_mean_that_all_ranks_log_is_no_loss_of_a_rank(reduced: bool, tmp_path:
             rows[rank]["grad_unreduced"].append([Measured(NAMES[0], random.standard_normal(64).tolist(), micro_step=0)])
     with recorded(tmp_path / "out", rows, ranks=2) as around:
         assert (batches(around).evidence is None) == reduced
+
+
+@pytest.mark.parametrize(("last", "weight", "is_device"), [(WHEN, 1.0, True), (WHEN, 9.0, False), (WHEN + 3, 1.0, False)])
+def test_an_activation_is_the_devices_unless_a_weight_grew_or_it_stays(
+    last: int, weight: float, is_device: bool, tmp_path: Path
+) -> None:
+    random = np.random.default_rng(0)
+    rows: dict[str, list[list[Measured]]] = {"actv": [], "grad_unreduced": [], "param_origin": []}
+    for step in range(WHEN + 4):
+        wrong = 40.0 if WHEN <= step <= last else 1.0
+        noise = {name: random.standard_normal(256) for name in (".input", "0.output", "2.output")}
+        noise["2.output"] = noise["2.output"] * wrong
+        rows["actv"].append([Measured(name, one.tolist()) for name, one in noise.items()])
+        rows["grad_unreduced"].append([Measured("2.weight", (random.standard_normal(64) * wrong).tolist(), micro_step=0)])
+        rows["param_origin"].append([Measured("2.weight", (np.ones(64) * (weight if step >= WHEN else 1.0)).tolist())])
+    with recorded(tmp_path / "out", {0: rows}) as around:
+        evidence = batches(around).evidence
+    assert evidence is not None
+    assert (evidence.cause == "device") == is_device
