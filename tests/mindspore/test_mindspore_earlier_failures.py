@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -166,7 +167,7 @@ def test_a_discarded_step_leaves_no_rows_if_the_wait_receives_an_error(output: O
 
 AT_EXIT = """
 import sys
-sys.path[:0] = sys.argv[2].split(":")
+sys.path.insert(0, sys.argv[2])
 import mindspore as ms
 from mindspore import mint, nn
 from training import Net, inputs
@@ -184,7 +185,7 @@ mint.zeros_like(inputs(0))
 def test_a_process_that_ends_with_an_error_in_waiting_writes_its_last_step(output: Output) -> None:
     config = written(output, **FORWARD)
     # A native crash at exit leaves no traceback of its own.
-    command = [sys.executable, "-X", "faulthandler", "-c", AT_EXIT, config, ":".join(sys.path)]
+    command = [sys.executable, "-X", "faulthandler", "-c", AT_EXIT, config, str(Path(__file__).parent)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     files = sorted(path.name for path in output.base.rglob("*"))
     assert ended.returncode == 0, f"exit status {ended.returncode}, files {files}, standard error:\n{ended.stderr}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from mindspore.train import amp
 
 @pytest.fixture(autouse=True)
 def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MindSpore writes the code of rewritten cells to the working directory."""
+    """MindSpore writes the code of rewritten cells to the working directory. It also puts folders of its own before all others
+    in which Python looks for modules, and one of them has a ``math``.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 class Single(nn.Cell):
