@@ -225,6 +225,7 @@ typedef struct {
     void (*add)(short_sums *to, const unsigned char *piece, size_t count);
     void (*count)(histogram *to, const unsigned char *piece, size_t count);
     void (*bins)(const histogram *from, const void *x, size_t n, enum format format, double *bins);
+    void (*magnitudes)(const void *x, size_t n, enum format format, double *bins);
 } kernel;
 
 /* Functions of a kernel, compiled for some processors. `grouping`: see `count_piece`. */
@@ -245,9 +246,13 @@ typedef struct {
     target static void bins_##processors(                                                                                        \
         const histogram *from, const void *x, size_t n, enum format format, double *bins) {                                      \
         write_bins(from, x, n, format, bins);                                                                                    \
+    }                                                                                                                            \
+    target static void magnitudes_##processors(const void *x, size_t n, enum format format, double *bins) {                      \
+        count_magnitudes(x, n, format, grouping, bins);                                                                          \
     }
 #define NAMES(processors)                                                                                                        \
-    {#processors, reduce_##processors, moments_##processors, add_##processors, count_##processors, bins_##processors}
+    {#processors,         reduce_##processors, moments_##processors, add_##processors,                                           \
+     count_##processors, bins_##processors,   magnitudes_##processors}
 
 #if defined(__x86_64__) /* before AVX2 it has no such shifts */
 KERNEL(any, , 0)
@@ -399,18 +404,6 @@ static int bins_of(PyObject *given, long format, Py_buffer *bins) {
     return !PyErr_Occurred();
 }
 
-static void count_unlocked(const void *x, size_t n, enum format format, double *bins) {
-    histogram counts;
-    begin_counts(&counts, n);
-    for (size_t i = 0; i < n; i += PIECE) {
-        float widened[PIECE];
-        size_t count = n - i > PIECE ? PIECE : n - i;
-        chosen->count(&counts, piece_float(x, i, count, format, widened), count);
-    }
-    settle_counts(&counts);
-    chosen->bins(&counts, x, n, format, bins);
-}
-
 static PyObject *magnitudes(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     if (count != 4) {
@@ -425,10 +418,10 @@ static PyObject *magnitudes(PyObject *module, PyObject *const *args, Py_ssize_t 
     }
     if (bins_of(args[3], format, &bins) && (x = elements_of(args[1], n, (enum format)format, &source)) != NULL) {
         if (n < RELEASED) {
-            count_unlocked(x, n, (enum format)format, bins.buf);
+            chosen->magnitudes(x, n, (enum format)format, bins.buf);
         } else {
             Py_BEGIN_ALLOW_THREADS
-            count_unlocked(x, n, (enum format)format, bins.buf);
+            chosen->magnitudes(x, n, (enum format)format, bins.buf);
             Py_END_ALLOW_THREADS
         }
     }

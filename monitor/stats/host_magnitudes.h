@@ -158,6 +158,7 @@ static INLINE void choose_window(window *w, const unsigned char *piece, size_t c
 static INLINE size_t count_groups(window *w, const unsigned char *piece, size_t count, int64_t *counts) {
     uint32_t any[LANES] = {0}, outside = 0, zeros = 0, left = 0;
     for (size_t j = 0; j < count; j += GROUP) {
+        fetch_ahead_of(piece + 4 * j, 4 * GROUP);
         add_group(w, piece + 4 * j, any);
     }
     for (int k = 0; k < LANES; k++) {
@@ -304,7 +305,6 @@ static INLINE size_t count_within(const void *x, size_t n, enum format format, u
 static INLINE void write_bins(const histogram *from, const void *x, size_t n, enum format format, double *bins) {
     size_t bin = 1;
     bins[0] = (double)from->counts[0];
-    memset(bins + 1, 0, (BINS - 1) * sizeof *bins);
     for (uint32_t exponent = 1; exponent <= INFINITE; exponent++) {
         uint32_t end = exponent << 23;
         int64_t left = from->counts[exponent];
@@ -317,5 +317,27 @@ static INLINE void write_bins(const histogram *from, const void *x, size_t n, en
             left -= (int64_t)inside;
         }
         bins[bin++] = (double)left;
+    }
+    bins[bin] = 0.0; /* the last one */
+}
+
+static INLINE void count_format(const unsigned char *x, size_t n, enum format format, int grouping, double *bins) {
+    histogram counts;
+    begin_counts(&counts, n);
+    for (size_t i = 0; i < n; i += PIECE) {
+        float widened[PIECE];
+        size_t count = n - i > PIECE ? PIECE : n - i;
+        count_piece(&counts, piece_float(x, i, count, format, widened), count, grouping);
+    }
+    settle_counts(&counts);
+    write_bins(&counts, x, n, format, bins);
+}
+
+/* The histogram alone, of elements of which nothing else is measured. */
+static INLINE void count_magnitudes(const void *x, size_t n, enum format format, int grouping, double *bins) {
+    switch (format) { /* a separate loop per format, in which the format is a constant */
+    case FLOAT32: count_format(x, n, FLOAT32, grouping, bins); break;
+    case BFLOAT16: count_format(x, n, BFLOAT16, grouping, bins); break;
+    default: count_format(x, n, FLOAT16, grouping, bins);
     }
 }
