@@ -208,7 +208,7 @@ class MindSporeTensorReader:
                     local = found.ids[there] - page.first_row
                     page.memory.numbers[local] = found.rows[there]
                     if found.histograms is not None:
-                        self._host_histograms(page).numbers[local] = found.histograms[there]
+                        self.rows.host_histograms(page, self.device)[local] = found.histograms[there]
 
     def _record_now(self, watched: RecordedSeries, x: Any, micro_step: int = 0) -> None:
         """``record``, which waits for a tensor on the host."""
@@ -229,13 +229,8 @@ class MindSporeTensorReader:
             assert isinstance(memory, HostPage)
             memory.numbers[slot.local_row + offset] = x.row
             if x.histogram is not None:
-                self._host_histograms(slot.page).numbers[slot.local_row + offset] = x.histogram
+                self.rows.host_histograms(slot.page, self.device)[slot.local_row + offset] = x.histogram
             self.rows.table.note(slot.row + offset, self.rows.table.layout_of(x.shape, dtype_name(x.dtype)))
-
-    def _host_histograms(self, page: Page) -> HostPage:
-        found = self.rows.histograms(page, self.device)
-        assert isinstance(found, HostPage)
-        return found
 
     def record_all(
         self, items: Sequence[tuple[RecordedSeries, Any]], failed: Callable[[RecordedSeries, Exception], None]

@@ -404,12 +404,7 @@ class TorchTensorReader(Reader):
 
     def _bins(self, page: Page, local_row: int) -> Floats | None:
         """Where the histogram of a row in host memory belongs; None if none is wanted."""
-        if not self._magnitudes:
-            return None
-        histograms = self.rows.histograms(page, HOST)
-        assert isinstance(histograms, HostPage)
-        bins: Floats = histograms.numbers[local_row]
-        return bins
+        return self.rows.host_histograms(page, HOST)[local_row] if self._magnitudes else None
 
     def _count_magnitudes(self, x: Tensor, page: Page, local_row: int) -> None:
         counts = count_magnitudes(x) if isinstance(page.memory, HostPage) else count_magnitudes_on_device(x)

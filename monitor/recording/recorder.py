@@ -22,10 +22,11 @@ from monitor.recording.gradient_edges import places_of
 from monitor.series import KINDS, NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.histograms import BINS
 from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, SPELLED_OPS, derive, spelled
-from monitor.stats.partials import COLUMNS, WRITES
+from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.table import (
     NOT_AN_ALIAS,
     PAGE_ROWS,
+    HostPage,
     KindRows,
     Page,
     PageMemory,
@@ -158,6 +159,12 @@ class LiveRows:
             page.histogram = self._new_memory(page.rows, device, BINS, slice(None))
             page.histogram_at[0] = page.histogram.address(0)
         return page.histogram
+
+    def host_histograms(self, page: Page, device: Device) -> Floats:
+        """The same of a page in host memory, shape ``(rows, BINS)``."""
+        memory = self.histograms(page, device)
+        assert isinstance(memory, HostPage)
+        return memory.numbers
 
 
 UNREADABLE: Final = "Tensors of these classes have no rows, since only the class knows where their elements are: {names}."
