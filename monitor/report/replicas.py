@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 from monitor.anomalies.odd_copies import suspect, who
 from monitor.coordinator.manifest_format import checks_replicas
 from monitor.report.facts import Facts
@@ -58,10 +60,15 @@ def unchanged_between_steps(facts: Facts) -> CheckFinding:
     return CheckFinding(GOOD, "Weights were what the step before had left, or most were written at once.")
 
 
-def _said_while_running(facts: Facts, check: str) -> CheckFinding | None:
-    """What ranks have found while training ran."""
+def found_while_running(facts: Facts, check: Literal["copies", "between steps"]) -> list[dict[str, Any]]:
+    """The ``WrongBits`` of one check, with the rank that found each."""
     every = facts.told.get("bits", {}).get("while_running", [])  # an earlier version told none
-    found = [one for one in every if one["check"] == check]
+    return [one for one in every if one["check"] == check]
+
+
+def _said_while_running(facts: Facts, check: Literal["copies", "between steps"]) -> CheckFinding | None:
+    """What ranks have found while training ran."""
+    found = found_while_running(facts, check)
     if not found:
         return None
     first = found[0]

@@ -18,6 +18,7 @@ from monitor.report import bands
 from monitor.report.bands import Ints, Limit, Numbers, Window
 from monitor.report.facts import Facts
 from monitor.report.findings import Place
+from monitor.report.replicas import found_while_running
 from monitor.series import LEFT_BY_STEP, RUN_KIND
 
 BEFORE: Final = bands.LEVEL + bands.SPREAD
@@ -33,8 +34,6 @@ SOON: Final = 2
 """Steps within which a broken link usually shows. One before that is a cause only beside others."""
 _DRIFT: Final = Limit(4, 1.05)
 _NARROWEST_DRIFT: Final = 0.01
-
-BETWEEN_STEPS: Final = "between steps"
 
 WEIGHTS, MOMENTS, RATE, DEVICE = "weights", "moments", "learning rate", "device"
 BATCH, RANK_DATA, NOT_FINITE, SKIPPED = "batch", "rank data", "not finite", "skipped steps"
@@ -267,9 +266,9 @@ def _changed_weights(around: Around, at: int, between: Between) -> Evidence | No
 def _changed_bits(around: Around, steps: Collection[int]) -> Iterator[Evidence]:
     """What ranks found from bits, in other steps: a weight may change and keep its norm. By how much is not known."""
     past = {int(around.steps[at]) for at in around.past}
-    for one in around.facts.told.get("bits", {}).get("while_running", ()):
+    for one in found_while_running(around.facts, "between steps"):
         kind, step, rank = one["kind"], one["step"], one["rank"]
-        if one["check"] == BETWEEN_STEPS and kind == "param_origin" and one["names"] and step in past - set(steps):
+        if kind == "param_origin" and one["names"] and step in past - set(steps):
             name = around.facts.shown_name(kind, one["names"][0])
             says = (
                 f"the bits of the weight {name} changed between steps {step - 1} and {step} on rank {rank}, "
