@@ -367,7 +367,7 @@ class Tape:
             if entries["state"][place] == _tape.SET_ASIDE:
                 counts = count_magnitudes(_elements(entries["format"][place], one))
                 found[place] = 0 if counts is None else counts
-            elif len(one) == found.itemsize * BINS:
+            else:
                 found[place] = np.frombuffer(one)
         return found
 

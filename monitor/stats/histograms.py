@@ -122,11 +122,12 @@ def percentiles(op: str, counts: Counts, greatest: NDArray[np.float64]) -> tuple
         some = counts[start : start + _ROWS, first:end]
         rows, until = np.arange(len(some)), np.cumsum(some, axis=1)
         rank = np.maximum(np.ceil(PERCENTILES[op] * until[:, -1]), 1)
-        place = np.minimum((until < rank[:, np.newaxis]).sum(axis=1), end - first - 1)
+        last = end - first - 1
+        place = np.minimum((until < rank[:, np.newaxis]).sum(axis=1), last)
         bins = place + first
         within, below = some[rows, place], some[rows, np.maximum(bins - 1, 1) - first]
         share = (rank - until[rows, place] + within - 0.5) / np.maximum(within, 1)
-        growth = np.log2((some[rows, np.minimum(bins + 1, end - 1) - first] + 1) / (below + 1)) / 2
+        growth = np.log2((some[rows, np.minimum(place + 1, last)] + 1) / (below + 1)) / 2
         growth = np.clip(np.where(np.abs(growth) < _FLAT, _FLAT, growth), -STEEPEST, STEEPEST)
         share = np.log2(1 + share * (np.exp2(growth) - 1)) / growth
         known[start : start + _ROWS] = (until[:, -1] > 0) & (bins < BINS - 1)

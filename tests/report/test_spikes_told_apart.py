@@ -1,4 +1,4 @@
-"""Causes of a spike that look alike are told apart by what was recorded, or neither is certain."""
+"""Recorded numbers tell causes apart that look alike. If they do not, no cause is certain."""
 
 from __future__ import annotations
 
