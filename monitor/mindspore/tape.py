@@ -65,6 +65,8 @@ _NAMES: Final = {"bool": "bool_"}
 
 NO_TAPE: Final = -1
 MOST_COPIED: Final = 1 << 20
+READERS: Final = 16
+"""The operators ``read`` that slots share: see ``ReadSlot``."""
 
 Layout = tuple[tuple[int, ...], str]
 """The shape of a tensor, and MindSpore's name of its dtype, such as ``float32``."""
@@ -125,13 +127,17 @@ class TapedTensor:
 
 
 @cache
-def read_operator() -> Any:
-    """The operator ``read(x, slot)``, which returns an int32 tensor of one element without meaning; None if it cannot be used.
+def read_operators() -> Sequence[Any]:
+    """Equal operators ``read(x, slot)``, which return an int32 tensor of one element without meaning. Empty if they cannot be
+    used.
 
-    It is missing if there was no compiler when the package was built, on other devices than a CPU, and if the environment
+    They are missing if there was no compiler when the package was built, on other devices than a CPU, and if the environment
     allows other libraries only (``MS_CUSTOM_AOT_WHITE_LIST``).
     """
-    return _operator("read_tensor")
+    first = _operator("read_tensor")
+    if first is None:
+        return ()
+    return first, *(_custom("read_tensor", ms.int32).add_prim_attr("place", place) for place in range(1, READERS))
 
 
 COMPILED_VARIABLE: Final = "MONITOR_COMPILED_CODE"
@@ -174,7 +180,7 @@ def could_be_measured() -> bool:
 
 def follow_operator() -> Any:
     """The operator ``follow(x, slot, call)``, for compiled code. Its entry has the number ``call``, int64 of shape ``(1,)``,
-    and a number of its own, which it returns likewise. See ``read_operator``. None if compiled code is not recorded now.
+    and a number of its own, which it returns likewise. See ``read_operators``. None if compiled code is not recorded now.
     """
     whole = ms.get_context("mode") == ms.GRAPH_MODE and not compiled_code_is_excluded()
     return _follow() if whole or changes_are_accepted() else None
@@ -244,12 +250,35 @@ def wait_for_turn(number: int) -> bool:
     return ended
 
 
+class ReadSlot:
+    """A slot of ``Tape.read``.
+
+    MindSpore starts no operator before its last call with arguments of the same shapes and dtypes has run. So slots have one of
+    several equal operators. Each is compiled for each shape, in 1 ms and 40 KiB. So tensors that have not the shape of
+    the slot's first one share an operator.
+
+    Attributes:
+        arguments: The slot as the operator takes it.
+    """
+
+    __slots__ = ("_operator", "_shape", "arguments")
+
+    def __init__(self, arguments: Tensor, place: int) -> None:
+        self.arguments = arguments
+        self._operator = read_operators()[place % READERS]
+        self._shape: tuple[int, ...] | None = None
+
+    def operator_for(self, x: Tensor) -> Any:
+        if self._shape is None:
+            self._shape = x.shape
+        return self._operator if x.shape == self._shape else read_operators()[0]
+
+
 class Tape:
     """The measurements of one recorder."""
 
     def __init__(self) -> None:
         self.number: int = _tape.open_tape()
-        self._read = read_operator()
         self._kernel = self._checking_kernel = NumpyKernel(0.0)
         self._magnitudes = False
         self._last: Tensor | None = None
@@ -311,7 +340,7 @@ class Tape:
         """End ``wait_for_turn``."""
         _tape.stop_waiting(self.number)
 
-    def read(self, x: Tensor, slot: Tensor) -> None:
+    def read(self, x: Tensor, slot: ReadSlot) -> None:
         """Measure a tensor with data. Does not wait for its elements.
 
         Raises:
@@ -319,7 +348,7 @@ class Tape:
         """
         try:
             with as_given():
-                self._last = self._read(x, slot)
+                self._last = slot.operator_for(x)(x, slot.arguments)
         except Exception as error:  # the operator itself was tried when it was made
             self._failed = True
             raise EarlierFailure(error) from error
@@ -396,7 +425,7 @@ def _elements(place: int, elements: bytes) -> Raw:
 
 def new_tape() -> Tape | None:
     """A tape; None if the operators cannot be used, or if too many tapes are in use."""
-    if read_operator() is None:
+    if not read_operators():
         return None
     try:
         return Tape()

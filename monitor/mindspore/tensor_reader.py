@@ -19,7 +19,7 @@ from mindspore import Parameter, Tensor, mint, nn
 from mindspore._c_expression import typing
 from mindspore.common import _no_grad
 
-from monitor.mindspore.tape import Tape, TapedTensor, new_tape
+from monitor.mindspore.tape import ReadSlot, Tape, TapedTensor, new_tape
 from monitor.recording.arguments import NOT_A_NUMBER, real_number
 from monitor.recording.recorder import Device, LiveRows, RecordedSeries
 from monitor.recording.tensor_paths import TensorPaths
@@ -115,7 +115,7 @@ class MindSporeTensorReader:
         # Asking a tensor for its device would wait until MindSpore has created it.
         self.device: str = HOST if on_the_host() else DEVICE
         self._tape = new_tape() if self.device == HOST else None
-        self._slots: dict[tuple[int, bool], Tensor] = {}
+        self._slots: dict[tuple[int, bool], ReadSlot] = {}
         self._copied: set[int] = set()
         if self._tape is not None:
             self.rows.settle = self._settle
@@ -178,10 +178,10 @@ class MindSporeTensorReader:
         tape.read(x, self._tape_slot(tape, row, checked=watched.checked))
         return True
 
-    def _tape_slot(self, tape: Tape, row: int, *, checked: bool) -> Tensor:
+    def _tape_slot(self, tape: Tape, row: int, *, checked: bool) -> ReadSlot:
         slot = self._slots.get((row, checked))
         if slot is None:
-            slot = self._slots[row, checked] = tape.slot(row, checked=checked)
+            slot = self._slots[row, checked] = ReadSlot(tape.slot(row, checked=checked), row)
         return slot
 
     def _settle(self) -> None:

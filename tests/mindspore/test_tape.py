@@ -17,7 +17,7 @@ from training import Net
 
 from monitor.failures import EarlierFailure
 from monitor.mindspore import tape as tapes
-from monitor.mindspore.tape import Tape
+from monitor.mindspore.tape import ReadSlot, Tape
 from monitor.mindspore.tensor_reader import MindSporeTensorReader
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
@@ -63,7 +63,7 @@ def test_the_numbers_are_those_of_the_kernel_that_waits_bit_for_bit(
     expected = np.zeros((len(some), len(COLUMNS)))
     for number, x in enumerate(some):
         assert kernel.reduce_into(x, expected, number)
-        tape.read(x, tape.slot(number))
+        tape.read(x, ReadSlot(tape.slot(number), number))
     tape.wait()
     found = tape.drain()
     assert found.ids.tolist() == list(range(len(some)))
@@ -79,13 +79,13 @@ def test_a_slot_can_ask_for_check_sums_that_the_tape_does_not_measure(tape: Tape
     kernel, x = MindSporeHostKernel(EPS, check_sums=True), Tensor(np.arange(6))
     expected = np.zeros((1, len(COLUMNS)))
     kernel.reduce_into(x, expected, 0)
-    tape.read(x, tape.slot(0, checked=True))
+    tape.read(x, ReadSlot(tape.slot(0, checked=True), 0))
     tape.wait()
     np.testing.assert_array_equal(tape.drain().rows, expected)
 
 
 def test_an_entry_has_the_numbers_of_the_moment_of_the_call(tape: Tape) -> None:
-    one, slot = Tensor(np.ones((4, 4), np.float32)), tape.slot(1)
+    one, slot = Tensor(np.ones((4, 4), np.float32)), ReadSlot(tape.slot(1), 1)
     x = ms.Parameter(one.copy(), name="x")
     for _ in range(5):
         tape.read(x, slot)
@@ -96,12 +96,37 @@ def test_an_entry_has_the_numbers_of_the_moment_of_the_call(tape: Tape) -> None:
     assert rows[:, MAX].tolist() == [1.0, 16.0, 2.0, 36.0, 3.0, 64.0, 4.0, 100.0, 5.0, 144.0]
 
 
+def test_a_call_does_not_wait_for_the_calls_of_other_slots(tape: Tape) -> None:
+    x, slots = Tensor(np.ones((1500, 1500), np.float32)), [ReadSlot(tape.slot(number), number) for number in range(2)]
+    for slot in slots:
+        tape.read(x, slot)  # MindSpore compiles each operator
+    tape.wait()
+    tape.drain()
+    product = x
+    for _ in range(5):
+        product = mint.matmul(product, x)
+    for slot in slots:
+        tape.read(product, slot)
+    assert tape.drain().ids.tolist() == [], "the matrices are not multiplied yet"
+    tape.wait()
+    assert tape.drain().ids.tolist() == [0, 1]
+
+
+def test_tensors_of_other_shapes_than_a_slots_first_share_an_operator(tape: Tape) -> None:
+    one, other = (ReadSlot(tape.slot(number), number) for number in (1, 2))
+    first, second = Tensor(np.ones(3, np.float32)), Tensor(np.ones(4, np.float32))
+    own = [slot.operator_for(first) for slot in (one, other)]
+    assert own[0] is not own[1]
+    assert one.operator_for(second) is other.operator_for(second)
+    assert [slot.operator_for(first) for slot in (one, other)] == own
+
+
 def test_no_gradient_flows_through_the_operator(tape: Tape) -> None:
     w = ms.Parameter(Tensor(np.ones((3, 3), np.float32)), name="w")
 
     def loss(x: Tensor) -> Tensor:
         out = mint.matmul(x, w)
-        tape.read(out, tape.slot(1))
+        tape.read(out, ReadSlot(tape.slot(1), 1))
         return out.sum()
 
     x = Tensor(np.full((3, 3), 2.0, np.float32))
@@ -117,7 +142,7 @@ class Reading(nn.Cell):
         self.tape = tape
 
     def construct(self, x: Tensor) -> Tensor:
-        self.tape.read(x, self.tape.slot(1))
+        self.tape.read(x, ReadSlot(self.tape.slot(1), 1))
         return mint.matmul(x, x)
 
 
@@ -131,7 +156,7 @@ def test_a_cell_that_casts_its_operations_does_not_cast_what_is_measured(tape: T
 
 
 def test_gated_slots_make_entries_while_the_tape_is_on(tape: Tape) -> None:
-    x, slot = Tensor(np.ones(3, np.float32)), tape.slot(7, gated=True)
+    x, slot = Tensor(np.ones(3, np.float32)), ReadSlot(tape.slot(7, gated=True), 7)
     for on in (False, True, False):
         tape.turn(on)
         tape.read(x, slot)
@@ -141,7 +166,7 @@ def test_gated_slots_make_entries_while_the_tape_is_on(tape: Tape) -> None:
 
 def test_slots_of_a_tape_that_is_gone_make_no_entries_and_no_errors(tape: Tape) -> None:
     x, other = Tensor(np.ones(3, np.float32)), Tape()
-    slot = other.slot(1)
+    slot = ReadSlot(other.slot(1), 1)
     del other
     after = Tape()  # in the place of the other one
     for one in (tape, after):
@@ -154,7 +179,7 @@ def test_an_error_of_training_that_the_wait_receives_is_passed_on(tape: Tape) ->
     x = Tensor(np.ones((2, 3), np.float32))
 
     def read_a_result_of_a_failure() -> None:
-        tape.read(mint.index_select(x, 0, Tensor([7])), tape.slot(1))
+        tape.read(mint.index_select(x, 0, Tensor([7])), ReadSlot(tape.slot(1), 1))
         tape.wait()
 
     with pytest.raises(EarlierFailure):
@@ -165,7 +190,7 @@ def test_when_the_wait_has_received_an_error_no_operator_is_still_running(tape: 
     large = Tensor(np.full((1500, 1500), 1e-3, np.float32))
     for number in range(4):
         large = mint.matmul(large, large)
-        tape.read(large, tape.slot(number))
+        tape.read(large, ReadSlot(tape.slot(number), number))
     fail(large)
     with pytest.raises(EarlierFailure):
         tape.wait()

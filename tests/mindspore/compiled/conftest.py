@@ -21,5 +21,5 @@ def not_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONITOR_NATIVE", "0")
-    for name in ("_follow", "read_operator"):  # not the operators of earlier tests
+    for name in ("_follow", "read_operators"):  # not the operators of earlier tests
         monkeypatch.setattr(tape, name, getattr(tape, name).__wrapped__)
