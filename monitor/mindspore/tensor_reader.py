@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import cycle
 from typing import Any, Final
 
 import mindspore as ms
@@ -24,9 +25,9 @@ from monitor.recording.arguments import NOT_A_NUMBER, real_number
 from monitor.recording.recorder import Device, LiveRows, RecordedSeries
 from monitor.recording.tensor_paths import TensorPaths
 from monitor.series import LOCAL, Placement, SeriesTable
-from monitor.stats.host.array_kernel import Raw
+from monitor.stats.host.array_kernel import Raw, count_magnitudes
 from monitor.stats.mindspore.kernels import MindSporeDeviceKernel, MindSporeHostKernel, combined
-from monitor.stats.mindspore.tensors import MindSporeDevicePage, beneath, count_magnitudes, has_data, on_host, on_the_host
+from monitor.stats.mindspore.tensors import MindSporeDevicePage, beneath, has_data, on_host, on_the_host
 from monitor.stats.partials import COLUMNS, WRITES, Floats
 from monitor.stats.table import HostPage, Page, PageMemory, RowSlot
 
@@ -94,6 +95,9 @@ paths: TensorPaths = TENSOR_PATHS
 
 HOST: Final = "host"
 DEVICE: Final = "device"
+
+LARGE: Final = 1 << 20
+"""The bytes from which reading a tensor takes longer than a call of the operator."""
 
 NOT_KNOWN_YET: Final = 0
 """The layout of a tensor that is not measured yet."""
@@ -164,11 +168,14 @@ class MindSporeTensorReader:
             return
         if not has_data(x):
             return
-        if self._tape is None or not self._record_later(self._tape, watched, x, micro_step):
+        if not self._record_later(watched, x, micro_step):
             self._record_now(watched, x, micro_step)
 
-    def _record_later(self, tape: Tape, watched: RecordedSeries, x: Any, micro_step: int) -> bool:
-        """Have the operator measure a tensor. False if it would copy many elements: those are read at once."""
+    def _record_later(self, watched: RecordedSeries, x: Any, micro_step: int = 0) -> bool:
+        """Have the operator measure a tensor. False if it cannot, or would copy many elements: those are read at once."""
+        tape = self._tape
+        if tape is None:
+            return False
         with self.rows.lock:
             slot, offset = self.rows.slot(watched, self.device, micro_step)
             row = slot.row + offset
@@ -210,12 +217,17 @@ class MindSporeTensorReader:
                     if found.histograms is not None:
                         self.rows.host_histograms(page, self.device)[local] = found.histograms[there]
 
-    def _record_now(self, watched: RecordedSeries, x: Any, micro_step: int = 0) -> None:
-        """``record``, which waits for a tensor on the host."""
-        elements = on_host(x) if self.device == HOST else None  # waits, which must happen without the lock
+    def _record_now(self, watched: RecordedSeries, x: Any, micro_step: int = 0, elements: Raw | None = None) -> None:
+        """``record``, which waits for a tensor on the host.
+
+        Args:
+            elements: The elements of a tensor on the host, if they were waited for.
+        """
+        if elements is None and self.device == HOST:
+            elements = on_host(x)  # waits, which must happen without the lock
         with self.rows.lock:
             slot, offset = self.rows.slot(watched, self.device, micro_step)
-            if self.magnitudes and elements is not None and (counts := count_magnitudes(x)) is not None:
+            if self.magnitudes and elements is not None and (counts := count_magnitudes(elements)) is not None:
                 _write_histogram(self.rows.histograms(slot.page, self.device), slot.local_row + offset, counts)
             kernel = self._checking_kernel if watched.checked else self._kernel
             if _reduce(kernel, x, slot.page, slot.local_row + offset, elements):
@@ -235,14 +247,29 @@ class MindSporeTensorReader:
     def record_all(
         self, items: Sequence[tuple[RecordedSeries, Any]], failed: Callable[[RecordedSeries, Exception], None]
     ) -> None:
+        """Most of these tensors are computed: waiting for the first costs less than the operator. But MindSpore's thread reads
+        every other large one, while this thread reads the others.
+        """
+        waited: list[tuple[RecordedSeries, Any, Raw | None]] = []
         for watched, x in items:
+            try:
+                if isinstance(x, TapedTensor) or has_data(x):
+                    waited.append((watched, x, self._shared(x)))
+            except Exception as error:
+                failed(watched, error)
+        theirs = cycle((True, False))
+        for watched, x, elements in waited:
             try:
                 if isinstance(x, TapedTensor):
                     self._enter(watched, x, 0)
-                elif has_data(x):
-                    self._record_now(watched, x)  # most of these are computed: waiting once costs less than the operator
+                elif elements is None or elements.nbytes < LARGE or not (next(theirs) and self._record_later(watched, x)):
+                    self._record_now(watched, x, elements=elements)
             except Exception as error:
                 failed(watched, error)
+
+    def _shared(self, x: Any) -> Raw | None:
+        """The elements of a tensor, for which this waits; None if the operator cannot be used, or if they would be a copy."""
+        return on_host(x) if self._tape is not None and not isinstance(x, TapedTensor) and x.is_contiguous() else None
 
     def record_numbers(
         self, watched: RecordedSeries, numbers: Mapping[int, Any], x: Any, micro_step: int = 0, *, histogram: Any = None

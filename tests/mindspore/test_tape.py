@@ -21,8 +21,8 @@ from monitor.mindspore.tape import ReadSlot, Tape
 from monitor.mindspore.tensor_reader import MindSporeTensorReader
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
+from monitor.stats.host.array_kernel import count_magnitudes
 from monitor.stats.mindspore.kernels import MindSporeHostKernel
-from monitor.stats.mindspore.tensors import count_magnitudes
 from monitor.stats.partials import COLUMNS, MAX, SUM
 from monitor.stats.table import SealedTable
 
@@ -69,7 +69,7 @@ def test_the_numbers_are_those_of_the_kernel_that_waits_bit_for_bit(
     assert found.ids.tolist() == list(range(len(some)))
     np.testing.assert_array_equal(found.rows, expected)
     if magnitudes:
-        np.testing.assert_array_equal(found.histograms, [count_magnitudes(x) for x in some])
+        np.testing.assert_array_equal(found.histograms, [count_magnitudes(x.asnumpy()) for x in some])
     assert (found.histograms is not None) == magnitudes
     layouts = [found.layouts[place] for place in found.layout]
     assert layouts == [(tuple(x.shape), str(x.dtype).lower().removesuffix("_")) for x in some]
@@ -265,6 +265,27 @@ def test_large_tensors_that_the_operator_copies_are_copied_in_the_first_step_alo
             optimizer(step(Tensor(np.ones((2, 4), np.float32)))[1])
     assert copied.count(True) == 1
     assert [row.step for row in output.rows("actv") if row.name == "masked.input_1"] == [0, 1, 2]
+
+
+def test_rows_of_many_large_tensors_are_those_of_the_kernel_bit_for_bit() -> None:
+    recorder = Recorder(MindSporeTensorReader(SeriesTable(), EPS, magnitudes=True))
+    numbers = np.random.default_rng(0).normal(size=(1200, 300))
+    large = [Tensor(number * numbers).astype(dtype) for number, dtype in enumerate(DTYPES)]
+    weight = ms.Parameter(large[0], name="weight")
+    some = [x for three in zip(large, tensors(), reversed(large), strict=False) for x in three] + [large[0].T, weight]
+    watched = [RecordedSeries(Series("actv", 0, f"x{number:02}"), (0,)) for number in range(len(some))]
+    kernel, expected = MindSporeHostKernel(EPS), np.zeros((len(some), len(COLUMNS)))
+    for number, x in enumerate(some):
+        assert kernel.reduce_into(x, expected, number)
+    for _ in range(2):  # large tensors that the operator copies are read at once in the second step
+        recorder.activate(True)
+        recorder.record_all(list(zip(watched, some, strict=True)), lambda _, error: pytest.fail(repr(error)))
+        recorder.end_step()
+        sealed = SealedTable()
+        recorder.seal(sealed)
+        found = sealed.rows().kinds["actv"].partials
+        np.testing.assert_array_equal(found.columns.T, expected)
+        np.testing.assert_array_equal(found.histogram, [count_magnitudes(x.asnumpy()) for x in some])
 
 
 @pytest.mark.parametrize("dtype", [ms.float32, ms.float64, ms.int32])

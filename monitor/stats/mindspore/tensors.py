@@ -16,10 +16,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import COOTensor, CSRTensor, Tensor, mint
 from mindspore._c_expression import MixedPrecisionType
-from numpy.typing import NDArray
 
 from monitor.failures import EarlierFailure
-from monitor.stats.host import array_kernel
 from monitor.stats.host.array_kernel import Raw, as_reals, rounded_to_bfloat16
 from monitor.stats.partials import COLUMNS, Floats
 from monitor.stats.table import PageCopy
@@ -210,15 +208,6 @@ def beneath() -> AbstractContextManager[None]:
 def as_given() -> AbstractContextManager[None]:
     """Operations inside are not recorded by a graph, and take tensors in their own dtype."""
     return _unrecorded(MixedPrecisionType.NOTSET)
-
-
-def count_magnitudes(x: Tensor) -> NDArray[np.int64] | None:
-    """The histogram of a tensor in host memory, shape ``(BINS,)``; None if it has no data to read.
-
-    Raises:
-        EarlierFailure: An earlier operation has failed.
-    """
-    return array_kernel.count_magnitudes(on_host(x)) if has_data(x) else None
 
 
 # --- Arithmetic on MindSpore's tensors: with numpy on the host, with MindSpore's operations on a device.
