@@ -6,6 +6,7 @@ left, moments that no gradient gives, a learning rate beyond all before it, repl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,6 +49,7 @@ class Spike(NamedTuple):
     Attributes:
         level: What it was before.
         lasts: Whether the next value is still clearly above the level; None if there is none.
+        beyond: How far it has left its band: 1 at the limit.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Spike(NamedTuple):
     value: float
     level: float
     lasts: bool | None
+    beyond: float = math.inf
 
 
 class Evidence(NamedTuple):

@@ -15,7 +15,7 @@ from monitor.report import bands, spike_links
 from monitor.report.bands import Ints, Limit, Means, Numbers
 from monitor.report.facts import TOTAL_KIND, Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
-from monitor.report.spike_batches import activations, batches, lone_rank
+from monitor.report.spike_batches import activations, batches, lone_rank, smaller
 from monitor.report.spike_links import Around, Evidence, Link, Spike
 from monitor.series import GRAD_NORM, LEARNING_RATE, RUN_KIND
 
@@ -66,9 +66,12 @@ def spikes(facts: Facts) -> CheckFinding:
     without += f" {' and '.join(early)} had values that are not finite before there was a band: not looked at." if early else ""
     if not judged:
         return CheckFinding(NOT_LOOKED_AT, without.strip() or _too_few(named))
-    found = _separate([one for name, each in judged.items() for one in jumps(name, *each, skipped)])
+    every = [one for name, each in judged.items() for one in jumps(name, *each, skipped)]
+    small = {one for one in every if one.beyond < np.sqrt(smaller(Around(facts, one)))}
+    found = _separate([one for one in every if one not in small])
     if not found:
-        return CheckFinding(GOOD, f"{' and '.join(sorted(judged))} stayed in the band of the values before.{without}")
+        apart = f", but for {_those_of_small_batches(len(small))}" if small else ""
+        return CheckFinding(GOOD, f"{' and '.join(sorted(judged))} stayed in the band of the values before{apart}.{without}")
     rates = {name: each for name, each in numbers.items() if name.startswith(LEARNING_RATE)}
     first_loss = next((name for name in named if name != GRAD_NORM), "")
     explained = [explain(Around(facts, one, first_loss, rates, judged)) for one in found[:MOST_EXPLAINED]]
@@ -76,6 +79,11 @@ def spikes(facts: Facts) -> CheckFinding:
     more = f" The run has {len(found) - 1} more jumps." if len(found) > 1 else ""
     listed = tuple(map(_for_programs, explained))
     return CheckFinding(BAD, f"{first.says}{more}", first.place, _then(first), listed)
+
+
+def _those_of_small_batches(count: int) -> str:
+    values = "a value" if count == 1 else f"{count} values"
+    return f"{values} of smaller batches, which may be as far from it"
 
 
 def _too_few(names: Collection[str]) -> str:
@@ -128,17 +136,21 @@ def jumps(name: str, steps: Ints, values: Numbers, skipped: Ints) -> Iterator[Sp
         return  # a number that may be negative has no logarithm
     numbers = np.where(np.isfinite(values), values, np.inf)
     of = bands.bands_of(numbers[:, None], _NARROWEST.get(name, _NARROWEST_OF_LOSS))
-    out = of.out(NORM if name == GRAD_NORM else LOSS)[:, 0]
-    if name != GRAD_NORM:
+    if name == GRAD_NORM:
+        out, beyond = of.out(NORM)[:, 0], of.factor[:, 0] / NORM.factor
+    else:
+        out, beyond = of.out(LOSS)[:, 0], of.deviations[:, 0] / LOSS.deviations
         lasting = of.out(LASTING)[:, 0]
-        out[:-1] |= lasting[:-1] & lasting[1:]
+        lasting[-1:] = False
+        lasting[:-1] &= of.out(LASTING)[1:, 0]
+        out, beyond = out | lasting, np.where(lasting, of.deviations[:, 0] / LASTING.deviations, beyond)
     out[: bands.LEVEL + _WARM_UP] = False
     out &= (np.isfinite(values) | ~np.isin(steps, skipped)) & (of.level[:, 0] > _ZERO)
     for at in np.flatnonzero(out).tolist():
         level, next_one = float(of.level[at, 0]), numbers[at + 1 : at + 2]
         with np.errstate(divide="ignore", invalid="ignore"):
             lasts = bool(np.log(next_one[0] / level) > _LASTS * np.log(numbers[at] / level)) if len(next_one) else None
-        yield Spike(name, int(steps[at]), float(values[at]), level, lasts)
+        yield Spike(name, int(steps[at]), float(values[at]), level, lasts, float(beyond[at]))
 
 
 def _separate(found: Sequence[Spike]) -> list[Spike]:

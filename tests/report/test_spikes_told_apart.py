@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from recorded_job import RecordedRank
 from sink_rows import Measured
 from test_spikes import AT, EVERYTHING, found, in_step, judged, train
 from torch import Tensor, nn
 
 from monitor.report.facts import facts_of
+from monitor.report.findings import GOOD
 from monitor.report.spike_batches import batches
 from monitor.report.spike_links import Around, Spike, moments, rates
 from monitor.stats.partials import COUNT, SUM
@@ -57,6 +59,24 @@ def test_a_batch_of_another_size_is_not_unusual(samples: int, tmp_path: Path) ->
     assert first["step"] == AT
     assert first["certainty"] != "because"
     assert ".input" not in first["says"]
+
+
+@pytest.mark.parametrize("samples", [2, 8])
+def test_smaller_batches_may_have_losses_that_are_further_apart(samples: int, tmp_path: Path) -> None:
+    def last_of_an_epoch(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        noisy = (y + (torch.rand(len(y)) < 0.4)) % 6
+        return (x[:samples], noisy[:samples]) if step % 10 == 9 else (x, noisy)
+
+    train(tmp_path / "out", batch=last_of_an_epoch, steps=100)
+    check = found(tmp_path / "out")
+    assert (check.state, check.listed) == (GOOD, ())
+    assert ("of smaller batches" in check.says) == (samples == 2)
+
+
+def test_a_smaller_batch_that_is_wrong_is_told_all_the_same(tmp_path: Path) -> None:
+    train(tmp_path / "out", batch=lambda step, x, y: (20 * x[:8], y[:8].flip(0)) if step == AT else (x, y))
+    (first, *_) = found(tmp_path / "out").listed
+    assert (first["step"], first["cause"]) == (AT, "batch")
 
 
 def test_a_rate_that_a_new_stage_raises_is_never_certain(tmp_path: Path) -> None:
