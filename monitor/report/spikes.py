@@ -67,10 +67,9 @@ def spikes(facts: Facts) -> CheckFinding:
     if not judged:
         return CheckFinding(NOT_LOOKED_AT, without.strip() or _too_few(named))
     every = [one for name, each in judged.items() for one in jumps(name, *each, skipped)]
-    small = {one for one in every if one.beyond < np.sqrt(smaller(Around(facts, one)))}
-    found = _separate([one for one in every if one not in small])
+    found, small = _separate(facts, every)
     if not found:
-        apart = f", but for {_those_of_small_batches(len(small))}" if small else ""
+        apart = f", but for {_those_of_small_batches(small)}" if small else ""
         return CheckFinding(GOOD, f"{' and '.join(sorted(judged))} stayed in the band of the values before{apart}.{without}")
     rates = {name: each for name, each in numbers.items() if name.startswith(LEARNING_RATE)}
     first_loss = next((name for name in named if name != GRAD_NORM), "")
@@ -140,9 +139,8 @@ def jumps(name: str, steps: Ints, values: Numbers, skipped: Ints) -> Iterator[Sp
         out, beyond = of.out(NORM)[:, 0], of.factor[:, 0] / NORM.factor
     else:
         out, beyond = of.out(LOSS)[:, 0], of.deviations[:, 0] / LOSS.deviations
-        lasting = of.out(LASTING)[:, 0]
-        lasting[-1:] = False
-        lasting[:-1] &= of.out(LASTING)[1:, 0]
+        high = of.out(LASTING)[:, 0]
+        lasting = high & np.append(high[1:], False)
         out, beyond = out | lasting, np.where(lasting, of.deviations[:, 0] / LASTING.deviations, beyond)
     out[: bands.LEVEL + _WARM_UP] = False
     out &= (np.isfinite(values) | ~np.isin(steps, skipped)) & (of.level[:, 0] > _ZERO)
@@ -153,16 +151,21 @@ def jumps(name: str, steps: Ints, values: Numbers, skipped: Ints) -> Iterator[Sp
         yield Spike(name, int(steps[at]), float(values[at]), level, lasts, float(beyond[at]))
 
 
-def _separate(found: Sequence[Spike]) -> list[Spike]:
-    """The first jump of each time of trouble, of the loss if both jump in the same step."""
+def _separate(facts: Facts, found: Sequence[Spike]) -> tuple[list[Spike], int]:
+    """The first jump of each time of trouble, of the loss if both jump in the same step, and how many are left out because the
+    batch was so small. Only jumps that would be the first are looked at for that: the size of a batch is read from files.
+    """
     ordered = sorted(found, key=lambda one: (one.step, one.name == GRAD_NORM))
     kept: list[Spike] = []
-    last = -1
+    last, small = -1, 0
     for one in ordered:
         if not kept or one.step > last + bands.LEVEL:
+            if one.beyond < np.sqrt(smaller(Around(facts, one))):
+                small += 1
+                continue
             kept.append(one)
         last = max(last, one.step)
-    return kept
+    return kept, small
 
 
 # --- The cause of a jump.
