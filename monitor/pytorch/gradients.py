@@ -265,6 +265,8 @@ class TorchGradients:
         """Backward has accumulated into a parameter."""
         gradient = self._framework.local_gradient(argument) if self._due.now else None
         if gradient is not None:  # of one micro-step there is nothing to count or to follow
+            if torch._C._current_graph_task_id() != self._changes.task and self._changes.taken_away(self._may_be_gone):
+                self._rows.note_local(NOT_ACCUMULATED)
             self._arrives(parameter, gradient, complete=self._clock.micro_steps == 1)
 
     def arrived(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
@@ -312,9 +314,13 @@ class TorchGradients:
 
     def _follow(self, parameter: NamedParameter, gradient: Tensor) -> None:
         before = self._left.get(parameter)
-        if before is not None and not before.refers_to(gradient):
+        if before is not None and not before.refers_to(gradient) and not self._may_be_gone(parameter):
             self._rows.note_local(NOT_ACCUMULATED)
         self._left[parameter] = GradientVersion(gradient)
+
+    def _may_be_gone(self, parameter: NamedParameter) -> bool:
+        """Whether the gradient of an earlier backward may not be there, although it counts in what backward adds up."""
+        return parameter in self._stepped or self._framework.replaces_gradients(parameter)
 
     def _finish_short_accumulation(self, turn: OptimizerTurn) -> None:
         """Record gradients that the last micro-batches did not reach (fewer micro-batches, or an expert that was not called).

@@ -355,6 +355,19 @@ class ChangeDetector:
         self._add(parameter)
         when_backward_ends(self._failures.guarded("following the gradients", self._ended, "Clipping may go unnoticed."))
 
+    def taken_away(self, may_be: Callable[[NamedParameter], bool]) -> bool:
+        """Whether the loop has cleared or replaced a gradient since an earlier backward of the step left it.
+
+        With ``create_graph`` the sum is a new tensor, of which nothing is known.
+
+        Args:
+            may_be: Whether something else may have replaced the gradient of a parameter.
+        """
+        left = [(one, one.tensor.grad, version) for one, version in self._sentinels.items() if version is not None]
+        return any(
+            (now is None or not (now.requires_grad or version.refers_to(now))) and not may_be(one) for one, now, version in left
+        )
+
     def changed(self, reduced: Callable[[NamedParameter], Tensor | None], held: ParameterSubset = None) -> bool:
         """Whether a gradient that is about to be read was written to since backward ended.
 

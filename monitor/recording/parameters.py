@@ -15,7 +15,7 @@ from monitor.series import LEFT_BY_STEP, MOMENT_KINDS, Placement
 # --- Records weight gradients before and after the data-parallel ranks reduce them: the part common to all frameworks.
 
 NOT_ACCUMULATED: Final = (
-    "gradients were taken away between micro-batches, at least in one step: a row of such a step lacks the micro-batches before"
+    "gradients were taken away between two backwards, at least in one step: a row of such a step lacks the backwards before"
 )
 EACH_MICRO_BATCH: Final = "gradients are aggregated after every micro-batch: a row holds the last micro-batch's alone"
 AGGREGATED_EARLY: Final = (

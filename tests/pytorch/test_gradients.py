@@ -431,6 +431,36 @@ def test_gradients_that_are_taken_away_after_each_micro_batch_are_the_last_ones_
     assert output.manifest()["notes"]["grad_unreduced"] == NOT_ACCUMULATED
 
 
+def test_gradients_that_are_taken_away_between_two_losses_of_one_forward_are_noted(output: Output) -> None:
+    """As gradient surgery does."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    with attached(output, model, optimizer, **GRADIENTS):
+        predicted = model(batch(0))
+        predicted.square().mean().backward(retain_graph=True)
+        model.zero_grad()
+        predicted.abs().mean().backward()
+        expected = gradients(model, 0)
+        optimizer.step()
+    assert_rows(output, "grad_unreduced", expected)
+    assert output.manifest()["notes"] == {"grad_unreduced": NOT_ACCUMULATED}
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_two_losses_of_one_forward_whose_gradients_accumulate_need_no_note(output: Output, create_graph: bool) -> None:
+    model = small_model()
+    optimizer = optimizer_of(model)
+    with attached(output, model, optimizer, **GRADIENTS):
+        predicted = model(batch(0))
+        for loss in (predicted.square().mean(), predicted.abs().mean()):
+            loss.backward(retain_graph=True, create_graph=create_graph)
+        expected = gradients(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_rows(output, "grad_unreduced", expected)
+    assert output.manifest()["notes"] == {}
+
+
 def test_gradients_that_accumulate_need_no_note(output: Output) -> None:
     model = small_model()
     optimizer = optimizer_of(model)

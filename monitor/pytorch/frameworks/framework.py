@@ -170,6 +170,10 @@ class Framework:
         """A backward has added to a gradient, which is not reduced yet."""
         self._reducers.backward_reaches(parameter.tensor)
 
+    def replaces_gradients(self, parameter: NamedParameter) -> bool:
+        """Whether a wrapper may put another tensor with the same numbers in the place of a gradient."""
+        return self._reducers.replace(parameter.tensor)
+
     def reduces(self, parameter: NamedParameter) -> bool | None:
         """Whether the gradient is reduced over all ranks that share the parameter, when the optimizer's step begins.
 
@@ -391,6 +395,10 @@ class _Reducer:
         return self.ready and bool(getattr(self._module(), "require_forward_param_sync", False))
 
     @property
+    def makes_views(self) -> bool:
+        return bool(getattr(self._module(), "gradient_as_bucket_view", False))
+
+    @property
     def leaves_local(self) -> bool:
         hooks = getattr(self._module(), "_comm_hooks", ())
         return any(getattr(hook, "__name__", "") in REDUCE_NOTHING for hook, *_ in hooks)
@@ -435,6 +443,11 @@ class Reducers:
             return False  # it is written back when backward ends: an optimizer that steps in a hook sees the local gradient
         # If no backward reached the parameter on this rank, the wrapper has still reduced the terms of other ranks.
         return one.is_ready if one.reduced is None else one.reduced
+
+    def replace(self, parameter: Tensor) -> bool:
+        """Whether a view of a wrapper's buffer takes the place of a gradient."""
+        one = self._of.get(id(parameter)) if self._of else None
+        return one is not None and one.makes_views
 
     def _called(self, root: nn.Module, around: nn.Module | None) -> Iterator[_Reducer]:
         if not self._known:

@@ -147,8 +147,9 @@ def test_a_parameter_that_it_ignores_is_written_by_every_rank(run_job: Callable[
         assert both == pytest.approx(job.total_norm("grad_reduced", step), rel=1e-5)
 
 
-def test_without_no_sync_the_manifest_says_that_ranks_are_mixed(run_job: Callable[..., Job]) -> None:
-    job = run_job("data_parallel.py", 2, "synced")
+@pytest.mark.parametrize("how", ["synced", "synced-views"])
+def test_without_no_sync_the_manifest_says_that_ranks_are_mixed(run_job: Callable[..., Job], how: str) -> None:
+    job = run_job("data_parallel.py", 2, how)
     assert job.plain == job.monitored
     assert job.warnings == []
     assert [job.manifest(rank).notes for rank in (0, 1)] == [{"grad_unreduced": AGGREGATED_EARLY}] * 2

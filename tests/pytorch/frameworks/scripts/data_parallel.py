@@ -14,13 +14,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 HOW = sys.argv[1]
-MICRO_STEPS = 2 if HOW in ("no-sync", "no-sync-views", "synced") else 1
+MICRO_STEPS = 2 if HOW in ("no-sync", "no-sync-views", "synced", "synced-views") else 1
 STEPS = 3
 LIMITS = {"clipped": 1e-3, "not-bound": 1e9}
 OPTIONS: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
     "no-sync-views": {"gradient_as_bucket_view": True},
     "own-hook": {"gradient_as_bucket_view": True},
+    "synced-views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
     "one-rank": {"find_unused_parameters": True},
@@ -72,7 +73,7 @@ def loss_of(model: nn.Module) -> Tensor:
 def backward(model: DistributedDataParallel) -> Tensor:
     """Of all micro-batches; the last one's loss."""
     for micro_step in range(MICRO_STEPS):
-        with nullcontext() if micro_step == MICRO_STEPS - 1 or HOW == "synced" else model.no_sync():
+        with nullcontext() if micro_step == MICRO_STEPS - 1 or HOW.startswith("synced") else model.no_sync():
             loss = loss_of(model)
             loss.backward()
     return loss
