@@ -187,3 +187,15 @@ def _is_unpacking() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def nesting() -> int:
+    """Number of backwards of this thread within which the one in progress runs: each runs a function of Python that has called
+    the next one, as reentrant checkpointing does for a segment.
+    """
+    depth = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        depth += frame.f_code is BackwardCFunction.apply.__code__
+        frame = frame.f_back
+    return depth

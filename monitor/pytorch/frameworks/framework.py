@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.failures import Failures
+from monitor.pytorch.autograd import nesting
 from monitor.pytorch.frameworks.dtensor import Layout, Meshes, layouts_of, mesh_groups, mesh_ranks, placement_of
 from monitor.pytorch.frameworks.optimizer_state import MomentFinder, SteppedTensor, is_redundant, placement_from_moments
 from monitor.pytorch.optimizer_steps import OptimizerSteps, containers_in, optimizers_in, wrappers_in
@@ -370,7 +371,7 @@ class _Reducer:
     Attributes:
         ready: Whether the next backward will reduce.
         reduced: Whether the last backward has reduced; None if none was seen.
-        backward: The last backward that was seen.
+        backward: The backward that was seen last: the last one, or one that is nested in it.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -378,14 +379,27 @@ class _Reducer:
         self.ready = False
         self.reduced: bool | None = None
         self.backward = _NO_BACKWARD
+        self._latest = _NO_BACKWARD
 
     def forward_begins(self) -> None:
         self.ready = self.ready or bool(getattr(self._module(), "require_backward_grad_sync", False))
+        self._latest = _NO_BACKWARD
 
-    def backward_begins(self, backward: int) -> None:
+    def backward_reaches(self, backward: int) -> None:
+        """Another backward than ``backward`` has reached a parameter."""
         self.backward = backward
-        self.reduced = self.is_ready
-        self.ready = False
+        if not self._continues(backward):
+            self.reduced = self.is_ready
+            self.ready = False
+        self._latest = max(self._latest, backward)
+
+    def _continues(self, backward: int) -> bool:
+        """Whether a backward contains the last one, or is nested in it, as reentrant checkpointing has it.
+
+        Autograd numbers backwards as they begin. So one with a lower number has not ended since. Between the last one and one
+        nested in it, only those begin that are nested around it: otherwise another backward may have begun.
+        """
+        return backward <= self._latest or backward - self._latest <= nesting()
 
     @property
     def is_ready(self) -> bool:
@@ -430,7 +444,7 @@ class Reducers:
     def backward_reaches(self, parameter: Tensor) -> None:
         one = self._of.get(id(parameter)) if self._of else None
         if one is not None and one.backward != (backward := torch._C._current_graph_task_id()):
-            one.backward_begins(backward)
+            one.backward_reaches(backward)
 
     def reduced(self, parameter: Tensor) -> bool | None:
         """Whether a gradient is reduced; None if no wrapper reduces the parameter."""

@@ -12,16 +12,17 @@ from framework_run import Attach, norm_of, run
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 HOW = sys.argv[1]
-MICRO_STEPS = 2 if HOW in ("no-sync", "no-sync-views", "synced", "synced-views") else 1
+MICRO_STEPS = 2 if HOW in ("no-sync", "no-sync-views", "synced", "synced-views", "no-sync-reentrant") else 1
 STEPS = 3
 LIMITS = {"clipped": 1e-3, "not-bound": 1e9}
 OPTIONS: dict[str, dict[str, Any]] = {
     "views": {"gradient_as_bucket_view": True},
     "no-sync-views": {"gradient_as_bucket_view": True},
-    "own-hook": {"gradient_as_bucket_view": True},
     "synced-views": {"gradient_as_bucket_view": True},
+    "own-hook": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
     "one-rank": {"find_unused_parameters": True},
@@ -35,6 +36,7 @@ class Network(nn.Module):
         super().__init__()
         self.first = nn.Linear(8, 16)
         self.spare = nn.Linear(16, 16) if HOW in ("unused", "one-rank") else None
+        self.segments = nn.ModuleList(nn.Linear(16, 16) for _ in range(2 if "reentrant" in HOW else 0))
         self.last = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,6 +44,10 @@ class Network(nn.Module):
         if HOW == "one-rank" and dist.get_rank() == 1:
             assert self.spare is not None
             hidden = self.spare(hidden)
+        if self.segments:
+            # The backward of the first segment has no parameter of its own, and another backward within it.
+            hidden = checkpoint(checkpoint, self.segments[0], hidden, use_reentrant=True)
+            hidden = checkpoint(self.segments[1], hidden, use_reentrant=True)
         return self.last(hidden)
 
 
