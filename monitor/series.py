@@ -6,6 +6,7 @@ measurement of a series, at one step and, for some kinds, one micro-step.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
@@ -435,6 +436,15 @@ class Series:
         """The TensorBoard tag and event ``tag_name``, without its ``_{op}``."""
         place = f":{micro_step}" if micro_step != NO_MICRO_STEP else ""
         return f"{self.vpp_stage}:{self.name}{place}/rank{rank}/{shown_kind(self.kind)}"
+
+
+_SLOT: Final = re.compile(r".*\.(input|output)(?:_.*?)?(?:#\d+)?", re.DOTALL)
+
+
+def is_input(name: str) -> bool:
+    """Whether the name of an activation is that of an input of a module."""
+    found = _SLOT.fullmatch(name)
+    return found is not None and found[1] == "input"
 
 
 def underlying_series(series: Series) -> Series:

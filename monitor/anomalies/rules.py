@@ -36,7 +36,7 @@ class AnomalyNan:
 
     def judge(self, columns: KindColumns, _state: Floats, /) -> Iterator[Fired]:
         """See ``AnomalyRule``."""
-        bad = columns.nonfinite
+        bad = columns.faulty
         if bad is not None:
             nans = columns.partials.columns[NANS] > 0
             yield Fired("nans", np.flatnonzero(nans), nonfinite=True)
@@ -120,8 +120,8 @@ class AnomalyTurbulence:
         with np.errstate(all="ignore"):
             for begin in range(0, len(columns.partials), BLOCK):
                 self._judge(columns, state, begin, found)
-        if columns.nonfinite is not None:
-            yield Fired("norm", np.flatnonzero(columns.nonfinite), nonfinite=True)
+        if columns.faulty is not None:
+            yield Fired("norm", np.flatnonzero(columns.faulty), nonfinite=True)
         for op in OPS:
             if op in found:
                 rows, means = (np.concatenate(parts) for parts in zip(*found[op], strict=True))

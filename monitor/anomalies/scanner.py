@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.anomalies.events import Signal
-from monitor.series import NO_MICRO_STEP, REPLICA_KIND, Series, SeriesTable, underlying_series
+from monitor.series import NO_MICRO_STEP, REPLICA_KIND, Series, SeriesTable, is_input, underlying_series
 from monitor.stats.features import own_columns
 from monitor.stats.ops import derive
-from monitor.stats.partials import NANS, NEGINFS, Floats, Partials
+from monitor.stats.partials import MAX, NANS, NEGINFS, POSINFS, Floats, Partials
 from monitor.stats.table import KindRows, StepRows
 
 # --- The rules' state of rows, aligned with the rows of the current step.
@@ -94,6 +94,21 @@ class KindColumns:
             return None
         flags: Flags = np.logical_or.reduce(counts, axis=0)
         return flags
+
+    @cached_property
+    def faulty(self) -> Flags | None:
+        """Those of ``nonfinite`` that are no additive mask, as attention is given; None if no row is. A mask is an input of a
+        module, its greatest element is 0, and others are -Inf.
+        """
+        bad = self.nonfinite
+        if bad is None or self.kind != "actv":
+            return bad
+        of = self.partials.columns
+        masks = np.flatnonzero((of[NEGINFS] > 0) & (of[NANS] + of[POSINFS] == 0) & (of[MAX] == 0))
+        names = self.names() if len(masks) else ()
+        flags = bad.copy()
+        flags[[row for row in masks.tolist() if is_input(names[row])]] = False
+        return flags if flags.any() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from monitor.compare.rows import MOST_ROWS, Row, phase_of
 from monitor.compare.tolerances import ELEMENTS
 from monitor.query.batches import IDENTITY, numbers_in, place_of
-from monitor.report.facts import judged_ops
 from monitor.report.history import LARGEST, Axis, Codes, Flags, Ints
+from monitor.report.kind_reader import judged_ops
 from monitor.stats.ops import TEXT_OPS
 
 Floats = NDArray[np.float64]

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from monitor.anomalies.bounds import Bound, BoundGroup
 from monitor.query.sources import RowChoice
-from monitor.report.facts import GLOBAL_NAME, Facts, KindReader
+from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
 from monitor.report.history import Ints
+from monitor.report.kind_reader import GLOBAL_NAME, KindReader
 
 
 class Beyond(NamedTuple):

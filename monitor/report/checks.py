@@ -17,9 +17,10 @@ from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.coordinator.manifest_format import THINNED
 from monitor.report.bounds import beyond, first_beyond, within
 from monitor.report.data_of_ranks import data_of_ranks
-from monitor.report.facts import NOT_JUDGED, TOTAL_KIND, Facts, ended_early, lacking_steps, shows_all
+from monitor.report.facts import NOT_JUDGED, TOTAL_KIND, Facts, ended_early, lacking_steps
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place, State
 from monitor.report.history import WARM_UP, Sudden
+from monitor.report.kind_reader import shows_all
 from monitor.report.load_of_experts import load_of_experts
 from monitor.report.optimizer import UPDATES_KIND, clipping, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
@@ -190,7 +191,9 @@ def _finite(facts: Facts) -> CheckFinding:
     unseen += [f"{rows.unseen:,} rows of {kind} have no {rows.op}" for kind, rows in facts.kinds.items() if rows.unseen]
     if unseen or not facts.histories:
         return CheckFinding(NOT_LOOKED_AT, f"Not all can be seen: {_few(unseen, len(unseen))}." if unseen else _NO_NUMBER)
-    return CheckFinding(GOOD, f"No NaN and no infinity in {sum(facts.told['rows'].values()):,} rows.")
+    masks = sum(one.masks for one in every.values())
+    but = f", but for {masks:,} rows of inputs that are masks of 0 and -Inf" if masks else ""
+    return CheckFinding(GOOD, f"No NaN and no infinity in {sum(facts.told['rows'].values()):,} rows{but}.")
 
 
 _NO_NUMBER: Final = "The run has no rows with a number."

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from monitor.anomalies.ranking.ranking import capitalized, listed
 from monitor.report.bands import Numbers, Window
-from monitor.report.facts import Facts, KindReader
+from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
+from monitor.report.kind_reader import KindReader
 
 STEPS: Final = 8
 """So many steps show it: the last ones of which all ranks have rows. Our choice."""

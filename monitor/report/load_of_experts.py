@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow as pa
 
 from monitor.query.sources import RowChoice
-from monitor.report.facts import GLOBAL_NAME, Facts
+from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
 from monitor.report.history import Ints
+from monitor.report.kind_reader import GLOBAL_NAME
 from monitor.stats.loads import LOAD_KIND, NO_EXPERT, router_and_expert
 from monitor.stats.partials import Floats
 

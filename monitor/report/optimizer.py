@@ -9,9 +9,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.report.facts import Facts, KindReader
+from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
 from monitor.report.history import WARM_UP, Axis, Ints, KindHistory, SuddenBound
+from monitor.report.kind_reader import KindReader
 
 # --- How often gradients were clipped.
 

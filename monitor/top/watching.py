@@ -27,8 +27,9 @@ from monitor.coordinator.progress import ProgressRecord, read_progress
 from monitor.merge.discovery import choose, discover, runs_of
 from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.query.sources import QueryError, RankDirectories, RowChoice
-from monitor.report.facts import NOT_FINITE, NOT_JUDGED, judged_ops, shows_all
+from monitor.report.facts import NOT_JUDGED
 from monitor.report.history import INFINITE, WINDOW, Axis, Ints, KindHistory, SuddenBound, most_unusual
+from monitor.report.kind_reader import NOT_FINITE, judged_ops, shows_all, without_masks
 from monitor.series import RUN_KIND
 from monitor.sinks.spool import PART
 
@@ -475,7 +476,8 @@ class RowsNow:
             ops = list(dict.fromkeys([*judged_ops(kind, recorded), *(one for one in NOT_FINITE if one in recorded)]))
             rows = source.rows(replace(choice, columns=(*columns, *ops)))
             op = next((one for one in ops if rows[one].null_count < len(rows)), "")
-        there, rows = len(rows), rows.filter(rows[op].is_valid()) if op else rows.slice(0, 0)
+        there, rows = len(rows), without_masks(source, choice, rows, op) if op else rows.slice(0, 0)
+        rows = rows.filter(rows[op].is_valid()) if op else rows
         if not len(rows):
             self.notes += [f"rows of {kind} have no {op or 'op that is judged'}"] if there else []
             return

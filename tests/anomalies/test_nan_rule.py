@@ -21,6 +21,30 @@ def test_an_inf_fires(value: float) -> None:
     assert of().step(a=[1, value]) == [Event("actv", "a", -1, "AnomalyNan", "infs", 1.0, None)]
 
 
+MASK = [0, -INF, -INF]
+INPUTS = ["attention.input_mask", ".input_1", "a.input_0#2", "output.input"]
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("watched", [("AnomalyNan", None), ("AnomalyNan", 10.0), ("AnomalyTurbulence", 0.5)])
+def test_a_mask_that_is_an_input_is_no_event_and_hides_none(watched: tuple[str, float | None], name: str) -> None:
+    found = Watched(watched).step({"actv": [Measured(name, MASK), Measured("b.output", [NAN])]})
+    assert [one.name for one in found] == ["b.output"]
+    assert Watched(watched).step({"actv": [Measured(name, [0, -0.5, -INF])]}) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        *(("actv", INPUTS[0], values) for values in ([0, INF], [0, -INF, INF], [0, -INF, NAN], [-1, -INF], [1, -INF], [-INF])),
+        *(("actv", name, MASK) for name in ("a.output", "input_embedding.output", "input.output_1", "weight")),
+        *((kind, INPUTS[0], MASK) for kind in ("actv_grad", "grad_reduced")),
+    ],
+)
+def test_what_is_like_a_mask_but_is_none_is_an_event(kind: str, name: str, values: list[float]) -> None:
+    assert [one.name for one in of().step({kind: [Measured(name, values)]})] == [name]
+
+
 def test_a_tensor_with_both_is_one_event_for_its_nans() -> None:
     assert said(of().step(a=[INF, NAN])) == [("a", "AnomalyNan", "nans")]
 

@@ -44,6 +44,8 @@ def record(
     steps: int = STEPS,
     names: Mapping[str, list[str]] = NAMES,
     checked: bool = False,
+    ops: tuple[str, ...] = ("norm", "nans"),
+    form: str = "parquet",
 ) -> Path:
     """Two ranks.
 
@@ -54,9 +56,7 @@ def record(
     """
     random = np.random.default_rng(seed)
     for rank in range(2):
-        one = RecordedRank(
-            base, rank, 2, "parquet", {"dp": (0, 1)}, ops=("norm", "nans"), steps_per_record=10, replica_check=checked
-        )
+        one = RecordedRank(base, rank, 2, form, {"dp": (0, 1)}, ops=ops, steps_per_record=10, replica_check=checked)
         for kind in OWNED:
             for name in names.get(kind, ()):
                 one.place(kind, name, Placement(replicas=(0, 1)))

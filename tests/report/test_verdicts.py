@@ -219,6 +219,36 @@ def test_a_healthy_run_has_nothing_bad_and_says_what_was_not_looked_at(seed: int
     assert model.data["events"] == []
 
 
+def masked(name: str) -> Fault:
+    """Every fourth step has a mask of attention in place of a tensor."""
+    mask = np.array([0.0, -np.inf] * 4)
+    return lambda _rank, step, _kind, tensor, values: mask if tensor == name and step % 4 == 0 else values
+
+
+OF_MASKS = ("norm", "min", "max", "nans")
+
+
+@pytest.mark.parametrize(("form", "ops"), [("parquet", ("norm",)), ("hdf5", ("norm",)), ("csv", OF_MASKS)])
+def test_masks_that_modules_are_given_are_no_fault_and_hide_none(form: str, ops: tuple[str, ...], tmp_path: Path) -> None:
+    names = {**NAMES, "actv": ["layers.0.input_1", *NAMES["actv"]]}
+    mask = masked("layers.0.input_1")
+    _, checks, verdict = modelled(record(tmp_path / "healthy", mask, names=names, ops=ops, form=form))
+    assert verdict.state == GOOD
+    finite = next(one for one in checks if one.name == "NaN and infinity")
+    assert finite.state == GOOD
+    assert finite.finding.says.endswith("but for 16 rows of inputs that are masks of 0 and -Inf.")
+    nan = planted(1, "actv", "layers.2.output", np.nan)
+    _, _, verdict = modelled(record(tmp_path / "bad", lambda *of: nan(*of[:4], mask(*of)), names=names, ops=ops, form=form))
+    assert (verdict.state, verdict.place.name, verdict.place.step) == (BAD, "layers.2.output", WHEN)
+
+
+def test_what_may_be_a_mask_is_a_fault_where_no_row_shows_it(tmp_path: Path) -> None:
+    names = {**NAMES, "actv": ["layers.0.input_1", *NAMES["actv"]]}
+    unseen = record(tmp_path / "no extremes", masked("layers.0.input_1"), names=names, form="csv")
+    output = record(tmp_path / "an output", masked("layers.0.output"), ops=OF_MASKS)
+    assert [modelled(one)[2].state for one in (unseen, output)] == [BAD, BAD]
+
+
 def test_too_few_steps_are_not_called_healthy(tmp_path: Path) -> None:
     with reported(record(tmp_path, steps=4)) as (_, checks, verdict):
         assert verdict.state == NOT_LOOKED_AT

@@ -225,6 +225,15 @@ def test_a_nan_is_unusual_without_a_history_and_programs_get_it_as_text(tmp_path
     assert (told["unusual"][0]["value"], told["well"]) == ("nan", False)
 
 
+def test_a_mask_that_a_module_is_given_is_not_unusual_but_an_output_of_the_same_numbers_is(
+    tmp_path: Path, open_ranks: ExitStack
+) -> None:
+    (one,) = ranks_of(tmp_path, open_ranks, 1)
+    one.write(1, {"actv": [Measured(f"attention.{slot}", [0.0, -math.inf], 0) for slot in ("input_mask", "output")]})
+    living(one, NOW, recorded=1, step=1)
+    assert [each.name for each in Watch(tmp_path).look().unusual] == ["attention.output"]
+
+
 def test_names_that_would_move_the_cursor_are_escaped(tmp_path: Path, open_ranks: ExitStack) -> None:
     (one,) = ranks_of(tmp_path, open_ranks, 1)
     one.write(1, {"grad_reduced": [Measured("\x1b[2J[red]w", [math.nan])]})
