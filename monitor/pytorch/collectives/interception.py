@@ -291,9 +291,10 @@ INTERCEPTION: Final = CollectiveInterception()
 # --- Reads the outputs of a communication call when they are complete, without waiting for them.
 #
 # Python code waits for the call's ``Work`` or for a future of it. The outputs are read at that moment, on the thread
-# and stream that wait. Code below Python (the reducer of DistributedDataParallel) waits without passing a patch. Then
-# the future's callback reads, on a thread of the backend. The waiting code may be faster than that thread, so complete
-# outputs are also read when backward and the step end. Their versions show whether they were changed by then.
+# and stream that wait. Code below Python (the reducer of DistributedDataParallel) waits without passing a patch, and
+# Python code may wait for what follows a future. Then the future's callback reads, on a thread of the backend. The
+# waiting code may be faster than that thread, so complete outputs are also read when backward and the step end. Their
+# versions show whether they were changed by then.
 
 Call = Any
 """A listener's key for a call."""
@@ -420,6 +421,9 @@ class Completion(CallListener):
             future = work.get_future()
         except RuntimeError:
             return  # the backend has no futures for this operator
+        self._follow(future, outputs)
+
+    def _follow(self, future: Any, outputs: _Outputs) -> None:
         self._by_future[id(outputs)] = outputs, future
         future.add_done_callback(partial(self._done, outputs))
 
@@ -452,7 +456,7 @@ class Completion(CallListener):
             return
         elif patch is GET_FUTURE:
             for one in pending:
-                result.add_done_callback(one.done)  # before the caller can add a callback, so this one runs first
+                self._follow(result, one)  # before the caller can add a callback, so the monitor's runs first
             self._pending[result] = pending
         else:
             self._pending.pop(of, None)
