@@ -73,7 +73,8 @@ class _RowsInARow:
     """Counts the rows in a row at which each tensor of each rank is beyond a bound (``RowTaker``).
 
     Attributes:
-        found: Step, number of the series, number of the rank, and value where a count is reached first.
+        found: Step, number of the series, number of the rank, and value where a count is reached first, or where NaN comes
+            first.
     """
 
     def __init__(self, bound: Bound, ranks: int) -> None:
@@ -94,7 +95,7 @@ class _RowsInARow:
         seen, in_a_row = self._counts[:, pairs]
         in_a_row = self._bound.rows_in_a_row(values, seen, in_a_row)
         self._counts[:, pairs] = seen + 1, in_a_row
-        there = np.flatnonzero(in_a_row >= self._bound.in_a_row)
+        there = np.flatnonzero((in_a_row >= self._bound.in_a_row) | np.isnan(values))
         if len(there) and self.found is None:
             pair = int(pairs[there[0]])
             self.found = step, pair // self._ranks, pair % self._ranks, float(values[there[0]])
@@ -106,7 +107,7 @@ def _lasting(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Bey
     if counted.found is not None:
         step, series, rank, value = counted.found
         means = bound._replace(means=f"{bound.means}, {bound.in_a_row} recorded steps in a row")
-        yield Beyond(step, facts.ranks[rank], kind, rows.series[series][1], column, value, means, False)
+        yield Beyond(step, facts.ranks[rank], kind, rows.series[series][1], column, value, means, bool(np.isnan(value)))
 
 
 def first_beyond(facts: Facts, found: Sequence[Beyond], then: str = "") -> CheckFinding:

@@ -125,6 +125,15 @@ def test_updates_as_large_as_a_tenth_of_their_weight_are_bad_if_they_last(tmp_pa
     assert f"a step changes this weight too much, {LASTING} recorded steps in a row." in says(checks, "Size of updates")
 
 
+def test_updates_that_cannot_be_computed_are_bad_at_once(tmp_path: Path) -> None:
+    def numbers(step: int, layer: int) -> dict[int, float]:
+        return {COUNT: 8, SUM: np.nan if (step, layer) == (STEPS - 1, 2) else 1e-6, SUMSQ: 1.0}
+
+    assert says(recorded(tmp_path, "update_ratio", numbers), "Size of updates") == (
+        f"update_ratio h.2.weight on rank 0 in step {STEPS - 1}: its update_ratio is nan: it cannot be computed from NaN."
+    )
+
+
 # --- The health of the optimizer.
 
 
