@@ -33,7 +33,10 @@ NAMED: Final = 5
 _FEW: Final = 3
 """So few tensors are never called most of them."""
 
-_CAUSES: Final = "a checkpoint that was loaded, an average or a limit of weights, a second optimizer, a router's bias"
+_CAUSES: Final = (
+    "a checkpoint that was loaded, an average or a limit of weights, a mask, merged adapters, steps there and back (SAM), a "
+    "second optimizer, a router's bias"
+)
 _CAUSES_OF_MOMENTS: Final = "a checkpoint that was loaded, or a reset of the optimizer's state"
 
 
