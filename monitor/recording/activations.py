@@ -517,5 +517,8 @@ class ModuleCollector:
     def _check_micro_step(self, micro_step: int) -> None:
         if micro_step == self.clock.micro_steps and self.clock.known and not self.clock.learning:
             said = f"grad_acc_steps is {self.clock.micro_steps}, but step {self.clock.step} has more root forwards."
-            advice = "Pass the true number to set_monitor, and call batch_ended() after a batch that failed or was skipped."
+            advice = (
+                "If a step accumulates several micro-batches, pass their number to set_monitor. Call batch_ended() after a "
+                "batch that failed or was skipped. Other loops that call the model several times, as a GAN's, need no change."
+            )
             self.failures.warn("more micro-steps", f"{said} They get the next micro-step numbers. {advice}")
