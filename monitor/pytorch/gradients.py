@@ -7,15 +7,16 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.hooks import ChangeDetector, GradientVersion, first_after_accumulation, loop_hooks, untraced
+from monitor.pytorch.modules import before_forward
 from monitor.pytorch.process_group import has_others, is_settled, stage_ranks
-from monitor.pytorch.reductions.memory import Groups, ReductionGroup
+from monitor.pytorch.reductions.memory import Groups, ReductionGroup, runs_backward
 from monitor.pytorch.reductions.seen import ObservedReductions
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import HookSet, Removable
@@ -212,6 +213,9 @@ class TorchGradients:
         if caught is not None:
             self._caught.add(caught)
             self.hooked = [one for one in self.hooked if not self._framework.catches(one)]
+        begins = self._failures.guarded("beginning a forward of a part", self._part_begins)
+        for part in self._framework.reducing_parts:
+            self._caught.add(before_forward(part, begins, compiled=True))
 
     @property
     def wanted(self) -> bool:
@@ -223,6 +227,10 @@ class TorchGradients:
         self._read.clear()
         self._summed.clear()
         self._changes.begin_step()
+
+    def _part_begins(self, part: nn.Module, _args: Any, _kwargs: Any) -> None:
+        if self._due.now and part.training and torch.is_grad_enabled() and not runs_backward():
+            self._framework.forward_begins(part)
 
     def before_reading(self, turn: OptimizerTurn) -> None:
         """The step pre-hook. Reduction is done; the training loop may have clipped."""

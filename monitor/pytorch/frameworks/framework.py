@@ -159,8 +159,15 @@ class Framework:
         return any(getattr(one, "require_backward_grad_sync", False) for one in (root, around))
 
     def forward_begins(self, root: nn.Module) -> None:
-        """A training forward begins. It shows whether DistributedDataParallel will reduce its gradients."""
+        """A training forward begins, of a chunk or of one of the ``reducing_parts``. It shows whether DistributedDataParallel
+        will reduce its gradients.
+        """
         self._reducers.forward_begins(root)
+
+    @property
+    def reducing_parts(self) -> Iterator[nn.Module]:
+        """Wrappers inside the chunks, which a training loop may call instead of the chunk."""
+        return (one for one in _wrappers_in(self.chunks) if one not in self.chunks)
 
     @property
     def follows_backward(self) -> bool:

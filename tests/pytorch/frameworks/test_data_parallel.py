@@ -147,6 +147,18 @@ def test_a_parameter_that_it_ignores_is_written_by_every_rank(run_job: Callable[
         assert both == pytest.approx(job.total_norm("grad_reduced", step), rel=1e-5)
 
 
+def test_parts_of_a_module_that_is_not_called_have_their_reduced_gradients(run_job: Callable[..., Job]) -> None:
+    job = run_job("data_parallel_parts.py", 2)
+    assert job.plain == job.monitored
+    assert job.warnings == []
+    assert [job.manifest(rank).notes for rank in (0, 1)] == [{}, {}]
+    for step in range(STEPS):
+        rows = statistics(job, "grad_reduced", 0, step)
+        for part in ("made", "judged"):
+            norm = math.hypot(*(values["norm"] for name, values in rows.items() if name.startswith(part)))
+            assert job.plain[0][part][step] == pytest.approx(norm, rel=1e-5)
+
+
 @pytest.mark.parametrize("how", ["synced", "synced-views"])
 def test_without_no_sync_the_manifest_says_that_ranks_are_mixed(run_job: Callable[..., Job], how: str) -> None:
     job = run_job("data_parallel.py", 2, how)
