@@ -162,7 +162,7 @@ class Report:
         """Of an op that was recorded, a tensor may have no value: one without a finite element has no histogram."""
         manifests = [run.manifest for run in self.runs]
         changed = any("ops" in one.changed for manifest in manifests for one in manifest.configurations)
-        known = set() if changed else set.intersection(*(set(one.config.get("ops") or ()) for one in manifests))
+        known = set() if changed else set.intersection(*map(schema.recorded_ops, manifests))
         found = Counter[tuple[str, str, str]]()
         for (kind, op, reason), count in self._missing.items():
             if op not in known or reason != NOT_RECORDED:

@@ -321,6 +321,7 @@ def said(base: Path) -> tuple[int, str]:
     """The exit status of the command and what it said."""
     result = CliRunner().invoke(app, [str(base)])
     assert result.exit_code in (0, 1, 2), result.exc_info
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
     return result.exit_code, result.output
 
 
@@ -341,6 +342,14 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("sound")
     sharded(base, groups={"dp": [0, 1], "pp": [0, 1]})
     return base
+
+
+@pytest.mark.parametrize("ops", [["norm", []], 5, {"norm": 1}, None])
+def test_ops_that_cannot_be_are_borne(sound: Path, tmp_path: Path, ops: Any) -> None:
+    base = shutil.copytree(sound, tmp_path / "job")
+    manifest = of_rank_1(base) / "manifest.json"
+    rewrite(manifest, config={**json.loads(manifest.read_text())["config"], "ops": ops})
+    check_rank_0(base)
 
 
 @settings(max_examples=examples(8, 20), suppress_health_check=[HealthCheck.function_scoped_fixture])
