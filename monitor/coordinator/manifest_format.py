@@ -616,12 +616,6 @@ def checks_replicas(config: Mapping[str, Any]) -> bool:
     return bool(isinstance(alert, Mapping) and alert.get("rules")) if asked is None else bool(asked)
 
 
-def recorded_ops(record: ManifestRecord) -> set[str]:
-    """The ops that were configured."""
-    ops = record.config.get("ops")
-    return {one for one in ops if isinstance(one, str)} if isinstance(ops, list) else set()
-
-
 def collected_every(record: ManifestRecord) -> int:
     """The interval between two collected steps, as configured."""
     interval = record.config.get("step_interval", 1)

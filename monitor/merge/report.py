@@ -162,7 +162,7 @@ class Report:
         """Of an op that was recorded, a tensor may have no value: one without a finite element has no histogram."""
         manifests = [run.manifest for run in self.runs]
         changed = any("ops" in one.changed for manifest in manifests for one in manifest.configurations)
-        known = set() if changed else set.intersection(*map(schema.recorded_ops, manifests))
+        known = set() if changed else set.intersection(*map(_ops, manifests))
         found = Counter[tuple[str, str, str]]()
         for (kind, op, reason), count in self._missing.items():
             if op not in known or reason != NOT_RECORDED:
@@ -416,3 +416,9 @@ def cut(steps: NDArray[np.int64], spans: Iterable[StepSpan]) -> list[range]:
         inside[np.searchsorted(steps, first) : np.searchsorted(steps, last, "right")] = True
     found = steps[inside].tolist()
     return [range(first, last + 1, interval) for first, last, interval in schema.StepRanges(found, most=len(found) + 1).ranges]
+
+
+def _ops(manifest: schema.ManifestRecord) -> set[str]:
+    """The ops that were configured."""
+    ops = manifest.config.get("ops")
+    return {one for one in ops if isinstance(one, str)} if isinstance(ops, list) else set()
