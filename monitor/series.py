@@ -438,13 +438,14 @@ class Series:
         return f"{self.vpp_stage}:{self.name}{place}/rank{rank}/{shown_kind(self.kind)}"
 
 
-_SLOT: Final = re.compile(r".*\.(input|output)(?:_.*?)?(?:#\d+)?", re.DOTALL)
+ACTIVATION_NAME: Final = re.compile(r"(?P<module>.*)\.(?P<slot>(?:input|output)(?:_.*?)?)(?:#(?P<call>\d{1,9}))?", re.DOTALL)
+"""The name of an activation as hooks make it: its module, which tensor of it, and which call."""
 
 
 def is_input(name: str) -> bool:
     """Whether the name of an activation is that of an input of a module."""
-    found = _SLOT.fullmatch(name)
-    return found is not None and found[1] == "input"
+    found = ACTIVATION_NAME.fullmatch(name)
+    return found is not None and found["slot"].startswith("input")
 
 
 def underlying_series(series: Series) -> Series:

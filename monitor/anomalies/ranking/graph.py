@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,14 +13,12 @@ from typing import Final, NamedTuple
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord
 from monitor.coordinator.series_file import LOCAL_PLACEMENT, NOT_MEASURED, Flow, Pass, SeriesColumns, read_columns
 from monitor.merge.discovery import leads_out
-from monitor.series import ACTIVATION_KINDS, KIND_TABLE, Series, underlying_series
+from monitor.series import ACTIVATION_KINDS, ACTIVATION_NAME, KIND_TABLE, Series, underlying_series
 
 # --- The subject of an event: the role of its series in a step, and the modules around it.
 
 ROOT: Final = ""
 """The name of a chunk's root module."""
-
-_SLOT: Final = re.compile(r"(?P<module>.*)\.(?P<slot>(?:input|output)(?:_.*?)?)(?:#(?P<call>\d{1,9}))?", re.DOTALL)
 
 
 class Role(IntEnum):
@@ -76,7 +73,7 @@ def subject_of(series: Series) -> Subject:
     role = _ROLES.get(meant.kind, Role.OTHER)
     if meant.kind not in ACTIVATION_KINDS:
         return Subject(meant, series, role, meant.name.rpartition(".")[0])
-    found = _SLOT.fullmatch(meant.name)
+    found = ACTIVATION_NAME.fullmatch(meant.name)
     if found is None:
         return Subject(meant, series, role, ROOT)
     return Subject(meant, series, role, found["module"], found["slot"].startswith("input"), int(found["call"] or 0))
