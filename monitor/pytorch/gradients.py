@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
 from monitor.failures import Failures
-from monitor.pytorch.autograd import recomputing
+from monitor.pytorch.autograd import runs_backward
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.hooks import ChangeDetector, GradientVersion, first_after_accumulation, loop_hooks, untraced
 from monitor.pytorch.modules import before_forward
@@ -230,7 +230,7 @@ class TorchGradients:
         self._changes.begin_step()
 
     def _part_begins(self, part: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if self._due.now and part.training and torch.is_grad_enabled() and not recomputing():
+        if self._due.now and part.training and torch.is_grad_enabled() and not runs_backward():
             self._framework.forward_begins(part)
 
     def before_reading(self, turn: OptimizerTurn) -> None:

@@ -32,6 +32,8 @@ _WARM_UP: Final = 12
 """Values before the first that is judged beyond those that a band needs: at the beginning all numbers change fast."""
 _LEAST: Final = bands.LEVEL + bands.ENOUGH + _WARM_UP
 """Values of a number that is judged: more than these."""
+_MOST_NAMED: Final = 4
+"""Further jumps whose steps are named."""
 _LASTS: Final = 0.3
 """Share of a jump, in logarithms, that is left in the next step if its cause lasts."""
 _ZERO: Final = 1e-30
@@ -75,7 +77,7 @@ def spikes(facts: Facts) -> CheckFinding:
     first_loss = next((name for name in named if name != GRAD_NORM), "")
     explained = [explain(Around(facts, one, first_loss, rates, judged)) for one in found[:MOST_EXPLAINED]]
     first = explained[0]
-    more = f" The run has {len(found) - 1} more jumps." if len(found) > 1 else ""
+    more = f" {_more(found[1:])}" if len(found) > 1 else ""
     listed = tuple(map(_for_programs, explained))
     return CheckFinding(BAD, f"{first.says}{more}", first.place, _then(first), listed)
 
@@ -83,6 +85,14 @@ def spikes(facts: Facts) -> CheckFinding:
 def _those_of_small_batches(count: int) -> str:
     values = "a value" if count == 1 else f"{count} values"
     return f"{values} of smaller batches, which may be as far from it"
+
+
+def _more(jumps: Sequence[Spike]) -> str:
+    shown = [str(one.step) for one in jumps[:_MOST_NAMED]]
+    if len(jumps) == 1:
+        return f"Another jump began in step {shown[0]}."
+    steps = f"{', '.join(shown)} and {len(jumps) - len(shown)} more" if len(jumps) > len(shown) else _listed(shown)
+    return f"More jumps began in steps {steps}."
 
 
 def _too_few(names: Collection[str]) -> str:

@@ -329,15 +329,22 @@ def test_weights_of_which_one_rank_alone_has_rows_are_one_copy(tmp_path: Path) -
     assert re.search(r"it lacks[^.]*replicas.* One copy of the weights .*as usual", found(tmp_path / "out").says)
 
 
-def test_the_same_fault_is_found_again(tmp_path: Path) -> None:
-    def twice(step: int, model: nn.Module, _optimizer: Any) -> None:
-        if step in (AT - 10, AT + 5):
+@pytest.mark.parametrize(
+    ("later", "says"),
+    [((39,), "Another jump began in step 39."), ((39, 54, 69, 84, 99), "More jumps began in steps 39, 54, 69, 84 and 1 more.")],
+    ids=["once", "often"],
+)
+def test_the_same_fault_is_found_again(later: tuple[int, ...], says: str, tmp_path: Path) -> None:
+    def again(step: int, model: nn.Module, _optimizer: Any) -> None:
+        if step in (AT - 10, *later):
             with torch.no_grad():
                 scaled(model)
 
-    train(tmp_path / "out", twice, steps=STEPS + 8)
-    causes = {one["step"]: one["cause"] for one in found(tmp_path / "out").listed}
-    assert causes == {AT - 10: "weights", AT + 5: "weights"}
+    train(tmp_path / "out", again, steps=later[-1] + 8)
+    check = found(tmp_path / "out")
+    assert says in check.says
+    causes = {one["step"]: one["cause"] for one in check.listed}
+    assert causes == dict.fromkeys((AT - 10, *later[:2]), "weights")
 
 
 def test_a_rate_that_rises_over_several_steps_is_a_cause(tmp_path: Path) -> None:

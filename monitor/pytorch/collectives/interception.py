@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 
 from monitor.failures import Failures
+from monitor.pytorch.autograd import NO_BACKWARD
 from monitor.pytorch.collectives.operators import Method, Overload, TorchOperator, issuers, methods, operators, wait_operator
 from monitor.pytorch.hooks import TorchCallPatch, untraced, when_backward_ends
 from monitor.pytorch.silent_writes import WAIT
@@ -311,8 +312,6 @@ END_GROUP: Final = TorchCallPatch(dist.ProcessGroup, "_end_coalescing")
 PATCHES: Final = (WAIT, GET_FUTURE, WAIT_FOR_FUTURE, BEGIN_GROUP, END_GROUP)
 """One set for this process, since callers look the methods up in the class."""
 
-_NO_BACKWARD: Final = -1
-
 
 class _ThreadCalls(threading.local):
     """Calls that this thread has issued.
@@ -362,7 +361,7 @@ class Completion(CallListener):
         self._read_completed = failures.guarded("reading the outputs of communication operators", self.read_completed)
         self._pending: weakref.WeakKeyDictionary[Any, list[_Outputs]] = weakref.WeakKeyDictionary()
         self._by_future: dict[int, tuple[_Outputs, Any]] = {}
-        self._backward = _NO_BACKWARD
+        self._backward = NO_BACKWARD
         self._thread = _ThreadCalls()
         self._guarded_notify = failures.guarded("following a communication operator", self._notify)
 
@@ -406,7 +405,7 @@ class Completion(CallListener):
     def issued_from_cpp(self, work: Any, call: Call, outputs: Sequence[Tensor]) -> None:
         """``work`` will fill ``outputs``, and C++ waits for it unseen."""
         self._read_when_done(work, _Outputs(call, outputs, self._read))
-        if (backward := torch._C._current_graph_task_id()) not in (_NO_BACKWARD, self._backward):
+        if (backward := torch._C._current_graph_task_id()) not in (NO_BACKWARD, self._backward):
             self._backward = backward
             when_backward_ends(self._read_completed)
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.failures import Failures
-from monitor.pytorch.autograd import nesting
+from monitor.pytorch.autograd import NO_BACKWARD, nesting, runs_backward
 from monitor.pytorch.frameworks.dtensor import Layout, Meshes, layouts_of, mesh_groups, mesh_ranks, placement_of
 from monitor.pytorch.frameworks.optimizer_state import MomentFinder, SteppedTensor, is_redundant, placement_from_moments
 from monitor.pytorch.optimizer_steps import OptimizerSteps, containers_in, optimizers_in, wrappers_in
@@ -369,8 +369,6 @@ def _any_is(chunks: Sequence[nn.Module], imported: str, name: str) -> bool:
 REDUCE_NOTHING: Final = frozenset({"noop_hook", "post_localSGD_hook"})
 """Communication hooks of torch that leave gradients local, or average them over some ranks only."""
 
-_NO_BACKWARD: Final = -1
-
 
 class _Reducer:
     """The reducer of one wrapper.
@@ -385,12 +383,12 @@ class _Reducer:
         self._module: weakref.ref[Any] = weakref.ref(module)
         self.ready = False
         self.reduced: bool | None = None
-        self.backward = _NO_BACKWARD
-        self._latest = _NO_BACKWARD
+        self.backward = NO_BACKWARD
+        self._latest = NO_BACKWARD
 
     def forward_begins(self) -> None:
         self.ready = self.ready or bool(getattr(self._module(), "require_backward_grad_sync", False))
-        self._latest = _NO_BACKWARD
+        self._latest = NO_BACKWARD
 
     def backward_reaches(self, backward: int) -> None:
         """Another backward than ``backward`` has reached a parameter."""
@@ -460,7 +458,7 @@ class Reducers:
             return None
         if one.leaves_local:
             return None  # the training loop may reduce it
-        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+        if runs_backward():
             return False  # it is written back when backward ends: an optimizer that steps in a hook sees the local gradient
         # If no backward reached the parameter on this rank, the wrapper has still reduced the terms of other ranks.
         return one.is_ready if one.reduced is None else one.reduced

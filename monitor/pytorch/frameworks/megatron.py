@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.failures import Failures
+from monitor.pytorch.autograd import runs_backward
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.pytorch.hooks import TorchCallPatch
@@ -403,11 +404,10 @@ class MainGradients(CallListener):
     def _sync_begins(self, group: Any, *_: Any, **__: Any) -> None:
         if group.is_first_batch and group.grad_reduce_handle is not None:
             return  # the reduction has begun already: this call does nothing
-        within_backward = torch._C._current_graph_task_id() != -1
         for parameter in group.params:
             known = self._known.get(id(parameter))
             if known is not None:
-                if within_backward:
+                if runs_backward():
                     self._added(known)
                 self._report(known, complete=True)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from monitor.failures import Failures
+from monitor.pytorch.autograd import runs_backward
 from monitor.pytorch.collectives.interception import INTERCEPTION, Completion, TorchCollectiveListener
 from monitor.pytorch.collectives.operators import Method, TorchOperator
 from monitor.series import Ranks
@@ -190,8 +191,6 @@ COLLECTS: Final = frozenset(
 MOST_AWAITED: Final = 4096
 """Most results of functional collectives that are remembered until they are waited for."""
 
-_NO_BACKWARD: Final = -1
-
 
 class SumListener(TorchCollectiveListener):
     """Enters each sum over ranks in ``memory``, once its outputs are complete.
@@ -306,11 +305,6 @@ class SumListener(TorchCollectiveListener):
             # Accumulation would copy a gradient that the queue references, and otherwise takes it over without a copy.
             self.enter_sums()
         return True
-
-
-def runs_backward() -> bool:
-    """Whether this thread is running a backward."""
-    return bool(torch._C._current_graph_task_id() != _NO_BACKWARD)
 
 
 def _adds(args: Sequence[Any]) -> bool:
