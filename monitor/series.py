@@ -217,7 +217,16 @@ _IN_A_STEP: Final = (
 KIND_TABLE: Final = (
     _activation("actv", "forward"),
     _activation("actv_grad", "backward"),
-    Kind("grad_unreduced", "wg_distribution", "parameter", "backward", "gradient", "LOCAL_GRADIENT", warned=True),
+    Kind(
+        "grad_unreduced",
+        "wg_distribution",
+        "parameter",
+        "backward",
+        "gradient",
+        "LOCAL_GRADIENT",
+        warned=True,
+        why_none="PyTorch gradients that the loop assigns to .grad, such as those of torch.autograd.grad, have none. ",
+    ),
     _of_step(
         "grad_reduced",
         "wg_distribution",

@@ -416,6 +416,26 @@ def test_a_model_whose_parts_are_called_without_its_root_has_its_gradients(outpu
     assert_rows(output, "grad_unreduced", expected)
 
 
+def test_gradients_that_the_loop_assigns_are_the_reduced_ones_and_a_warning_says_that_they_are_all(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_model()
+    optimizer = optimizer_of(model)
+    expected: Rows = {}
+    with attached(output, model, optimizer, **GRADIENTS):
+        for step in range(2):
+            parameters = list(model.parameters())
+            found = torch.autograd.grad(model(batch(step)).square().mean(), parameters)
+            for parameter, gradient in zip(parameters, found, strict=True):
+                parameter.grad = gradient
+            expected |= gradients(model, step)
+            optimizer.step()
+    assert_rows(output, "grad_reduced", expected)
+    assert output.rows("grad_unreduced") == []
+    (said,) = [message for message in caplog.messages if "no row of grad_unreduced" in message]
+    assert "torch.autograd.grad" in said
+
+
 def test_gradients_that_are_taken_away_after_each_micro_batch_are_the_last_ones_and_the_manifest_says_so(
     output: Output,
 ) -> None:
