@@ -10,9 +10,11 @@ import os
 import signal
 import sys
 from collections import Counter
+from collections.abc import Generator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import SubprocessError
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -71,6 +73,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {path: 2 * number for number, path in enumerate(others)}
     place |= {path: 6 * number - 1 for number, path in enumerate(waiting)}
     items.sort(key=lambda item: place[item.path])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what a child wrote that failed a test. An error of ``subprocess`` has it and does not say it."""
+    report = yield
+    if call.excinfo is not None and isinstance(call.excinfo.value, SubprocessError):
+        for stream in ("stdout", "stderr"):
+            if written := getattr(call.excinfo.value, stream, None):
+                text = written if isinstance(written, str) else written.decode(errors="replace")
+                report.sections.append((f"{stream} of the child", text))
+    return report
 
 
 @pytest.fixture(scope="session")
