@@ -158,15 +158,15 @@ class Framework:
         around = getattr(DistributedDataParallel, "_active_ddp_module", None)
         return any(getattr(one, "require_backward_grad_sync", False) for one in (root, around))
 
-    def forward_begins(self, root: nn.Module) -> None:
+    def forward_begins(self, called: nn.Module) -> None:
         """A training forward begins, of a chunk or of one of the ``reducing_parts``. It shows whether DistributedDataParallel
         will reduce its gradients.
         """
-        self._reducers.forward_begins(root)
+        self._reducers.forward_begins(called)
 
     @property
     def reducing_parts(self) -> Iterator[nn.Module]:
-        """Wrappers inside the chunks, which a training loop may call instead of the chunk."""
+        """Wrappers inside the chunks. A chunk need not call all of them, and a training loop may call one instead of it."""
         return (one for one in _wrappers_in(self.chunks) if one not in self.chunks)
 
     @property
@@ -429,7 +429,6 @@ class Reducers:
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._known: dict[int, _Reducer] = {}
         self._of: dict[int, _Reducer] = {}
-        self._below: dict[int, list[_Reducer]] = {}
         for wrapper in _wrappers_in(chunks):
             self._learn(wrapper)
 
@@ -438,13 +437,14 @@ class Reducers:
         """Whether any wrapper is known."""
         return bool(self._of)
 
-    def forward_begins(self, root: nn.Module) -> None:
-        """A forward of a chunk begins, with gradients enabled. Notify the wrappers inside it and the one around it."""
+    def forward_begins(self, called: nn.Module) -> None:
+        """A forward of a chunk, or of a wrapper inside one, begins with gradients enabled. It may have a wrapper around it."""
         around = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if around is not None and id(around) not in self._known:
             self._learn(around)
-        for one in self._called(root, around):
-            one.forward_begins()
+        for module in (called, around):
+            if (one := self._known.get(id(module))) is not None:
+                one.forward_begins()
 
     def backward_reaches(self, parameter: Tensor) -> None:
         one = self._of.get(id(parameter)) if self._of else None
@@ -467,16 +467,6 @@ class Reducers:
         """Whether a view of a wrapper's buffer takes the place of a gradient."""
         one = self._of.get(id(parameter)) if self._of else None
         return one is not None and one.makes_views
-
-    def _called(self, root: nn.Module, around: nn.Module | None) -> Iterator[_Reducer]:
-        if not self._known:
-            return
-        below = self._below.get(id(root))
-        if below is None:
-            below = self._below[id(root)] = [self._known[id(one)] for one in root.modules() if id(one) in self._known]
-        yield from below
-        if around is not None:
-            yield self._known[id(around)]
 
     def _learn(self, module: DistributedDataParallel) -> None:
         one = self._known[id(module)] = _Reducer(module)

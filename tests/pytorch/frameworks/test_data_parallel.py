@@ -159,6 +159,17 @@ def test_parts_of_a_module_that_is_not_called_have_their_reduced_gradients(run_j
             assert job.plain[0][part][step] == pytest.approx(norm, rel=1e-5)
 
 
+def test_a_part_whose_wrapper_is_bypassed_has_no_reduced_gradients(run_job: Callable[..., Job]) -> None:
+    job = run_job("data_parallel_bypassed.py", 2)
+    assert job.plain == job.monitored
+    for step in range(STEPS):
+        rows = statistics(job, "grad_reduced", 0, step)
+        assert {name.split(".")[0] for name in rows} == {"wrapped"}
+        norm = math.hypot(*(values["norm"] for values in rows.values()))
+        assert job.plain[0]["gradients"][step] == pytest.approx(norm, rel=1e-5)
+    assert "bypassed" in job.manifest(0).notes["grad_reduced"]
+
+
 @pytest.mark.parametrize("how", ["synced", "synced-views"])
 def test_without_no_sync_the_manifest_says_that_ranks_are_mixed(run_job: Callable[..., Job], how: str) -> None:
     job = run_job("data_parallel.py", 2, how)
