@@ -102,7 +102,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
     def pause(self) -> None:
         """Nothing to do, as in ``forward_begins``."""
 
-    def forward_begins(self, root: Any) -> None:
+    def forward_begins(self) -> None:
         """Nothing to do: MindSpore reduces after the backward."""
 
     def forward_ends(self) -> None:

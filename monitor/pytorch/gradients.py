@@ -67,9 +67,9 @@ class GradientReductions:
             self._seen.begin_step()
         self.follows = self._seen is not None or self._framework.follows_backward
 
-    def forward_begins(self, root: Any) -> None:
+    def forward_begins(self) -> None:
         """A forward of training begins."""
-        self._framework.forward_begins(root)
+        self._framework.forward_begins()
         self._listen()
         if self._seen is not None:
             self._seen.set_window(False)
@@ -214,9 +214,9 @@ class TorchGradients:
         if caught is not None:
             self._caught.add(caught)
             self.hooked = [one for one in self.hooked if not self._framework.catches(one)]
-        begins = self._failures.guarded("beginning a forward of a part", self._part_begins)
-        for part in self._framework.reducing_parts:
-            self._caught.add(before_forward(part, begins, compiled=True))
+        begins = self._failures.guarded("beginning a forward of a wrapper", self._wrapper_begins)
+        for wrapper in self._framework.wrappers:
+            self._caught.add(before_forward(wrapper, begins, compiled=True))
 
     @property
     def wanted(self) -> bool:
@@ -229,9 +229,10 @@ class TorchGradients:
         self._summed.clear()
         self._changes.begin_step()
 
-    def _part_begins(self, part: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if self._due.now and part.training and torch.is_grad_enabled() and not runs_backward():
-            self._framework.forward_begins(part)
+    def _wrapper_begins(self, wrapper: nn.Module, _args: Any, _kwargs: Any) -> None:
+        """In evaluation mode, too: a wrapper reduces whatever its mode is."""
+        if self._due.now and torch.is_grad_enabled() and not runs_backward():
+            self._framework.wrapper_begins(wrapper)
 
     def before_reading(self, turn: OptimizerTurn) -> None:
         """The step pre-hook. Reduction is done; the training loop may have clipped."""

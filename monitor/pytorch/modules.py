@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from monitor.pytorch import hooks as module_hooks
-from monitor.pytorch.autograd import CheckpointRepetitions
+from monitor.pytorch.autograd import CheckpointRepetitions, runs_backward
 from monitor.pytorch.compiled import calls, operators
 from monitor.pytorch.hooks import TRACEABLE
 from monitor.pytorch.silent_writes import SilentWrites
@@ -29,7 +29,8 @@ from monitor.recording.module_calls import ADVICE, CallIndex, ModuleCall
 from monitor.selection import ALL_TENSORS, NO_TENSORS
 
 takes_hooks = module_hooks.takes_hooks
-_transform, _current_pass = torch._C._functorch.peek_interpreter_stack, torch._C._current_graph_task_id
+repeating = runs_backward
+_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def chunks_of(model: Any) -> Sequence[nn.Module]:
@@ -82,11 +83,6 @@ def trains(module: nn.Module) -> bool:
     tensors are placeholders and hold no numbers.
     """
     return module.training and _transform() is None
-
-
-def repeating() -> bool:
-    """Whether a backward pass is running on this thread: a forward inside one repeats an earlier forward."""
-    return _current_pass() != -1
 
 
 def rehearsing() -> bool:

@@ -101,7 +101,7 @@ class Reductions(Protocol):
     def pause(self) -> None:
         """A step begins that is not collected."""
 
-    def forward_begins(self, root: Any) -> None:
+    def forward_begins(self) -> None:
         """A training forward begins in a collected step."""
 
     def forward_ends(self) -> None:
@@ -207,7 +207,7 @@ class GradientCollector(Collector):
             self._reductions.begin_step()
 
     def forward_begins(self, root: Any) -> None:
-        self._reductions.forward_begins(root)
+        self._reductions.forward_begins()
         early = max(self._clock.forward) < self._clock.micro_steps - 1
         if early and not self._clock.learning and self._backend.job.has_others() and self._framework.aggregates(root):
             self._rows.note_local(AGGREGATED_EARLY)

@@ -158,16 +158,20 @@ class Framework:
         around = getattr(DistributedDataParallel, "_active_ddp_module", None)
         return any(getattr(one, "require_backward_grad_sync", False) for one in (root, around))
 
-    def forward_begins(self, called: nn.Module) -> None:
-        """A training forward begins, of a chunk or of one of the ``reducing_parts``. It shows whether DistributedDataParallel
-        will reduce its gradients.
-        """
-        self._reducers.forward_begins(called)
+    def forward_begins(self) -> None:
+        """A training forward of a chunk begins, maybe within one of a wrapper that is not among ``wrappers``."""
+        self._reducers.forward_begins()
 
     @property
-    def reducing_parts(self) -> Iterator[nn.Module]:
-        """Wrappers inside the chunks. A chunk need not call all of them, and a training loop may call one instead of it."""
-        return (one for one in _wrappers_in(self.chunks) if one not in self.chunks)
+    def wrappers(self) -> Iterator[nn.Module]:
+        """The chunks, and modules inside them, that are DistributedDataParallel. A chunk need not call those inside it, and a
+        training loop may call them instead.
+        """
+        return _wrappers_in(self.chunks)
+
+    def wrapper_begins(self, wrapper: nn.Module) -> None:
+        """A forward of one of the ``wrappers`` begins, with gradients enabled. It shows whether gradients will be reduced."""
+        self._reducers.wrapper_begins(wrapper)
 
     @property
     def follows_backward(self) -> bool:
@@ -437,14 +441,16 @@ class Reducers:
         """Whether any wrapper is known."""
         return bool(self._of)
 
-    def forward_begins(self, called: nn.Module) -> None:
-        """A forward of a chunk, or of a wrapper inside one, begins with gradients enabled. It may have a wrapper around it."""
+    def forward_begins(self) -> None:
+        """A forward of a chunk begins, with gradients enabled, maybe within one of a wrapper."""
         around = getattr(DistributedDataParallel, "_active_ddp_module", None)
-        if around is not None and id(around) not in self._known:
-            self._learn(around)
-        for module in (called, around):
-            if (one := self._known.get(id(module))) is not None:
-                one.forward_begins()
+        if around is not None:
+            if id(around) not in self._known:
+                self._learn(around)
+            self.wrapper_begins(around)
+
+    def wrapper_begins(self, wrapper: nn.Module) -> None:
+        self._known[id(wrapper)].forward_begins()
 
     def backward_reaches(self, parameter: Tensor) -> None:
         one = self._of.get(id(parameter)) if self._of else None

@@ -16,7 +16,19 @@ from monitor.pytorch.gradients import CHANGED
 from monitor.recording.parameters import AGGREGATED_EARLY
 
 STEPS = 3
-HOW = ["plain", "views", "no-sync", "no-sync-views", "fp16-hook", "own-hook", "static", "unused", "linear", "no-sync-reentrant"]
+HOW = [
+    "plain",
+    "views",
+    "no-sync",
+    "no-sync-views",
+    "fp16-hook",
+    "own-hook",
+    "static",
+    "unused",
+    "linear",
+    "no-sync-reentrant",
+    "evaluation-mode",
+]
 SAME_ON_BOTH = ("grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq")
 Statistics = Mapping[str, Any]
 

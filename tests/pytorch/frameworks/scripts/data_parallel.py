@@ -66,7 +66,7 @@ def wrapped() -> DistributedDataParallel:
         model.register_comm_hook(None, fp16_compress_hook)
     elif HOW == "own-hook":
         model.register_comm_hook(dist.group.WORLD, average)
-    return model
+    return model.train(HOW != "evaluation-mode")
 
 
 def loss_of(model: nn.Module) -> Tensor:
