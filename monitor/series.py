@@ -149,8 +149,8 @@ class Kind:
 
 
 def _activation(name: str, phase: Literal["forward", "backward"]) -> Kind:
-    role = phase.upper()
-    return Kind(name, "xy_distribution", "module", phase, "activation", role, per_micro_step=True, warned=True)
+    role, why = phase.upper(), "Modules in evaluation mode have none. "
+    return Kind(name, "xy_distribution", "module", phase, "activation", role, per_micro_step=True, warned=True, why_none=why)
 
 
 def _of_step(name: str, field: str, **more: Any) -> Kind:

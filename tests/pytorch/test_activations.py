@@ -323,8 +323,10 @@ def test_a_tensor_seen_by_several_hooks_is_read_once(output: Output, monkeypatch
 # When rows are recorded.
 
 
-def test_evaluation_records_nothing(output: Output) -> None:
+def test_evaluation_records_nothing_and_a_warning_says_so(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     assert activations(output, seeded(Residual).eval(), values(3, 4)).rows("actv") == []
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [one for one in said if "no row of actv. Modules in evaluation mode have none." in one]
 
 
 def test_a_frozen_part_in_evaluation_mode_has_no_rows(output: Output) -> None:
