@@ -21,7 +21,7 @@ from monitor.pytorch.reductions.memory import Groups, ReductionGroup
 from monitor.pytorch.reductions.seen import ObservedReductions
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import HookSet, Removable
-from monitor.recording.parameters import NOT_ACCUMULATED, SUMMED_EARLY, GradientRows, Reading
+from monitor.recording.parameters import AGGREGATED_EARLY, NOT_ACCUMULATED, SUMMED_EARLY, GradientRows, Reading
 from monitor.recording.phases import STILL_SCALED, OptimizerTurn
 from monitor.series import Ranks
 
@@ -76,6 +76,11 @@ class GradientReductions:
             if self._stage is None:
                 self._stage = stage_ranks()
         self.follows = self._seen is not None or self._framework.follows_backward
+
+    def wrapper_begins(self, wrapper: nn.Module) -> None:
+        """A forward of one of the framework's ``wrappers`` begins."""
+        self._framework.wrapper_begins(wrapper)
+        self.follows = True
 
     def forward_ends(self) -> None:
         if self._seen is not None:
@@ -228,11 +233,12 @@ class TorchGradients:
         self._read.clear()
         self._summed.clear()
         self._changes.begin_step()
+        self._framework.begin_step()
 
     def _wrapper_begins(self, wrapper: nn.Module, _args: Any, _kwargs: Any) -> None:
         """In evaluation mode, too: a wrapper reduces whatever its mode is."""
         if self._due.now and torch.is_grad_enabled() and not runs_backward():
-            self._framework.wrapper_begins(wrapper)
+            self.reductions.wrapper_begins(wrapper)
 
     def before_reading(self, turn: OptimizerTurn) -> None:
         """The step pre-hook. Reduction is done; the training loop may have clipped."""
@@ -290,8 +296,11 @@ class TorchGradients:
         if torch._C._current_graph_task_id() != changes.task:
             changes.backward_begins(parameter)
         changes.latest = parameter
-        if self.reductions.follows and self.reductions.arrived(parameter, gradient):
-            self._is_summed(parameter)
+        if self.reductions.follows:
+            if self.reductions.arrived(parameter, gradient):
+                self._is_summed(parameter)
+            elif changes.adds(parameter, gradient) and self._framework.reduced_before(parameter):
+                self._rows.note_local(AGGREGATED_EARLY)
         if parameter in self._stepped or parameter in self._summed:
             return
         if complete and not self._each_micro_step:

@@ -329,6 +329,10 @@ class GradientVersion:
     def is_intact(self, gradient: Tensor | None) -> bool:
         return gradient is not None and self.refers_to(gradient) and gradient._version == self._version
 
+    def is_next(self, gradient: Tensor) -> bool:
+        """Whether the gradient was written to once since."""
+        return self.refers_to(gradient) and gradient._version == self._version + 1
+
 
 class ChangeDetector:
     """Follows the first and the last gradients of each backward of a step.
@@ -343,15 +347,17 @@ class ChangeDetector:
         self.task = -1
         self.latest: NamedParameter | None = None
         self._sentinels: dict[NamedParameter, GradientVersion | None] = {}
+        self._left: Mapping[NamedParameter, GradientVersion | None] = {}
 
     def begin_step(self) -> None:
         self.latest = None
         self._sentinels.clear()
+        self._left = {}
 
     def backward_begins(self, parameter: NamedParameter) -> None:
         """Another backward than ``task`` has reached its first parameter."""
         self.task = torch._C._current_graph_task_id()
-        self._sentinels = dict.fromkeys(self._sentinels)  # in case this backward does not end
+        self._left, self._sentinels = self._sentinels, dict.fromkeys(self._sentinels)  # in case this backward does not end
         self._add(parameter)
         when_backward_ends(self._failures.guarded("following the gradients", self._ended, "Clipping may go unnoticed."))
 
@@ -367,6 +373,13 @@ class ChangeDetector:
         return any(
             (now is None or not (now.requires_grad or version.refers_to(now))) and not may_be(one) for one, now, version in left
         )
+
+    def adds(self, parameter: NamedParameter, gradient: Tensor) -> bool:
+        """Whether the backward in progress has just added to what an earlier one of the step left. False for parameters that
+        are not followed.
+        """
+        left = self._left.get(parameter)
+        return left is not None and left.is_next(gradient)
 
     def changed(self, reduced: Callable[[NamedParameter], Tensor | None], held: ParameterSubset = None) -> bool:
         """Whether a gradient that is about to be read was written to since backward ended.

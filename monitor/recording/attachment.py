@@ -294,7 +294,7 @@ class Attachment:
         if not self._steps.evaluating:
             self.collectors.all(phases.Collector.end_turn, None)  # data of a step that raised
         if trains and self._recorder.active:
-            self.collectors.each(phases.Collector.forward_begins, root)
+            self.collectors.each(phases.Collector.forward_begins)
 
     def micro_batch_begins(self) -> None:
         """Parts of the model are about to be called, and the model itself may not be: what its forward would begin begins."""

@@ -189,8 +189,8 @@ class FrameworkAdapter(Protocol):
     def completed(self, kind: str, parameter: NamedParameter, placed: Placement) -> Placement:
         """``placed``, with further replicas that the model shows or suggests, but neither tensors nor passed groups show."""
 
-    def aggregates(self, root: Any) -> bool:
-        """Whether aggregated gradients replace the local ones after the backward of the forward that begins now."""
+    def aggregates(self) -> bool:
+        """Whether the framework adds the gradients of the next backward to those that it has aggregated after the last one."""
 
     def weight(self, parameter: NamedParameter) -> Any:
         """This rank's part of the weight that the optimizer steps; None if there is none."""

@@ -206,10 +206,10 @@ class GradientCollector(Collector):
         if len(self._rows.reduced):
             self._reductions.begin_step()
 
-    def forward_begins(self, root: Any) -> None:
+    def forward_begins(self) -> None:
         self._reductions.forward_begins()
         early = max(self._clock.forward) < self._clock.micro_steps - 1
-        if early and not self._clock.learning and self._backend.job.has_others() and self._framework.aggregates(root):
+        if early and not self._clock.learning and self._backend.job.has_others() and self._framework.aggregates():
             self._rows.note_local(AGGREGATED_EARLY)
 
     def _forward_ends(self, *_: Any) -> None:

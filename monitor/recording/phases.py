@@ -107,7 +107,7 @@ class Collector:
             before_a_turn: Whether an optimizer is about to step, so that its gradients exist already.
         """
 
-    def forward_begins(self, root: Any) -> None:
+    def forward_begins(self) -> None:
         """A training forward begins in a collected step."""
 
     def before_step(self, turn: OptimizerTurn) -> None:

@@ -149,9 +149,8 @@ class MindSporeFramework:
         del kind, parameter
         return placed
 
-    def aggregates(self, root: nn.Cell) -> bool:
+    def aggregates(self) -> bool:
         """Whether aggregation overwrites local gradients: no, in MindSpore it creates new tensors."""
-        del root
         return False
 
     def held(self, optimizer: Any) -> Collection[int]:

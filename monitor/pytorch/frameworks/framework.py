@@ -149,14 +149,13 @@ class Framework:
         del parameter
         return True
 
-    def aggregates(self, root: nn.Module) -> bool:
-        """Whether reduced gradients replace local ones after the backward of the forward that begins now.
+    def aggregates(self) -> bool:
+        """Whether local gradients are added to reduced ones from now on, and ``reduced_before`` does not tell."""
+        return False
 
-        DistributedDataParallel does so, except under ``no_sync``.
-        """
-        # The wrapper whose forward is running: users of Lightning or accelerate may have passed the wrapped module.
-        around = getattr(DistributedDataParallel, "_active_ddp_module", None)
-        return any(getattr(one, "require_backward_grad_sync", False) for one in (root, around))
+    def begin_step(self) -> None:
+        """A step begins that is collected."""
+        self._reducers.begin_step()
 
     def forward_begins(self) -> None:
         """A training forward of a chunk begins, maybe within one of a wrapper that is not among ``wrappers``."""
@@ -181,6 +180,10 @@ class Framework:
     def backward_reaches(self, parameter: NamedParameter) -> None:
         """A backward has added to a gradient, which is not reduced yet."""
         self._reducers.backward_reaches(parameter.tensor)
+
+    def reduced_before(self, parameter: NamedParameter) -> bool:
+        """Whether a wrapper reduced the gradient in the step, in the backward before the one that has reached it last."""
+        return self._reducers.reduced_before(parameter.tensor)
 
     def replaces_gradients(self, parameter: NamedParameter) -> bool:
         """Whether a wrapper may put another tensor with the same numbers in the place of a gradient."""
@@ -380,6 +383,7 @@ class _Reducer:
     Attributes:
         ready: Whether the next backward will reduce.
         reduced: Whether the last backward has reduced; None if none was seen.
+        reduced_before: Whether the one before it in the step has.
         backward: The backward that was seen last: the last one, or one that is nested in it.
     """
 
@@ -387,6 +391,7 @@ class _Reducer:
         self._module: weakref.ref[Any] = weakref.ref(module)
         self.ready = False
         self.reduced: bool | None = None
+        self.reduced_before = self._reduced_in_step = False
         self.backward = NO_BACKWARD
         self._latest = NO_BACKWARD
 
@@ -394,11 +399,15 @@ class _Reducer:
         self.ready = self.ready or bool(getattr(self._module(), "require_backward_grad_sync", False))
         self._latest = NO_BACKWARD
 
+    def begin_step(self) -> None:
+        self.reduced_before = self._reduced_in_step = False
+
     def backward_reaches(self, backward: int) -> None:
         """Another backward than ``backward`` has reached a parameter."""
         self.backward = backward
         if not self._continues(backward):
-            self.reduced = self.is_ready
+            self.reduced_before, self._reduced_in_step = self._reduced_in_step, self.is_ready
+            self.reduced = self._reduced_in_step
             self.ready = False
         self._latest = max(self._latest, backward)
 
@@ -441,6 +450,10 @@ class Reducers:
         """Whether any wrapper is known."""
         return bool(self._of)
 
+    def begin_step(self) -> None:
+        for one in self._known.values():
+            one.begin_step()
+
     def forward_begins(self) -> None:
         """A forward of a chunk begins, with gradients enabled, maybe within one of a wrapper."""
         around = getattr(DistributedDataParallel, "_active_ddp_module", None)
@@ -468,6 +481,11 @@ class Reducers:
             return False  # it is written back when backward ends: an optimizer that steps in a hook sees the local gradient
         # If no backward reached the parameter on this rank, the wrapper has still reduced the terms of other ranks.
         return one.is_ready if one.reduced is None else one.reduced
+
+    def reduced_before(self, parameter: Tensor) -> bool:
+        """Whether the gradient was reduced in the step before the last backward."""
+        one = self._of.get(id(parameter)) if self._of else None
+        return one is not None and one.reduced_before and not one.leaves_local
 
     def replace(self, parameter: Tensor) -> bool:
         """Whether a view of a wrapper's buffer takes the place of a gradient."""

@@ -157,11 +157,11 @@ class Fsdp1(Framework):
     def catches(self, parameter: NamedParameter) -> bool:
         return id(parameter.tensor) in self._flattened
 
-    def aggregates(self, root: nn.Module) -> bool:
+    def aggregates(self) -> bool:
         # A sharded unit frees the local gradient after its reduction; a NO_SHARD unit adds the next one to the reduced
         # gradient.
         in_place = any(not unit.is_sharded and len(unit.ranks) > 1 for unit in self._units)
-        return super().aggregates(root) or (in_place and any(wrapper._sync_gradients for wrapper in self._wrappers))
+        return in_place and any(wrapper._sync_gradients for wrapper in self._wrappers)
 
     def reduced(self, parameter: NamedParameter) -> Tensor | None:
         # If all backwards ran under no_sync, `grad` is the whole local gradient and nothing was reduced.

@@ -192,6 +192,15 @@ def test_without_no_sync_the_manifest_says_that_ranks_are_mixed(run_job: Callabl
         assert job.plain[0]["gradients"][step] == pytest.approx(job.total_norm("grad_reduced", step), rel=1e-5)
 
 
+@pytest.mark.parametrize("how", ["synced", "synced-alone", "no-sync", "no-sync-alone", "shared"])
+def test_wrappers_inside_a_module_are_said_to_mix_ranks_if_they_do(run_job: Callable[..., Job], how: str) -> None:
+    job = run_job("data_parallel_pair.py", 2, how)
+    assert job.plain == job.monitored
+    assert job.warnings == []
+    note = AGGREGATED_EARLY if "synced" in how else None
+    assert [job.manifest(rank).notes.get("grad_unreduced") for rank in (0, 1)] == [note, note]
+
+
 @pytest.mark.parametrize("how", ["clipped", "not-bound"])
 def test_what_clipping_has_written_to_is_marked(run_job: Callable[..., Job], how: str) -> None:
     job = run_job("data_parallel.py", 2, how)
