@@ -513,6 +513,7 @@ class ModuleCollector:
             self._pass = now
             self._begun_in_pass.clear()
         self._begun_in_pass.add((chunk, micro_step))
+        self.clock.reached[chunk] = max(begun for of, begun in self._begun_in_pass if of == chunk)
 
     def _check_micro_step(self, micro_step: int) -> None:
         if micro_step == self.clock.micro_steps and self.clock.known and not self.clock.learning:

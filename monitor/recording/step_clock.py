@@ -49,6 +49,8 @@ class Clock:
         learning: Whether ``micro_steps`` is a guess, which the end of the step in progress shows to be right or wrong.
         backward: Micro-step of each chunk's backward in progress; -1 before the first, and after a forward has begun.
             Schedules such as 1F1B interleave forwards and backwards.
+        reached: The last micro-step of each chunk that the backward in progress contains, or -1 like ``backward``. The backward
+            of a sum of losses contains several micro-steps.
     """
 
     step: int
@@ -58,6 +60,7 @@ class Clock:
     learning: bool = False
     forward: list[int] = field(init=False)
     backward: list[int] = field(init=False)
+    reached: list[int] = field(init=False)
     ended_with: int = 0
 
     def __post_init__(self) -> None:
@@ -67,6 +70,7 @@ class Clock:
         """Begin a new step, without micro-steps."""
         self.forward = [-1] * self.chunks
         self.backward = [-1] * self.chunks
+        self.reached = [-1] * self.chunks
 
     def next_step(self) -> None:
         self.step += 1
@@ -84,16 +88,18 @@ class Clock:
         this micro-step: a parameter that is used directly in the loss gets its gradient first.
         """
         self.forward[chunk] += 1
-        self.backward[chunk] = -1
+        self.backward[chunk] = self.reached[chunk] = -1
 
     def micro_step(self, chunk: int) -> int:
         """The micro-step of the forward in progress; 0 if modules are called without the root."""
         return max(0, self.forward[chunk])
 
     def backward_micro_step(self, chunk: int) -> int:
-        """The micro-step of the backward in progress; the forward's, if no output of the root showed it."""
-        backward = self.backward[chunk]
-        return backward if backward >= 0 else self.micro_step(chunk)
+        """The micro-step of the backward in progress, the last one if there are several; the forward's, if no output of the
+        root showed it.
+        """
+        reached = self.reached[chunk]
+        return reached if reached >= 0 else self.micro_step(chunk)
 
 
 class MicroBatchCount:

@@ -213,6 +213,13 @@ def test_a_step_whose_backwards_run_in_reverse_has_the_sum_of_all(output: Output
     assert_rows(output, "grad_unreduced", expected)
 
 
+def test_one_backward_of_a_sum_of_losses_has_its_row_in_the_last_micro_step(output: Output) -> None:
+    model = small_model()
+    with attached(output, model, optimizer_of(model), grad_acc_steps=2, monitor_mbs_grad=True, **GRADIENTS):
+        sum(model(batch(0, micro_step)).square().mean() for micro_step in range(2)).backward()
+    assert {row.micro_step for row in output.rows("grad_unreduced")} == {1}
+
+
 class Scaled(nn.Module):
     """Has a parameter that its loss uses, and its forward does not."""
 

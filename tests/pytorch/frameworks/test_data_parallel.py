@@ -28,6 +28,7 @@ HOW = [
     "linear",
     "no-sync-reentrant",
     "evaluation-mode",
+    "one-backward",
 ]
 SAME_ON_BOTH = ("grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq")
 Statistics = Mapping[str, Any]
