@@ -73,6 +73,13 @@ class Ownership:
             return placed
         return Placement(unclaimed=_all_ranks(self.world_size), assumed=True)
 
+    @property
+    def may_assume(self) -> bool:
+        """Whether ranks of unknown relation may be assumed to hold replicas: the user passed no data-parallel group, and no
+        rank has another part of the model.
+        """
+        return self.dp_group is None and not self.staged
+
     def writes(self, placement: Placement) -> bool:
         """Whether this rank writes a series: it is the first monitored rank of those that hold it."""
         return self.monitored and (not placement.replicas or self.rank == self.owner(placement))

@@ -311,7 +311,7 @@ class Attached:
         if split:
             return placed
         complete = self.failures.guarded("placing a parameter", self.watch.framework.completed, of=parameter.name)
-        completed = complete(held, parameter, placed) or placed
+        completed = complete(held, parameter, placed, around=self.watch.ownership.may_assume) or placed
         return self.watch.ownership.assumed(kind, completed) if known == LOCAL else completed
 
     def _term(self, kind: str, parameter: NamedParameter, known: Placement) -> Placement:

@@ -186,8 +186,12 @@ class FrameworkAdapter(Protocol):
     def placement(self, kind: str, parameter: NamedParameter) -> Placement:
         """The placement of a kind of a parameter, without the groups that the user passed."""
 
-    def completed(self, kind: str, parameter: NamedParameter, placed: Placement) -> Placement:
-        """``placed``, with further replicas that the model shows or suggests, but neither tensors nor passed groups show."""
+    def completed(self, kind: str, parameter: NamedParameter, placed: Placement, *, around: bool) -> Placement:
+        """``placed``, with further replicas that the model shows or suggests, but neither tensors nor passed groups show.
+
+        Args:
+            around: Whether ranks that hold no part of this rank's model may hold replicas.
+        """
 
     def aggregates(self) -> bool:
         """Whether the framework adds the gradients of the next backward to those that it has aggregated after the last one."""

@@ -14,7 +14,8 @@ from evidence import sampled
 from recorded_job import merged, tensors
 
 RANKS = {"tp": 2, "experts": 2, "sequence": 2, "sequence-plain": 2, "by-hand": 4, "ddp": 4, "fsdp1": 4, "fsdp2": 4}
-REPLICAS = ["tp", "by-hand", "ddp", "fsdp1", "fsdp2"]
+RANKS["by-hand-no-group"] = 4
+REPLICAS = ["tp", "by-hand", "ddp", "fsdp1", "fsdp2", "by-hand-no-group"]
 LIKE_BY_HAND = ["ddp", "fsdp1"]
 """These have local tensors in the place of DTensors, which cannot be gathered; they train what ``by-hand`` does."""
 
@@ -46,7 +47,7 @@ def ran(launch: Callable[..., Path]) -> Ran:
     return cache(lambda how: Merged(launch("beside_dtensors.py", how, RANKS[how])))
 
 
-@pytest.mark.parametrize("how", sampled(REPLICAS, 0, 1, 2, 4))
+@pytest.mark.parametrize("how", sampled(REPLICAS, 0, 1, 2, 4, 5))
 @pytest.mark.parametrize("kind", ["grad_reduced", "param_origin"])
 def test_a_parameter_that_the_plan_leaves_out_counts_once(ran: Ran, how: str, kind: str) -> None:
     truth = ran("by-hand" if how in LIKE_BY_HAND else how).told

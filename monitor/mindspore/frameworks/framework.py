@@ -144,9 +144,9 @@ class MindSporeFramework:
         del kind, parameter
         return LOCAL
 
-    def completed(self, kind: str, parameter: ParameterHolder, placed: Placement) -> Placement:
+    def completed(self, kind: str, parameter: ParameterHolder, placed: Placement, *, around: bool) -> Placement:
         """``placed`` with the replicas that the model shows: none."""
-        del kind, parameter
+        del kind, parameter, around
         return placed
 
     def aggregates(self) -> bool:

@@ -149,7 +149,7 @@ def _chunk(indices: Indices, chunks: int, chunk: int) -> Indices:
 
 # --- Assumed replicas: parameters that are laid out over fewer ranks than the model's meshes, or are plain tensors.
 # ``parallelize_module`` skips modules that its plan does not name: every tensor-parallel rank has them whole, as plain tensors.
-# That these are replicas is an assumption. The ranks may hold different experts, or their gradients may be terms of a sum
+# A mesh may also be a slice of a mesh of more ranks, over which a training loop averages gradients itself. That these are replicas is an assumption. The ranks may hold different experts, or their gradients may be terms of a sum
 # (sequence parallelism by hand). So the placement is marked as assumed, and a merge compares the ranks' numbers.
 
 Layout = tuple[Any, Sequence[Any]]
@@ -173,29 +173,41 @@ class Meshes:
     def __init__(self, layouts: Iterable[Layout]) -> None:
         self._rank = -1
         self._cut: dict[Ranks, bool] = {}  # by group: whether a parameter is sharded over it
+        self._around: set[Ranks] = set()  # groups of the meshes that a mesh is a slice of
         for mesh, placements in layouts:
             if mesh.get_coordinate() is not None:
                 self._rank = mesh.get_rank()
                 for dim, placement in enumerate(placements):
                     ranks = ranks_along(mesh, [dim])
                     self._cut[ranks] = self._cut.get(ranks, False) or is_cut(placement)
+                whole = _sliced_from(mesh)
+                self._around.update(ranks_along(whole, [dim]) for dim in range(whole.ndim))
 
-    def assumed(self, kind: str, placed: Placement, apart: Collection[int]) -> Placement:
+    def assumed(self, kind: str, placed: Placement, apart: Collection[int], *, around: bool) -> Placement:
         """``placed``, with assumed replicas over those groups that it does not mention.
 
         Local gradients differ between ranks with different data. Ranks that shard a parameter are assumed to get the same data.
 
         Args:
             apart: Ranks known to hold other numbers.
+            around: Whether ranks outside the model's meshes may hold replicas.
         """
         if placed.partial or not self._cut:
             return placed
         cut = set(placed.shard.ranks if placed.shard else ())
         known = {self._rank, *cut, *placed.replicas, *placed.unclaimed}
         others = {*cut, *apart} - {self._rank}
-        groups = [ranks for ranks, is_cut in self._cut.items() if is_cut or kind in SAME_AFTER_REDUCTION]
+        reduced = kind in SAME_AFTER_REDUCTION
+        groups = [ranks for ranks, is_cut in self._cut.items() if is_cut or reduced]
+        groups += sorted(self._around.difference(self._cut)) if around and reduced else []
         silent = [ranks for ranks in groups if not known.issuperset(ranks) and others.isdisjoint(ranks)]
         if not silent:
             return placed
         alike = alike_over(self._rank, [ranks for ranks in (placed.replicas, placed.unclaimed, *silent) if ranks])
         return replace(placed, unclaimed=alike, assumed=True)
+
+
+def _sliced_from(mesh: Any) -> Any:
+    """The mesh that a mesh is a slice of; the mesh itself if it is none."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    return (None if find is None else find()) or mesh

@@ -117,13 +117,14 @@ class Framework:
             return found
         return self._data_parallel.get(id(parameter.tensor), LOCAL) if kind in SAME_AFTER_REDUCTION else LOCAL
 
-    def completed(self, kind: str, parameter: NamedParameter, placed: Placement) -> Placement:
+    def completed(self, kind: str, parameter: NamedParameter, placed: Placement, *, around: bool) -> Placement:
         """``placed``, with the replicas of DTensors inside DistributedDataParallel, and those assumed from meshes."""
         if self._meshes is None:
             self._meshes = Meshes(self._layouts())
         apart = self._apart(kind, parameter)
         wrapped = self._data_parallel.get(id(parameter.tensor), LOCAL) if kind in SAME_AFTER_REDUCTION else LOCAL
-        return self._meshes.assumed(kind, _with_replicas(placed, wrapped.unclaimed, apart), {*apart, *wrapped.differing})
+        found, others = _with_replicas(placed, wrapped.unclaimed, apart), {*apart, *wrapped.differing}
+        return self._meshes.assumed(kind, found, others, around=around)
 
     def _layouts(self) -> Iterable[Layout]:
         """Layouts of the parameters that are DTensors."""

@@ -55,7 +55,7 @@ class FeatureCollector(Collector):
         split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
         placement = self._ownership.placed(kind, known, tensor_parallel=split)
         if not split:
-            placement = self._framework.completed(kind, parameter, placement)
+            placement = self._framework.completed(kind, parameter, placement, around=self._ownership.may_assume)
             placement = self._ownership.assumed(kind, placement) if known == LOCAL else placement
         if not self._ownership.writes(placement):
             return None
