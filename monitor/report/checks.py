@@ -24,6 +24,7 @@ from monitor.report.kind_reader import shows_all
 from monitor.report.load_of_experts import load_of_experts
 from monitor.report.optimizer import UPDATES_KIND, clipping, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
+from monitor.report.spike_links import RATE
 from monitor.report.spikes import SPIKES, spikes
 from monitor.series import CLIPPED_NORM, GRAD_NORM, HEALTH_KIND, REPLICA_KIND, RUN_KIND
 from monitor.stats.loads import LOAD_KIND
@@ -410,7 +411,9 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     bad = [one for one in checks if one.state == BAD]
     first_event = None if facts.ranking is None else facts.ranking.first_origin
     of_bits = [one for one in bad if one.name in OF_BITS]
-    is_of_bits = bool(of_bits and first_event is not None and first_event.rule in ADVICE)
+    is_of_bits = bool(
+        of_bits and first_event is not None and (first_event.rule in ADVICE or _before(first_event.step, of_bits))
+    )
     if facts.ranking is not None and facts.ranking.events and not is_of_bits:
         says, then = found_first(facts.ranking)
         return Verdict(BAD, says, then, bad[0].finding.place)
@@ -433,9 +436,20 @@ _ONLY_SEEN: Final = ("Sudden changes", "Loss", "Total gradient norm")
 """Checks that say what happened, and not why."""
 
 
+def _before(step: int, of_bits: Sequence[CheckResult]) -> bool:
+    """Whether bits were wrong before ``step``: alerts of that step may follow from it."""
+    return any(one.finding.place.step is not None and one.finding.place.step < step for one in of_bits)
+
+
 def _explained(first: CheckResult, bad: Sequence[CheckResult]) -> CheckResult:
-    """The check of spikes in place of one that only saw something, if it knows the cause."""
+    """The check of spikes in place of one that only saw something, if it knows the cause. A learning rate of some ranks
+    alone explains why copies of weights have differed since that step, too.
+    """
     cause = next((one for one in bad if one.name == SPIKES and one.finding.listed[0]["cause"]), first)
+    if first.name in OF_BITS and cause is not first:
+        said = cause.finding.listed[0]
+        of_ranks = said["cause"] == RATE and said["place"].get("rank") is not None
+        return cause if of_ranks and said["place"]["step"] <= (first.finding.place.step or 0) else first
     return cause if first.name in _ONLY_SEEN else first
 
 

@@ -149,7 +149,8 @@ def _chunk(indices: Indices, chunks: int, chunk: int) -> Indices:
 
 # --- Assumed replicas: parameters that are laid out over fewer ranks than the model's meshes, or are plain tensors.
 # ``parallelize_module`` skips modules that its plan does not name: every tensor-parallel rank has them whole, as plain tensors.
-# A mesh may also be a slice of a mesh of more ranks, over which a training loop averages gradients itself. That these are replicas is an assumption. The ranks may hold different experts, or their gradients may be terms of a sum
+# A mesh may also be a slice of a mesh of more ranks, over which a training loop averages gradients itself.
+# That these are replicas is an assumption. The ranks may hold different experts, or their gradients may be terms of a sum
 # (sequence parallelism by hand). So the placement is marked as assumed, and a merge compares the ranks' numbers.
 
 Layout = tuple[Any, Sequence[Any]]
