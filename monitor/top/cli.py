@@ -107,6 +107,7 @@ def for_programs(look: Look) -> dict[str, Any]:
 def screen(look: Look) -> RenderableType:
     """All of it, for 80 columns."""
     parts: list[RenderableType] = [*_head(look), Text(), _table(look), Text(), *_tensors(look), *_alerts(look)]
+    parts += [Text(f"wrong bits: {plain(one)}", style="bold red") for one in look.wrong_bits]
     return Group(*parts, *(Text(f"not looked at: {plain(one)}", style="yellow") for one in look.notes))
 
 

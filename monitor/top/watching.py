@@ -48,6 +48,9 @@ ALIKE_S: Final = 1.0
 STEPS_LONG: Final = 5.0
 """Usual durations of a step after which a rank waits."""
 
+MOST_SAID: Final = 3
+"""Sentences about wrong bits."""
+
 STANDS_STILL_S: Final = 60.0
 """After which a job in which all ranks wait is not well. A checkpoint takes as long at times."""
 
@@ -156,6 +159,7 @@ class Look:
         numbers: The run's own, by name.
         rows_of: The ranks whose rows are read for ``numbers`` and ``unusual``; ``rows_to`` is the last step of these.
         alerts: None if no rules are configured or nothing was judged yet.
+        wrong_bits: What ranks have found while they trained, the earliest first, ``MOST_SAID`` sentences at most.
         notes: What could not be looked at, and why.
     """
 
@@ -171,6 +175,7 @@ class Look:
     rows_of: list[int]
     rows_to: int | None
     alerts: AlertsNow | None
+    wrong_bits: list[str]
     notes: list[str]
 
     @property
@@ -180,12 +185,13 @@ class Look:
     @property
     def is_well(self) -> bool:
         """Whether everything was looked at and nothing is wrong. Wrong are ranks that are missing or silent, and a job that
-        stands still. So are dropped steps, values and numbers of the run that are not finite, and rules that have fired.
+        stands still. So are dropped steps, values and numbers of the run that are not finite, rules that have fired, and wrong
+        bits that a rank has found.
         """
         whole = len(self.ranks) == self.world_size and not self.notes and (self.stands_still_s or 0) < STANDS_STILL_S
         steady = not any(one.state in (SILENT, UNKNOWN) or one.dropped for one in self.ranks)
         finite = all(one.deviations for one in self.unusual) and all(isfinite(one.value) for one in self.numbers.values())
-        return whole and steady and finite and not (self.alerts and self.alerts.events)
+        return whole and steady and finite and not (self.alerts and self.alerts.events) and not self.wrong_bits
 
     @property
     def stands_still_s(self) -> float | None:
@@ -254,6 +260,7 @@ class Watch:
             self._rows.ranks,
             self._rows.newest if self._rows.newest >= 0 else None,
             self._events.alerts,
+            self._wrong_bits(),
             [*self._gone, *self._rows.notes, *self._events.notes],
         )
 
@@ -270,6 +277,13 @@ class Watch:
         if self._gone:
             self._discovered = 0.0
         return found
+
+    def _wrong_bits(self) -> list[str]:
+        manifests = [(rank, self._manifests[rank][1]) for rank in self._runs if rank in self._manifests]
+        found = [
+            (one.step, rank, one.host or manifest.host, one.said) for rank, manifest in manifests for one in manifest.wrong_bits
+        ]
+        return [f"rank {rank} ({host}): {said}" for _, rank, host, said in sorted(found)[:MOST_SAID]]
 
     def _discover(self) -> None:
         found = discover(self._base)

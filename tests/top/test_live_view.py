@@ -93,3 +93,25 @@ def test_without_a_terminal_it_prints_one_look_with_the_status_of_the_job(tmp_pa
     assert "alerts: " in done.stdout
     assert "AnomalyNan" in done.stdout
     assert CliRunner().invoke(cli.app, [str(tmp_path / "nowhere")]).exit_code == 2
+
+
+def test_wrong_bits_that_a_rank_has_found_are_shown_and_not_well(kept: ExitStack, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"param_distribution": True, "replica_check": True, "format": "parquet"}))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = kept.enter_context(TrainerMon(tmp_path / "config.json", params_have_main_grad=False))
+    monitor.set_monitor(model, 1, optimizer)
+    for step in range(6):
+        if step == 4:
+            model[1].weight.detach().view(torch.int32)[0, 0] ^= 1
+        model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.close()
+    result = CliRunner().invoke(cli.app, [str(tmp_path / "out"), "--json"])
+    told = json.loads(result.stdout)
+    assert (result.exit_code, told["well"]) == (1, False)
+    (said,) = told["wrong_bits"]
+    assert "are in step 4 not what the optimizer left in step 3: 1.weight" in said
+    shown = CliRunner().invoke(cli.app, [str(tmp_path / "out"), "--once"])
+    assert "wrong bits: rank 0" in shown.stdout
