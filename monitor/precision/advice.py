@@ -12,17 +12,7 @@ import numpy as np
 from monitor.bars import Progress, silent
 from monitor.precision.judging import FP8, Casting, OperandJudge, Scaling, judges, reason
 from monitor.precision.loss import FORWARD, Judged, LossEffects
-from monitor.precision.operands import (
-    GRADIENT,
-    INPUT,
-    OF_INPUT,
-    OF_WEIGHT,
-    OPERANDS,
-    OUTPUT,
-    WEIGHT,
-    OperandRows,
-    RecordedGemms,
-)
+from monitor.precision.operands import GRADIENT, INPUT, OPERANDS, RESULTS, WEIGHT, OperandRows, RecordedGemms
 from monitor.query.sources import RunSource
 
 SAFE, KEEP, NOT_LOOKED_AT = "fp8", "bf16", "not looked at"
@@ -155,7 +145,7 @@ def advise(source: RunSource, steps: range, scaling: Scaling, progress: Progress
             for what in (INPUT, GRADIENT):
                 found = {one: of for one, of in found.items() if one != what}
                 found |= _judged(what, recorded.read(what, window, ranks), judged)
-            effects.add(found, {what: recorded.read(what, window, ranks) for what in (OF_INPUT, OF_WEIGHT, OUTPUT)})
+            effects.add(found, {what: recorded.read(what, window, ranks) for what in RESULTS})
         done = count
     gemms = [_gemm(number, one.name, judged, effects) for number, one in enumerate(recorded.gemms)]
     lacking = recorded.lacking(any(one.without.any() for one in judged.values()))

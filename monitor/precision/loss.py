@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.precision.judging import FP8, Errors
-from monitor.precision.operands import GRADIENT, INPUT, OF_INPUT, OF_WEIGHT, OUTPUT, WEIGHT, Gemm, OperandRows
+from monitor.precision.operands import GRADIENT, INPUT, RESULTS, WEIGHT, Gemm, OperandRows
 from monitor.precision.rounding import Index
 from monitor.stats.partials import Floats
 
@@ -124,7 +124,7 @@ class LossEffects:
 def _joined(
     rows: OperandRows, weights: OperandRows, given: OperandRows, norms: Mapping[str, OperandRows | None], widths: Floats
 ) -> Joined:
-    of_input, of_weight, made = (norms.get(what) or None for what in (OF_INPUT, OF_WEIGHT, OUTPUT))  # None without rows, too
+    of_input, of_weight, made = (norms.get(what) or None for what in RESULTS)  # None without rows, too
     tables = (rows, given, of_input or given, made or given)
     calls = _codes([[one.gemm, one.step, one.rank, one.call] for one in tables])
     steps = _codes([[one.gemm, one.step] for one in (rows, weights, of_weight or weights)])

@@ -25,6 +25,7 @@ from monitor.stats.partials import Floats
 INPUT, WEIGHT, GRADIENT = "input", "weight", "gradient"
 OPERANDS: Final = (INPUT, WEIGHT, GRADIENT)
 OF_INPUT, OF_WEIGHT, OUTPUT = "gradient of the input", "gradient of the weight", "output"
+RESULTS: Final = (OF_INPUT, OF_WEIGHT, OUTPUT)
 """No operands: their norms say how much the loss changes with the operands."""
 
 KINDS_OF: Final = {

@@ -21,7 +21,8 @@ from monitor.cli import Command, Directory, DirectoryOption, Job, Version, one_d
 from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.series import CLIPPED_NORM, GRAD_NORM
 from monitor.terminal import CLEAN, FLAWED, NOTHING, in_json, plain, say
-from monitor.top.watching import ENDED, RUNNING, SILENT, UNKNOWN, WAITING, Look, RankState, Unusual, Watch
+from monitor.top.newest_rows import Unusual
+from monitor.top.watching import ENDED, RUNNING, SILENT, UNKNOWN, WAITING, Look, RankState, Watch
 
 STYLES: Final = {RUNNING: "green", WAITING: "yellow", SILENT: "bold red", ENDED: "dim", UNKNOWN: "dim"}
 MOST_LISTED: Final = 12
