@@ -104,9 +104,25 @@ def trained_by(training: Any) -> tuple[Any, Any]:
     network, optimizer = training.network, training.optimizer
     if optimizer is None:
         network, optimizer = getattr(network, "network", network), getattr(network, "optimizer", None)
+    else:
+        network = _trained(network, training)
+    return _innermost(network), optimizer
+
+
+def _trained(network: Any, training: Any) -> Any:
+    """The network of ``Model``, or the cell that is called in its place: with ``amp_level="O1"``, MindSpore rewrites the
+    network as a new cell with the same cells inside.
+    """
+    called = getattr(getattr(training, "train_network", None), "network", None)
+    if not isinstance(called, nn.Cell) or any(cell is network for _, cell in called.cells_and_names()):
+        return network
+    return _innermost(called)
+
+
+def _innermost(network: Any) -> Any:
     while (inner := _inside(network)) is not None:
         network = inner
-    return network, optimizer
+    return network
 
 
 def _inside(cell: Any) -> nn.Cell | None:
@@ -135,8 +151,8 @@ class MsprobeStep(Callback):  # type: ignore[misc]
         self._debugger = debugger
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        passed = self._debugger.model
-        self._debugger.start(run_context.original_args().network if passed is None else passed)
+        passed, training = self._debugger.model, run_context.original_args()
+        self._debugger.start(_trained(training.network, training) if passed is None else passed)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         del run_context

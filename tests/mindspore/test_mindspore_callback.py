@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,24 @@ def test_one_line_records_every_kind_of_every_step_and_changes_no_bit(output: Ou
     assert {row.name for row in output.rows("actv")} >= {"a.input", "a.output", "b.output"}
     assert output.manifest()["closed"] is True
     assert warnings_in(caplog) == []
+
+
+def test_a_network_that_model_rewrites_for_mixed_precision_has_the_rows_of_other_networks(
+    output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # to which MindSpore writes the code of rewritten cells
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def weights(callbacks: list[Callback]) -> list[bytes]:
+        net = with_fixed_weights(Layers())
+        model = Model(net, nn.MSELoss(), adam(net), amp_level="O1")
+        model.train(1, data(), callbacks=callbacks, dataset_sink_mode=False)
+        return [array(parameter).tobytes() for parameter in net.get_parameters()]
+
+    assert weights([MonitorCallback(written(output))]) == weights([])
+    recorded = {row.name for row in output.rows("actv")}
+    assert recorded == {f"{cell}.{side}" for cell in ("", "a", "b") for side in ("input", "output")}
+    assert {row.name for row in output.rows("actv_grad")} == recorded - {".input", "a.input"}
 
 
 def test_when_training_has_ended_no_hook_is_left(output: Output) -> None:
