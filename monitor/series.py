@@ -158,6 +158,9 @@ def _of_step(name: str, field: str, **more: Any) -> Kind:
     return Kind(name, field, "parameter", "step", replicated=True, **more)
 
 
+COLLECTIVE_INPUT: Final = "pre_0"
+"""The last part of the name of a series that holds what a rank gave to a collective."""
+
 LEFT_BY_STEP: Final = "_updated"
 """What the name of a kind has after that of the same tensors before the step."""
 

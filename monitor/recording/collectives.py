@@ -18,7 +18,7 @@ from monitor.config.model import CcDistribution
 from monitor.coordinator.output import write_whole
 from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.recording.recorder import Due, Recorder, TensorReader
-from monitor.series import Series
+from monitor.series import COLLECTIVE_INPUT, Series
 from monitor.stats.table import RowSlot
 
 # --- The communication log: every call site of the first step once, with its count.
@@ -453,7 +453,7 @@ class Communication:
         if not recording or not wanted:
             return False
         if self.wanted.cc_pre_hook and inputs and not (operator.rooted == "inputs" and operator.root(args) != group.rank):
-            call, reader = self._new_call(operator, group, "pre_0"), self._reader
+            call, reader = self._new_call(operator, group, COLLECTIVE_INPUT), self._reader
             if call is not None and reader is not None:
                 reader.read(call, inputs)
         return True

@@ -181,6 +181,7 @@ SAID = {
     Cause.PARAMETER: ", between the gradient of its output and that of its parameter",
     Cause.AGGREGATION: "in the aggregation of gradients over ",
     Cause.UNSEEN_RANKS: ", whose own gradient is not known, or ",
+    Cause.GIVEN: ", to which no other rank gave bad numbers",
     Cause.CHANGED_GRADIENTS: ", where all were changed together, as by clipping: any of them may be the cause",
     Cause.MOMENTS: "in the optimizer's state, before step ",
     Cause.UPDATE: "in the optimizer's step ",

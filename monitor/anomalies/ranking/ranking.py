@@ -20,7 +20,7 @@ from monitor.anomalies.ranking.order import order_of
 from monitor.anomalies.ranking.origins import notes_a_change, origins
 from monitor.anomalies.ranking.step_propagation import IN_PASSES, stage_boundary
 from monitor.coordinator.manifest_format import ManifestError
-from monitor.series import GRADIENT_KINDS, LEFT_BY_STEP, MOMENT_KINDS, Series
+from monitor.series import COLLECTIVE_INPUT, GRADIENT_KINDS, LEFT_BY_STEP, MOMENT_KINDS, Series
 
 # --- How many data-parallel ranks have an event. One rank alone points at its data or device; all ranks at weights or
 # software, which they share.
@@ -61,6 +61,33 @@ def _having(job: RankedJob, table: EventTable, number: int) -> tuple[list[int], 
         one for one in job.replicas(member) if one is member or (one.has_judged_all(step) and _shows(one, subject.series, step))
     ]
     return sorted({int(of.rank[one]) for one in _same(table, number, others)}), len(others)
+
+
+class Givers(NamedTuple):
+    """Ranks that passed a bad tensor to a collective in the step, where other ranks passed good ones.
+
+    Attributes:
+        operator: The collective's name.
+    """
+
+    ranks: tuple[int, ...]
+    operator: str
+
+
+def givers(job: RankedJob, of: EventTable, number: int) -> Givers | None:
+    """Who brought the fault of an aggregated gradient into the aggregation, as far as collectives' inputs are recorded.
+
+    A collective after the aggregation, such as that of a norm, has the fault on every rank, and so tells nothing.
+    """
+    if of.role[number] != Role.GRADIENT:
+        return None
+    same = (of.step == of.step[number]) & (of.recording == of.recording[number]) & (of.finite == of.finite[number])
+    for other in np.flatnonzero(same & (of.role == Role.OTHER)).tolist():
+        operator, _, what = of.subjects[of.subject[other]].series.name.rpartition(".")
+        having, judged = _having(job, of, other) if what == COLLECTIVE_INPUT else ([], 0)
+        if 0 < len(having) < judged:
+            return Givers(tuple(having), operator)
+    return None
 
 
 def _shows(member: Member, series: Series, step: int) -> bool:
@@ -228,7 +255,7 @@ def _described(job: RankedJob, of: EventTable, number: int, *, is_origin: bool) 
         of.rules[of.rule[number]],
         float(of.value[number]),
         bool(of.finite[number]),
-        location_of(job, member, subject, step) if is_origin else None,
+        location_of(job, member, subject, step, givers(job, of, number)) if is_origin else None,
         alone(job, of, number),
         None if math.isnan(of.mean[number]) else float(of.mean[number]),
         shared(job, of, number),
@@ -309,6 +336,7 @@ class Cause(Enum):
     PASSES = "a pass of which nothing is watched"
     AGGREGATION = "the aggregation of gradients"
     UNSEEN_RANKS = "a gradient of ranks that do not record theirs"
+    GIVEN = "what a rank gave to a collective"
     CHANGED_GRADIENTS = "what changed all gradients together"
     MOMENTS = "the optimizer's state"
     UPDATE = "the optimizer's step"
@@ -324,7 +352,7 @@ class FaultLocation(NamedTuple):
     text: str
 
 
-def location_of(job: RankedJob, member: Member, subject: Subject, step: int) -> FaultLocation:
+def location_of(job: RankedJob, member: Member, subject: Subject, step: int, given: Givers | None) -> FaultLocation:
     """The location of an event that is an origin."""
     graph = member.graph_in(step)
     if graph is None:
@@ -333,7 +361,9 @@ def location_of(job: RankedJob, member: Member, subject: Subject, step: int) -> 
         return _forward(job, member, graph, subject, step)
     if subject.role == Role.BACKWARD:
         return _backward(job, member, graph, subject, step)
-    return _of_parameter(job, member, graph, subject, step)
+    if subject.role == Role.GRADIENT:
+        return _aggregation(job, member, subject, step, given)
+    return _of_parameter(member, graph, subject, step)
 
 
 def _forward(job: RankedJob, member: Member, graph: DataflowGraph, subject: Subject, step: int) -> FaultLocation:
@@ -428,11 +458,9 @@ def name_of(subject: Subject) -> str:
     return subject.series.name
 
 
-def _of_parameter(job: RankedJob, member: Member, graph: DataflowGraph, subject: Subject, step: int) -> FaultLocation:
+def _of_parameter(member: Member, graph: DataflowGraph, subject: Subject, step: int) -> FaultLocation:
     if subject.role == Role.LOCAL_GRADIENT:
         return _local_gradient(member, graph, subject)
-    if subject.role == Role.GRADIENT:
-        return _aggregation(job, member, subject, step)
     left = subject.series.kind.endswith(LEFT_BY_STEP)
     if subject.role == Role.MOMENT and not left:
         seen = _kinds_of_gradients(member.graph or graph) and _saw_gradients(member, step - 1)
@@ -460,16 +488,18 @@ def _local_gradient(member: Member, graph: DataflowGraph, subject: Subject) -> F
     return FaultLocation(Cause.PASSES, f"{text}, so the place is not known more precisely")
 
 
-def _aggregation(job: RankedJob, member: Member, subject: Subject, step: int) -> FaultLocation:
+def _aggregation(job: RankedJob, member: Member, subject: Subject, step: int, given: Givers | None) -> FaultLocation:
     ranks = member.ranks("dp")
     among = f"in the aggregation of gradients over {listed(ranks)}" if len(ranks) > 1 else ""
     after = among or "between the backward and the optimizer's step"
+    suspects = given.ranks if given is not None else ranks or (member.rank,)
+    unseen = [rank for rank in suspects if not _shows_its_own(job.member_of(member.recording, rank), subject, step)]
+    if given is not None and not unseen:
+        text = f"between the backward of {listed(given.ranks)} and {given.operator}, to which no other rank gave bad numbers"
+        return FaultLocation(Cause.GIVEN, text)
     if notes_a_change(member.manifest):
         text = f"{after}, where all were changed together, as by clipping: any of them may be the cause"
         return FaultLocation(Cause.CHANGED_GRADIENTS, text)
-    unseen = [
-        rank for rank in ranks or (member.rank,) if not _shows_its_own(job.member_of(member.recording, rank), subject, step)
-    ]
     if not unseen:
         return FaultLocation(Cause.AGGREGATION, after)
     return FaultLocation(

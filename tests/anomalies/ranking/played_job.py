@@ -62,6 +62,7 @@ class PlayedRank:
         groups: By role; ``pp`` among them.
         without: Kinds, or ``kind/name``, that are not measured.
         odd: Names of further activations.
+        collectives: Names of what goes into collectives and comes out of them, after the backward.
         shards: ``kind/name`` of which the rank has a part.
         written: Steps that its manifest has; None: those that were judged.
         trained: The first and the last step of its training.
@@ -95,6 +96,7 @@ class PlayedRank:
     combined: bool = False
     module_ranks: Sequence[int] = ()
     odd: Sequence[str] = ()
+    collectives: Sequence[str] = ()
     shards: Sequence[str] = ()
     recorded_passes: Sequence[Pass] | None = None
     launch: str = ""
@@ -146,6 +148,7 @@ class PlayedRank:
                 yield from (("grad_unreduced", name, one.vpp_stage, one.micro_step) for name in reversed(PARAMETERS))
             elif last.get(one.vpp_stage) == one:
                 yield from (("grad_unreduced", name, one.vpp_stage, NO_MICRO_STEP) for name in reversed(PARAMETERS))
+        yield from (("other", name, 0, NO_MICRO_STEP) for name in self.collectives)
         for kind in AT_THE_STEP:
             yield from ((kind, name, chunk, NO_MICRO_STEP) for chunk in range(self.chunks) for name in PARAMETERS)
         yield from (("replica", name, 0, NO_MICRO_STEP) for name in self.replicas)

@@ -238,6 +238,33 @@ def test_a_gradient_that_a_rank_without_a_recording_may_have_brought_in_is_not_b
     assert "No rank's own gradient was bad" not in advice(found)
 
 
+REDUCED = ("all_reduce.pre_0", "all_reduce.post_0")
+
+
+def test_a_rank_that_alone_gave_a_bad_gradient_to_the_collective_is_named_in_place_of_the_aggregation(tmp_path):
+    ranks = replicas(3, collectives=REDUCED)
+    ranks[1].fire("other", "all_reduce.pre_0")
+    found = ranked(tmp_path, *(one.fire("other", "all_reduce.post_0").fire("grad_reduced", "b.weight") for one in ranks))
+    origin = found.first_origin
+    assert origin.location.text == "between the backward of rank 1 and all_reduce, to which no other rank gave bad numbers"
+    assert advice(found).endswith("look at what changes gradients there before they are reduced.")
+
+
+def test_bad_numbers_that_all_ranks_gave_to_a_collective_name_none_of_them(tmp_path):
+    ranks = [one.fire("other", "all_reduce.pre_0") for one in replicas(3, collectives=REDUCED)]
+    found = ranked(tmp_path, *(one.fire("grad_reduced", "b.weight") for one in ranks))
+    assert found.first_origin.location.text == "in the aggregation of gradients over ranks 0, 1, 2"
+
+
+def test_of_ranks_without_local_gradients_only_those_that_gave_bad_numbers_are_suspects(tmp_path):
+    ranks = replicas(3, collectives=REDUCED, without=["grad_unreduced"])
+    ranks[1].fire("other", "all_reduce.pre_0")
+    found = ranked(tmp_path, *(one.fire("grad_reduced", "b.weight") for one in ranks))
+    assert found.first_origin.location.text == (
+        "in the backward of rank 1, whose own gradient is not known, or in the aggregation of gradients over ranks 0, 1, 2"
+    )
+
+
 def test_of_very_many_ranks_that_aggregate_only_the_first_are_named(tmp_path):
     ranks = replicas(40)
     found = ranked(tmp_path, ranks[0].fire("grad_reduced", "b.weight"), *ranks[1:])
