@@ -254,6 +254,7 @@ class _Step:
         self._fired = StepEvents(step, incomplete=history.recordings_behind(step).union(lacking))
         self._modules: dict[step_propagation.StageChunk, set[str]] = defaultdict(set)
         self._parameters: dict[tuple[int, int], Parameter] = {}
+        self._spread: dict[tuple[int, int, int], bool] = {}
 
     def origins(self) -> Iterator[int]:
         """Numbers of the events that are origins."""
@@ -370,10 +371,24 @@ class _Step:
         roles, local = self._fired.roles[recording], self._fired.parameters[Role.LOCAL_GRADIENT]
         if self._history.recorded.changed_gradients(recording) or recording in self._fired.incomplete:
             return bool(roles & {*step_propagation.IN_PASSES})
+        if self._has_spread(graph, recording, stage):
+            return True
         if parameter in local or self._history.recorded.by((recording, stage, chunk), "grad_unreduced", self._step):
             return parameter in local
         module = graph.owner(subject)
         return bool(roles & {*step_propagation.PASSES}) if module is None else module in self._modules[recording, stage, chunk]
+
+    def _has_spread(self, graph: DataflowGraph, recording: int, stage: int) -> bool:
+        """Whether a bad local gradient may be in all aggregated gradients of a rank: all of them fired, as after a clipping
+        that is not noted. MindSpore does not show it.
+        """
+        key = id(graph), recording, stage
+        if key not in self._spread:
+            every = {(recording, stage, one.vpp_stage, one.name) for one in graph.numbers if one.kind == "grad_reduced"}
+            of, events = self._of, self._events
+            local = (of.role[events] == Role.LOCAL_GRADIENT) & (of.recording[events] == recording) & ~of.finite[events]
+            self._spread[key] = bool(local.any()) and len(every) > 1 and every <= self._fired.parameters[Role.GRADIENT]
+        return self._spread[key]
 
     def _original_weight(self, parameter: Parameter) -> bool:
         """Whether a weight at the beginning of the step is explained by the last update."""

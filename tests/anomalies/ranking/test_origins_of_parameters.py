@@ -66,6 +66,23 @@ def test_where_gradients_were_clipped_before_they_were_read_one_may_have_spoiled
     assert origins(ranked(tmp_path, rank)) == ["grad_unreduced/b.weight"]
 
 
+def test_a_bad_local_gradient_that_is_in_all_aggregated_ones_has_spread_by_a_clipping_that_nothing_noted(tmp_path):
+    rank = PlayedRank().fire("grad_unreduced", "b.weight")
+    rank.fire("grad_reduced", "a.x.weight").fire("grad_reduced", "b.weight")
+    assert origins(ranked(tmp_path, rank)) == ["grad_unreduced/b.weight"]
+
+
+def test_aggregated_gradients_that_are_all_bad_without_a_bad_local_one_are_origins(tmp_path):
+    rank = PlayedRank().fire("grad_reduced", "a.x.weight").fire("grad_reduced", "b.weight")
+    assert origins(ranked(tmp_path, rank)) == ["grad_reduced/a.x.weight", "grad_reduced/b.weight"]
+
+
+def test_a_local_gradient_that_deviates_does_not_explain_a_nan_in_all_aggregated_ones(tmp_path):
+    rank = PlayedRank().fire("grad_unreduced", "b.weight", op="norm", value=9.0, rule="AnomalyTurbulence", mean=1.0)
+    rank.fire("grad_reduced", "a.x.weight").fire("grad_reduced", "b.weight")
+    assert origins(ranked(tmp_path, rank)) == ["grad_unreduced/b.weight", "grad_reduced/a.x.weight"]
+
+
 def test_where_events_of_the_step_were_not_kept_an_aggregated_gradient_may_come_from_any(tmp_path):
     owner, other = replicas()
     other.not_kept = {"AnomalyNan": 1000}
@@ -140,7 +157,8 @@ def test_a_weight_that_was_bad_before_a_skipped_step_is_no_origin_after_it(tmp_p
 
 def test_a_replica_counts_as_what_it_represents(tmp_path):
     owner, other = replicas()
-    other.without, other.replicas = ["grad_reduced"], ["grad_reduced/b.weight", "grad_reduced/a.x.weight"]
+    other.without = ["grad_reduced"]
+    other.replicas = [f"grad_reduced/{name}.weight" for name in ("a.x", "b", "clean")]  # not all are bad, so none has spread
     owner.fire("grad_unreduced", "b.weight")
     other.fire("replica", "grad_reduced/b.weight").fire("replica", "grad_reduced/a.x.weight")
     assert origins(ranked(tmp_path, owner, other)) == ["0:grad_unreduced/b.weight", "1:replica/grad_reduced/a.x.weight"]
