@@ -200,6 +200,13 @@ def _finite(facts: Facts) -> CheckFinding:
 _NO_NUMBER: Final = "The run has no rows with a number."
 
 
+_JUMPED: Final = "Look at its curve, at the learning rate and at the data of this step."
+_STOPPED: Final = (
+    "No optimizer changes this weight any more: look at the learning rate, and at what was frozen or loaded before this step. "
+    "MindSpore's optimizers do not see weights that are loaded after their first step."
+)
+
+
 def _sudden(facts: Facts) -> CheckFinding:
     if not (judged := sum(one.judged for one in facts.histories.values())):
         return CheckFinding(
@@ -208,8 +215,8 @@ def _sudden(facts: Facts) -> CheckFinding:
     found = [one for one in row_events(facts) if one.is_finite]
     if not found:
         return CheckFinding(GOOD, f"{judged:,} values are like those before them.")
-    then = "Look at its curve, at the learning rate and at the data of this step."
-    return CheckFinding(BAD, f"First came {said(found[0], facts)}.", found[0].place, then)
+    has_stopped = found[0].kind == UPDATES_KIND and not found[0].sudden.value
+    return CheckFinding(BAD, f"First came {said(found[0], facts)}.", found[0].place, _STOPPED if has_stopped else _JUMPED)
 
 
 def _all_ranks(facts: Facts) -> CheckFinding:

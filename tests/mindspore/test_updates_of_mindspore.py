@@ -109,3 +109,16 @@ def test_the_update_of_what_is_no_adam_is_not_made_up(output: Output, caplog: py
     }
     (said,) = warnings_in(caplog)
     assert "SGD is no known Adam" in said
+
+
+@pytest.mark.parametrize("in_time", [False, True])
+def test_weights_loaded_after_the_optimizers_first_step_are_not_trained_and_rows_show_it(output: Output, in_time: bool) -> None:
+    """MindSpore itself does this, also without a monitor."""
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    if not in_time:
+        trained(optimizer, net)
+    ms.load_param_into_net(net, {one.name: ms.Parameter(array(one), name=one.name) for one in net.get_parameters()})
+    with attached(output, net, optimizer, update_ratio=True):
+        trained(optimizer, net)
+    assert {row.values["update_ratio"] > 0 for row in output.rows("update_ratio")} == {in_time}

@@ -78,6 +78,8 @@ def test_updates_of_healthy_layers_are_in_their_band(what: str, tmp_path: Path) 
 def test_weights_that_no_step_changes_any_more_are_a_sudden_change(tmp_path: Path) -> None:
     checks = recorded(tmp_path, "update_ratio", ratios(lambda step, _: 1e-3 if step < WHEN else 0.0))
     assert says(checks, "Sudden changes").startswith(f"First came update_ratio h.0.weight on rank 0 in step {WHEN}: ")
+    (then,) = [one.finding.then for one in checks if one.name == "Sudden changes"]
+    assert then.startswith("No optimizer changes this weight any more: look at the learning rate, and at what was frozen or ")
 
 
 def test_programs_get_ratios_that_a_schedule_moved_among_the_unusual_tensors(tmp_path: Path) -> None:
