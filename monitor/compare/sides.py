@@ -97,10 +97,15 @@ class Side:
         return str(self._directory)
 
     def places(self, choice: Choice) -> set[tuple[str, int]]:
-        """The kinds and ranks that have files."""
-        kinds = (kind for kind in kinds_in(self.source) if choice.has(kind))
-        found = ((kind, ranks) for kind in kinds for ranks, _ in files_of(self.source, kind))
-        return {(kind, rank) for kind, ranks in found for rank in ranks}
+        """The kinds and ranks that have files; in a merged set, whose files are of all ranks, those that have rows."""
+        kinds = [kind for kind in kinds_in(self.source) if choice.has(kind)]
+        found = {(kind, rank) for kind in kinds for ranks, _ in files_of(self.source, kind) for rank in ranks}
+        if not isinstance(self.source, MergedSet):
+            return found
+        rows = self.series.select(["kind", "rank"]).group_by(["kind", "rank"]).aggregate([]).to_pylist()
+        there = {(shown_kind(row["kind"]), row["rank"]) for row in rows}
+        unknown = set(kinds) - {kind for kind, _ in there}
+        return {one for one in found if one in there or one[0] in unknown}
 
     @property
     def choice(self) -> Choice:

@@ -175,8 +175,9 @@ class WholeTensors:
         found = rows.group_by(["name", "step"]).aggregate([(VALUE, "mean"), (VALUE, "min"), (VALUE, "max")])
         values = []
         for row in found.to_pylist():
-            agree = row["value_min"] == row["value_max"] or not GIVEN.fullmatch(row["name"])
-            values.append(row["value_mean"] if agree else math.nan)
+            alike = row["value_min"] == row["value_max"]  # the mean of equal numbers may be rounded
+            agree = alike or not GIVEN.fullmatch(row["name"])
+            values.append(row["value_min"] if alike else row["value_mean"] if agree else math.nan)
             if not agree and not math.isnan(row["value_mean"] or 0.0):
                 self.side.miss(f"{self.side}: ranks disagree on {row['name']}")
         nothing = pa.nulls(len(found), pa.int64())

@@ -92,6 +92,18 @@ def test_a_merged_set_is_compared_with_the_ranks_of_another_run(tmp_path: Path, 
     assert compared(sides[1], sides[0] / "merged") == (0, "the same: 49 rows\n")
 
 
+def test_a_merged_set_has_a_kind_of_the_ranks_that_wrote_it_alone(tmp_path: Path) -> None:
+    for rank in range(3):
+        one = RecordedRank(tmp_path, rank, 3, "parquet")
+        for step in range(2):
+            kinds = ("grad_unreduced", *(("grad_reduced",) if rank == 0 else ()))
+            one.write(step, {kind: [Measured("w", [1.0, 2.0])] for kind in kinds})
+        one.close()
+    merged(tmp_path, format="parquet")
+    for pair in ((tmp_path, tmp_path / "merged"), (tmp_path / "merged", tmp_path)):
+        assert compared(*pair) == (0, "the same: 8 rows\n")
+
+
 @pytest.mark.parametrize(("left", "right"), [("csv", "hdf5"), ("hdf5", "csv"), ("parquet", "hdf5")])
 def test_a_difference_that_csv_shows_is_found_in_any_formats(tmp_path: Path, left: str, right: str) -> None:
     sides = trained(tmp_path / "a", left), trained(tmp_path / "b", right, last=1 / 3 + 1e-5)

@@ -277,6 +277,7 @@ def test_ranks_must_agree_on_the_learning_rate(tmp_path: Path) -> None:
 
     left = recorded(tmp_path / "one", [rate(0.1)])
     assert compared(left, recorded(tmp_path / "same", [rate(0.1)], [rate(0.1)]))[0] == 0
+    assert compared(left, recorded(tmp_path / "three", *[[rate(0.1)]] * 3))[0] == 0  # 0.1 + 0.1 + 0.1 is not 3 · 0.1
     status, said = compared(left, recorded(tmp_path / "other", [rate(0.0)], [rate(0.2)]))
     assert (status, "other: ranks disagree on learning_rate.0" in said) == (1, True), said
 
