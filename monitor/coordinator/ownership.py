@@ -80,6 +80,15 @@ class Ownership:
         """
         return self.dp_group is None and not self.staged
 
+    def counts_apart(self, kind: str, placed: Placement) -> bool:
+        """Whether a parameter may have replicas that count as other tensors: the job has more ranks than its pipeline and its
+        tensor-parallel group, the user passed no data-parallel group, and the model shows none.
+        """
+        if kind not in SAME_AFTER_REDUCTION or self.dp_group is not None or len(self.pp_group or ()) < 2:
+            return False
+        alone = replace(placed, replicas=()) == LOCAL and set(placed.replicas) <= set(self.tp_group or ())
+        return alone and len(self.pp_group or ()) * len(self.tp_group or (self.rank,)) < self.world_size
+
     def writes(self, placement: Placement) -> bool:
         """Whether this rank writes a series: it is the first monitored rank of those that hold it."""
         return self.monitored and (not placement.replicas or self.rank == self.owner(placement))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from monitor.config import MonitorConfig, Target
 from monitor.coordinator.ownership import Ownership
@@ -241,6 +241,12 @@ class Host:
     note_batch: Callable[[int, Any], None]
 
 
+WITHOUT_GROUP: Final = (
+    "The pipeline has fewer ranks than the job, and no dp_group was passed to set_monitor. If other ranks hold the same "
+    "parts of the model, their rows count as further tensors, and total norms are too large. Pass dp_group, even of one rank."
+)
+
+
 def _no_gradients(_parameter: NamedParameter, _gradient: Any) -> bool:
     """Without a collector of gradients every gradient counts as reduced."""
     return True
@@ -312,7 +318,11 @@ class Attached:
             return placed
         complete = self.failures.guarded("placing a parameter", self.watch.framework.completed, of=parameter.name)
         completed = complete(held, parameter, placed, around=self.watch.ownership.may_assume) or placed
-        return self.watch.ownership.assumed(kind, completed) if known == LOCAL else completed
+        if known == LOCAL:
+            completed = self.watch.ownership.assumed(kind, completed)
+        if self.watch.ownership.rank == 0 and self.watch.ownership.counts_apart(kind, completed):
+            self.failures.warn("ranks without a group", WITHOUT_GROUP)
+        return completed
 
     def _term(self, kind: str, parameter: NamedParameter, known: Placement) -> Placement:
         """Mark a gradient under sequence parallelism as a term of a sum, which the tensor-parallel ranks form later."""

@@ -226,3 +226,20 @@ def test_a_sum_reaches_all_who_share_a_parameter_or_it_does_not(groups, summed_o
 
 def test_of_one_rank_alone_nothing_has_to_be_summed():
     assert reaches(Ownership(0), 0, 1, [])
+
+
+@pytest.mark.parametrize(
+    ("groups", "kind", "placed", "expected"),
+    [
+        ({"pp_group": (0, 1)}, "param_origin", LOCAL, True),
+        ({"pp_group": (0, 1)}, "grad_unreduced", LOCAL, False),
+        ({"pp_group": (0, 1)}, "param_origin", Placement(unclaimed=(0, 2)), False),
+        ({"pp_group": range(8)}, "param_origin", LOCAL, False),
+        ({"pp_group": (0, 1), "dp_group": (0,)}, "param_origin", LOCAL, False),
+        ({"pp_group": (0, 1), "tp_group": (0, 2)}, "param_origin", Placement(replicas=(0, 2)), True),
+        ({"pp_group": (0, 1, 4, 5), "tp_group": (0, 2)}, "param_origin", Placement(replicas=(0, 2)), False),
+        ({}, "param_origin", LOCAL, False),
+    ],
+)
+def test_ranks_outside_of_a_pipeline_may_hold_replicas_that_count_apart(groups, kind, placed, expected):
+    assert Ownership(0, 8, **groups).counts_apart(kind, placed) is expected

@@ -182,6 +182,22 @@ def test_the_estimate_is_for_the_whole_job_and_said_by_one_rank(
     assert said[1] == []
 
 
+@pytest.mark.parametrize(("dp", "warnings"), [(None, 1), ([0], 0)], ids=["without", "of one rank"])
+@pytest.mark.usefixtures("output")
+def test_a_pipeline_of_some_ranks_without_a_data_parallel_group_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, dp: list[int] | None, warnings: int
+) -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        model = small_model()
+        group = None if dp is None else dist.new_group(dp)
+        with TrainerMon(GRADIENTS, process_group=dist.new_group([0, 1]), params_have_main_grad=False) as monitor:
+            monitor.set_monitor(model, 1, SGD(model.parameters(), lr=0.1), dp_group=group)
+    finally:
+        dist.destroy_process_group()
+    assert len([one for one in warnings_in(caplog) if "Pass dp_group" in one]) == warnings
+
+
 def test_a_configuration_may_have_a_path_that_is_no_text(output: Output) -> None:
     path = os.fsencode(output.base.parent) + b"/\xff.json"
     with open(path, "w") as file:
