@@ -329,14 +329,14 @@ class Shard:
         return _read_exact_shard(self, steps, columns) if self.exact else _read_csv_shard(self, steps, columns)
 
 
-def shards_in(directory: Path, rank: int) -> tuple[list[Shard], list[SetAside]]:
+def shards_in(directory: Path, rank: int, end: int) -> tuple[list[Shard], list[SetAside]]:
     """The shards of a rank, and the files that look like ones and are not.
 
     Of a run that was killed, or still writes, the whole steps of an unfinished file count, too: they are the last that it
-    recorded. Files of CSV are set aside while they are unfinished.
+    recorded. Files of CSV are set aside while they are unfinished, if they have steps before ``end``.
     """
     found: list[Shard] = []
-    aside = [SetAside(str(named.path), UNFINISHED) for named in files.parts_in(directory)]
+    aside = [SetAside(str(named.path), UNFINISHED) for named in files.parts_in(directory) if named.steps.first < end]
     for named in files.shards_in(directory):
         if _KIND.fullmatch(named.kind):
             try:

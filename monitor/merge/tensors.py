@@ -150,7 +150,7 @@ def _shards(visit: Visit) -> tuple[list[_ShardRow], list[SetAside]]:
     found: list[tuple[int, Shard]] = []
     aside = []
     for number, run in enumerate(visit.runs, start=visit.first):
-        shards, others = shards_in(run.directory, run.rank)
+        shards, others = shards_in(run.directory, run.rank, run.end)
         found += [(number, one) for one in shards]
         aside += others
     return [(run, one.kind, one.path.name, *one.steps, one.rows) for run, one in found], aside

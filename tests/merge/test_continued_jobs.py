@@ -180,6 +180,14 @@ def test_with_auto_a_restart_at_step_0_after_a_kill_replaces_what_the_killed_run
     assert "there are 2 jobs here" in asked(tmp_path)  # the one before had ended cleanly
 
 
+@pytest.mark.parametrize(("first", "count"), [(4, 0), (3, 1)], ids=["done again", "lost in part"])
+def test_an_unfinished_file_whose_steps_were_all_done_again_is_not_set_aside(first: int, count: int, tmp_path: Path) -> None:
+    killed = job(tmp_path, A, range(4), 0.0)
+    (killed.directory / f".grad_reduced_{first}-{first + 4}.csv.part").write_text("vpp_stage,name,step,max\n")
+    job(tmp_path, B, range(4, 9), 100.0, hour=1, closed=True)
+    assert merged(tmp_path).told()["set_aside"]["count"] == count
+
+
 def test_a_rank_that_was_killed_before_its_first_step_adds_nothing_to_the_steps_that_others_did_again(tmp_path: Path) -> None:
     """What rank 1 still has of the run before is of other numbers than what rank 0 recorded anew."""
     for rank in range(2):
