@@ -102,15 +102,6 @@ def _add(one: Tensor, other: Tensor) -> Tensor:
 engine: BackwardEngine[Tensor] = BackwardEngine(torch._C._current_graph_task_id, _add)
 
 
-NO_BACKWARD: Final = -1
-"""The number of the backward that this thread is running, if it runs none."""
-
-
-def runs_backward() -> bool:
-    """Whether this thread is running a backward. A forward inside one repeats an earlier forward."""
-    return torch._C._current_graph_task_id() != NO_BACKWARD
-
-
 MOST_THREADS: Final = 16
 """Threads whose lists are kept for the next step."""
 

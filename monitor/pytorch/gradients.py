@@ -12,9 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
 from monitor.failures import Failures
-from monitor.pytorch.autograd import runs_backward
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.hooks import ChangeDetector, GradientVersion, first_after_accumulation, loop_hooks, untraced
+from monitor.pytorch.hooks import ChangeDetector, GradientVersion, first_after_accumulation, loop_hooks, runs_backward, untraced
 from monitor.pytorch.modules import before_forward
 from monitor.pytorch.process_group import has_others, is_settled, stage_ranks
 from monitor.pytorch.reductions.memory import Groups, ReductionGroup

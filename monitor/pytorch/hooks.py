@@ -284,7 +284,15 @@ class TorchCallPatch(patches.CallPatch):
         return patched if isinstance(original, FunctionType) else untraced(patched)
 
 
-# --- A callback at the end of the backward in progress, before its caller continues.
+# --- The backward in progress, and a callback at its end, before its caller continues.
+
+NO_BACKWARD: Final = -1
+"""The number of the backward that this thread is running, if it runs none."""
+
+
+def runs_backward() -> bool:
+    """Whether this thread is running a backward. A forward inside one repeats an earlier forward."""
+    return torch._C._current_graph_task_id() != NO_BACKWARD
 
 
 def when_backward_ends(then: Callable[[], None]) -> None:

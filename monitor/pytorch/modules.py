@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from monitor.pytorch import hooks as module_hooks
-from monitor.pytorch.autograd import CheckpointRepetitions, runs_backward
+from monitor.pytorch.autograd import CheckpointRepetitions
 from monitor.pytorch.compiled import calls, operators
-from monitor.pytorch.hooks import TRACEABLE
+from monitor.pytorch.hooks import TRACEABLE, runs_backward
 from monitor.pytorch.silent_writes import SilentWrites
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording import arguments

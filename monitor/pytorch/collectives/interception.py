@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from torch._C import DispatchKey, DispatchKeySet
 
 from monitor.failures import Failures
-from monitor.pytorch.autograd import NO_BACKWARD
 from monitor.pytorch.collectives.operators import Method, Overload, TorchOperator, issuers, methods, operators, wait_operator
-from monitor.pytorch.hooks import TorchCallPatch, untraced, when_backward_ends
+from monitor.pytorch.hooks import NO_BACKWARD, TorchCallPatch, untraced, when_backward_ends
 from monitor.pytorch.silent_writes import WAIT
 from monitor.recording import patches
 from monitor.recording.patches import CallListener

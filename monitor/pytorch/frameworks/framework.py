@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.failures import Failures
-from monitor.pytorch.autograd import NO_BACKWARD, nesting, runs_backward
+from monitor.pytorch.autograd import nesting
 from monitor.pytorch.frameworks.dtensor import Layout, Meshes, layouts_of, mesh_groups, mesh_ranks, placement_of
 from monitor.pytorch.frameworks.optimizer_state import MomentFinder, SteppedTensor, is_redundant, placement_from_moments
+from monitor.pytorch.hooks import NO_BACKWARD, runs_backward
 from monitor.pytorch.optimizer_steps import OptimizerSteps, containers_in, optimizers_in, wrappers_in
 from monitor.pytorch.process_group import group_ranks
 from monitor.recording.arguments import only

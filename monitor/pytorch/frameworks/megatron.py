@@ -21,10 +21,9 @@ from torch.optim import Optimizer
 
 from monitor.coordinator.ownership import SAME_AFTER_REDUCTION, alike_over
 from monitor.failures import Failures
-from monitor.pytorch.autograd import runs_backward
 from monitor.pytorch.frameworks.framework import Framework, LocalGradients
 from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
-from monitor.pytorch.hooks import TorchCallPatch
+from monitor.pytorch.hooks import TorchCallPatch, runs_backward
 from monitor.pytorch.optimizer_steps import innermost
 from monitor.pytorch.process_group import group_ranks
 from monitor.recording.arguments import MAX_WRAPPERS

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from monitor.failures import Failures
-from monitor.pytorch.autograd import runs_backward
 from monitor.pytorch.collectives.interception import INTERCEPTION, Completion, TorchCollectiveListener
 from monitor.pytorch.collectives.operators import Method, TorchOperator
+from monitor.pytorch.hooks import runs_backward
 from monitor.series import Ranks
 from monitor.stats.torch.tensors import beneath, end_of, is_unbroken, local_shard, unseen
 

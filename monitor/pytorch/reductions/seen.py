@@ -10,8 +10,7 @@ from threading import get_ident
 from torch import Tensor
 
 from monitor.failures import Failures
-from monitor.pytorch.autograd import runs_backward
-from monitor.pytorch.hooks import NO_HOOKS, LoopHooks
+from monitor.pytorch.hooks import NO_HOOKS, LoopHooks, runs_backward
 from monitor.pytorch.reductions.memory import BufferWrites, Groups, ReducedMemory, SumListener, storage_of
 from monitor.stats.torch.tensors import local_shard
 
