@@ -468,13 +468,13 @@ class Reducers:
         self._known[id(wrapper)].forward_begins()
 
     def backward_reaches(self, parameter: Tensor) -> None:
-        one = self._of.get(id(parameter)) if self._of else None
+        one = self._of.get(id(parameter))
         if one is not None and one.backward != (backward := torch._C._current_graph_task_id()):
             one.backward_reaches(backward)
 
     def reduced(self, parameter: Tensor) -> bool | None:
         """Whether a gradient is reduced; None if no wrapper reduces the parameter."""
-        one = self._of.get(id(parameter)) if self._of else None
+        one = self._of.get(id(parameter))
         if one is None:
             return None
         if one.leaves_local:
@@ -486,12 +486,12 @@ class Reducers:
 
     def reduced_before(self, parameter: Tensor) -> bool:
         """Whether the gradient was reduced in the step before the last backward."""
-        one = self._of.get(id(parameter)) if self._of else None
+        one = self._of.get(id(parameter))
         return one is not None and one.reduced_before and not one.leaves_local
 
     def replace(self, parameter: Tensor) -> bool:
         """Whether a view of a wrapper's buffer takes the place of a gradient."""
-        one = self._of.get(id(parameter)) if self._of else None
+        one = self._of.get(id(parameter))
         return one is not None and one.makes_views
 
     def _learn(self, module: DistributedDataParallel) -> None:
