@@ -309,10 +309,17 @@ class Attached:
     def placement(self, kind: str, parameter: NamedParameter, seen: Any = None) -> Placement:
         """The placement, as far as it is known. A parameter of unknown placement is written by every rank."""
         find = self.failures.guarded("placing a parameter", self.watch.framework.placement, of=parameter.name)
-        split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
         held = kind.removesuffix(LEFT_BY_STEP) if kind not in PARAMETER_KINDS else kind
         known = (None if seen is None else self.backend.tensors.placement_of(seen)) or find(held, parameter) or LOCAL
-        known = self._term(kind, parameter, known)
+        return self.completed(kind, held, parameter, self._term(kind, parameter, known))
+
+    def completed(self, kind: str, held: str, parameter: NamedParameter, known: Placement) -> Placement:
+        """``known``, completed from passed groups, the model, and what is assumed.
+
+        Args:
+            held: The kind of what the framework holds.
+        """
+        split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
         placed = self.watch.ownership.placed(kind, known, tensor_parallel=split)
         if split:
             return placed

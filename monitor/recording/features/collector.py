@@ -52,11 +52,7 @@ class FeatureCollector(Collector):
     def series(self, kind: str, parameter: NamedParameter, seen: Any) -> Series | None:
         """The series of a feature of a weight; None if another rank writes it."""
         known = self.reading.weight_placement(self._framework, self._ownership.rank, parameter, seen)
-        split = bool(getattr(parameter.tensor, "tensor_model_parallel", False))
-        placement = self._ownership.placed(kind, known, tensor_parallel=split)
-        if not split:
-            placement = self._framework.completed(kind, parameter, placement, around=self._ownership.may_assume)
-            placement = self._ownership.assumed(kind, placement) if known == LOCAL else placement
+        placement = self.attached.completed(kind, kind, parameter, known)
         if not self._ownership.writes(placement):
             return None
         series = Series(kind, parameter.chunk, parameter.name)
