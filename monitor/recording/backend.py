@@ -193,9 +193,6 @@ class FrameworkAdapter(Protocol):
             around: Whether ranks that hold no part of this rank's model may hold replicas.
         """
 
-    def aggregates(self) -> bool:
-        """Whether the framework adds the gradients of the next backward to those that it has aggregated after the last one."""
-
     def weight(self, parameter: NamedParameter) -> Any:
         """This rank's part of the weight that the optimizer steps; None if there is none."""
 

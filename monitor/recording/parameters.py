@@ -169,7 +169,7 @@ class GradientCollector(Collector):
     """
 
     def __init__(self, attached: Attached, new_source: Callable[[GradientRows], GradientSource]) -> None:
-        self._failures, self._backend = attached.failures, attached.backend
+        self._failures, modules = attached.failures, attached.backend.modules
         self._due, self._clock = attached.recorder.due("wg_distribution"), attached.clock
         self._framework = attached.framework
         self._rows = GradientRows(attached)
@@ -186,8 +186,8 @@ class GradientCollector(Collector):
         self._frozen = set(self._source.hooked)
         self._hook_thawed()
         ends = self._failures.guarded("ending a forward", self._forward_ends)
-        for root in filter(self._backend.modules.takes_hooks, attached.watch.chunks):
-            self._hooks.add(self._backend.modules.after_forward(root, ends, compiled=True))
+        for root in filter(modules.takes_hooks, attached.watch.chunks):
+            self._hooks.add(modules.after_forward(root, ends, compiled=True))
 
     def begin_step(self, *, before_a_turn: bool) -> None:
         self.read.clear()
@@ -208,9 +208,6 @@ class GradientCollector(Collector):
 
     def forward_begins(self) -> None:
         self._reductions.forward_begins()
-        early = max(self._clock.forward) < self._clock.micro_steps - 1
-        if early and not self._clock.learning and self._backend.job.has_others() and self._framework.aggregates():
-            self._rows.note_local(AGGREGATED_EARLY)
 
     def _forward_ends(self, *_: Any) -> None:
         if self._due.now:

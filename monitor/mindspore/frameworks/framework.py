@@ -149,10 +149,6 @@ class MindSporeFramework:
         del kind, parameter, around
         return placed
 
-    def aggregates(self) -> bool:
-        """Whether aggregation overwrites local gradients: no, in MindSpore it creates new tensors."""
-        return False
-
     def held(self, optimizer: Any) -> Collection[int]:
         """The ids of the parameters that an optimizer steps. The object is the same until the parameters change."""
         return self.stepped[id(optimizer)].state.places

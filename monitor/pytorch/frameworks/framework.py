@@ -151,10 +151,6 @@ class Framework:
         del parameter
         return True
 
-    def aggregates(self) -> bool:
-        """Whether local gradients are added to reduced ones from now on, and ``reduced_before`` does not tell."""
-        return False
-
     def begin_step(self) -> None:
         """A step begins that is collected."""
         self._reducers.begin_step()
@@ -184,7 +180,7 @@ class Framework:
         self._reducers.backward_reaches(parameter.tensor)
 
     def reduced_before(self, parameter: NamedParameter) -> bool:
-        """Whether a wrapper reduced the gradient in the step, in the backward before the one that has reached it last."""
+        """Whether a wrapper reduced the gradient in the backward of the step before the one that has reached it last."""
         return self._reducers.reduced_before(parameter.tensor)
 
     def replaces_gradients(self, parameter: NamedParameter) -> bool:

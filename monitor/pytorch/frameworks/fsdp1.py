@@ -47,6 +47,7 @@ class _Unit:
         replicas: Under HYBRID_SHARD, the ranks that hold the same part; otherwise empty.
         parameters: The original parameters, in flattening order.
         reduces: Whether the last backward has reduced the gradient: ``no_sync`` leaves it local.
+        reduced_before: Whether the one before it has.
     """
 
     def __init__(self, module: Any) -> None:
@@ -54,7 +55,7 @@ class _Unit:
         _check(self.handle)
         self.ranks, self.replicas = _groups_of(module)
         self.parameters: Sequence[nn.Parameter] = tuple(self.handle.flat_param._params)
-        self.reduces = True
+        self.reduces = self.reduced_before = True
 
     @property
     def is_sharded(self) -> bool:
@@ -157,11 +158,15 @@ class Fsdp1(Framework):
     def catches(self, parameter: NamedParameter) -> bool:
         return id(parameter.tensor) in self._flattened
 
-    def aggregates(self) -> bool:
+    @property
+    def follows_backward(self) -> bool:
         # A sharded unit frees the local gradient after its reduction; a NO_SHARD unit adds the next one to the reduced
         # gradient.
-        in_place = any(not unit.is_sharded and len(unit.ranks) > 1 for unit in self._units)
-        return in_place and any(wrapper._sync_gradients for wrapper in self._wrappers)
+        return super().follows_backward or any(not unit.is_sharded and len(unit.ranks) > 1 for unit in self._units)
+
+    def reduced_before(self, parameter: NamedParameter) -> bool:
+        found = self._flattened.get(id(parameter.tensor))
+        return super().reduced_before(parameter) if found is None else found.unit.reduced_before
 
     def reduced(self, parameter: NamedParameter) -> Tensor | None:
         # If all backwards ran under no_sync, `grad` is the whole local gradient and nothing was reduced.
@@ -245,7 +250,7 @@ class _UnitGradients(CallListener):
 
     def _report(self, state: Any, handle: Any, *_: Any, **__: Any) -> None:
         if (unit := self._units.get(id(handle))) is not None:
-            unit.reduces = bool(state._sync_gradients)
+            unit.reduced_before, unit.reduces = unit.reduces, bool(state._sync_gradients)
         wanted, gradient = self._wanted.get(id(handle)), handle.flat_param.grad
         if wanted is None or gradient is None:
             return
