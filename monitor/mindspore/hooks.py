@@ -22,7 +22,7 @@ from mindspore.ops import constexpr
 from mindspore.train import serialization
 
 from monitor.failures import LOGGER
-from monitor.mindspore.tape import ON_REQUEST, follow_operator
+from monitor.mindspore.tape import ON_REQUEST, whole_steps_are_measured
 from monitor.recording.backend import Removable
 
 _COMPILED: Final = False
@@ -70,7 +70,7 @@ def after_forward(
             that the call has no rows, unless operators replace the hook.
     """
     del always, compiled
-    unseen = follow_operator() is None and ms.get_context("mode") != ms.GRAPH_MODE
+    unseen = not whole_steps_are_measured() and ms.get_context("mode") != ms.GRAPH_MODE
     warns = (when_compiled is not None or unseen) and _is_plain(cell)
     in_compiled_code = (when_compiled or _warn_of_compiling) if warns else _replaced
 

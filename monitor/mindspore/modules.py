@@ -17,7 +17,7 @@ from mindspore.ops.composite import base
 from monitor.config.loading import DYNAMIC_VARIABLE
 from monitor.failures import LOGGER, Failures
 from monitor.mindspore import autograd, hooks as cell_hooks, tape
-from monitor.mindspore.compiled import taps as compiled_taps
+from monitor.mindspore.compiled import roles
 from monitor.mindspore.compiled.constructs import original_construct
 from monitor.mindspore.compiled.program import Handle, Handles, ObservedCell, Program
 from monitor.mindspore.compiled.replay import REPLAYING, flush, join, program_of
@@ -206,10 +206,10 @@ def _prepare(program: Program, root: nn.Cell | None) -> None:
 
 
 ROLES: Final = {
-    "input": compiled_taps.INPUT,
-    "output": compiled_taps.OUTPUT,
-    "input_grad": compiled_taps.INPUT_GRAD,
-    "output_grad": compiled_taps.OUTPUT_GRAD,
+    "input": roles.INPUT,
+    "output": roles.OUTPUT,
+    "input_grad": roles.INPUT_GRAD,
+    "output_grad": roles.OUTPUT_GRAD,
 }
 
 
@@ -275,7 +275,7 @@ def refuse_graph_mode(*, outside: bool = False) -> None:
     """
     if (
         ms.get_context("mode") == ms.GRAPH_MODE
-        and tape.follow_operator() is None
+        and not tape.whole_steps_are_measured()
         and not (outside and not tape.compiled_code_is_excluded())
     ):
         why, other = "the operator for compiled code cannot be used here", ", or turn on one of {}, which have rows without it"
@@ -311,7 +311,7 @@ def observable(root: nn.Cell, *, by_operators: bool = False) -> Observable:
 
 def _observed(root: nn.Cell) -> Observable:
     """The cells of a model that are recorded."""
-    return observable(root, by_operators=tape.follow_operator() is not None)
+    return observable(root, by_operators=tape.whole_steps_are_measured())
 
 
 def _repeats(name: str, parts: list[str]) -> bool:

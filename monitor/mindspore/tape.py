@@ -143,8 +143,10 @@ def read_operators() -> Sequence[Any]:
 COMPILED_VARIABLE: Final = "MONITOR_COMPILED_CODE"
 """The environment variable with which all of MindSpore's compiled code is recorded, if it is 1, and none if it is 0.
 
-Otherwise whole graphs (``GRAPH_MODE``) are recorded if that changes no computation (``compiled.fallback``).
+With ``BY_OPERATIONS``, MindSpore's own operations measure in steps that are compiled as a whole. Otherwise whole graphs
+(``GRAPH_MODE``) are recorded if that changes no computation (``compiled.fallback``).
 """
+BY_OPERATIONS: Final = "operations"
 ON_REQUEST: Final = f"on a CPU set {COMPILED_VARIABLE}=1, which may change last bits of training"
 """What to do to have compiled code recorded, for messages."""
 
@@ -156,16 +158,16 @@ def refuse_unknown_values() -> None:
         ValueError: It has a value without a meaning.
     """
     value = os.environ.get(COMPILED_VARIABLE, "")
-    if value not in ("", "0", "1"):
+    if value not in ("", "0", "1", BY_OPERATIONS):
         raise ValueError(
-            f"{COMPILED_VARIABLE} is {value!r}: 1 records all of MindSpore's compiled code, 0 none. Unset it to record whole "
-            "graphs where that changes no computation."
+            f"{COMPILED_VARIABLE} is {value!r}: 1 records all of MindSpore's compiled code, 0 none, and {BY_OPERATIONS} "
+            "whole steps on any device, slowly. Unset it to record whole graphs where that changes no computation."
         )
 
 
 def changes_are_accepted() -> bool:
     """Whether code may be recorded that has other last bits then."""
-    return os.environ.get(COMPILED_VARIABLE) == "1"
+    return os.environ.get(COMPILED_VARIABLE) in ("1", BY_OPERATIONS)
 
 
 def compiled_code_is_excluded() -> bool:
@@ -175,15 +177,25 @@ def compiled_code_is_excluded() -> bool:
 
 def could_be_measured() -> bool:
     """Whether the operator for compiled code can be used, if the user wants it."""
-    return _follow() is not None
+    return _follow() is not None and not operations_are_used()
 
 
 def follow_operator() -> Any:
     """The operator ``follow(x, slot, call)``, for compiled code. Its entry has the number ``call``, int64 of shape ``(1,)``,
-    and a number of its own, which it returns likewise. See ``read_operators``. None if compiled code is not recorded now.
+    and a number of its own, which it returns likewise. See ``read_operators``. None if it measures no compiled code now.
     """
     whole = ms.get_context("mode") == ms.GRAPH_MODE and not compiled_code_is_excluded()
-    return _follow() if whole or changes_are_accepted() else None
+    return _follow() if could_be_measured() and (whole or changes_are_accepted()) else None
+
+
+def operations_are_used() -> bool:
+    """Whether MindSpore's own operations measure in compiled code, in place of the operator in C."""
+    return os.environ.get(COMPILED_VARIABLE) == BY_OPERATIONS
+
+
+def whole_steps_are_measured() -> bool:
+    """Whether activations and gradients are measured in steps that are compiled as a whole."""
+    return follow_operator() is not None or operations_are_used()
 
 
 @cache

@@ -102,7 +102,7 @@ class Absences:
 
     def compared(self, others: Iterable[Program]) -> None:
         """Code was compiled in which these programs have taps."""
-        program, functions = self._known(), [id(other.functions) for other in others]
+        program, functions = self._known(), [id(getattr(other, "functions", None)) for other in others]
         if program is None:
             return
         for known in self.taken:

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from monitor.mindspore.compiled import taps as roles
+from monitor.mindspore.compiled import roles
 from monitor.mindspore.compiled.program import ObservedCell, ObservedOptimizer, ObservedParameter, Tap
 from monitor.mindspore.tape import TapedTensor
 

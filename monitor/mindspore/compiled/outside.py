@@ -2,8 +2,9 @@
 
 Weights and moments live between two executions of compiled code. So Python reads them before and after each execution that may
 step an optimizer, with the ordinary reader. Nothing is added to what MindSpore compiles, so training has the same bits.
-Activations and gradients exist only during an execution, and have no rows. On request compiled code copies the gradients that
-an optimizer is given (``copies``), and Python reads the copies.
+Activations and gradients exist only during an execution. They have no rows, unless MindSpore's operations measure them
+(``operations``). On request compiled code copies the gradients that an optimizer is given (``copies``), and Python reads the
+copies.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mindspore import Parameter, nn
 from mindspore.nn.cell import _cell_graph_executor
@@ -23,9 +24,10 @@ from monitor.mindspore.compiled.absences import PARTIAL, is_called, parameters_o
 from monitor.mindspore.compiled.computations import Groups, groups_of
 from monitor.mindspore.compiled.copies import SUMMED, GradientCopies, copies_in
 from monitor.mindspore.compiled.fallback import COMPILERS, CompilerListener, Fallback
+from monitor.mindspore.compiled.parameter_tape import tapes_in
 from monitor.mindspore.compiled.replay import REPLAYING, flush
 from monitor.mindspore.frameworks.optimizer_state import innermost
-from monitor.mindspore.tape import COMPILED_VARIABLE, ON_REQUEST, changes_are_accepted, could_be_measured
+from monitor.mindspore.tape import BY_OPERATIONS, COMPILED_VARIABLE, ON_REQUEST, changes_are_accepted, could_be_measured
 from monitor.recording.patches import CallPatch
 from monitor.recording.startup_estimate import records_run_numbers
 from monitor.series import KIND_TABLE
@@ -42,7 +44,10 @@ MISSING: Final = (
 )
 IN_PYTHON: Final = "Use PYNATIVE_MODE without @jit"
 NOT_THERE: Final = ("its operator for compiled code cannot be used here", IN_PYTHON)
-NOT_COPIED: Final = (NOT_THERE[0], f"{IN_PYTHON}, or, for grad_reduced, set {COMPILED_VARIABLE}=1 before set_monitor,")
+NOT_COPIED: Final = (
+    NOT_THERE[0],
+    f"{IN_PYTHON}, or before set_monitor set {COMPILED_VARIABLE}=1 for grad_reduced, or slowly {BY_OPERATIONS} for most,",
+)
 NOT_USED: Final = ("last bits of training could change", f"{IN_PYTHON}, or {ON_REQUEST},")
 LEFT_OUT: Final = ("the step was compiled without its operators", IN_PYTHON)
 EARLIER: Final = (
@@ -60,6 +65,18 @@ ELSEWHERE: Final = (
     "Weights or the optimizer's state were replaced (set_data, load_param_into_net) after a @jit function was compiled that "
     f"trains them. MindSpore goes on training the earlier tensors, which Python no longer sees. So the rows of {BETWEEN} are "
     "missing. Load before the first call of the function, or make the function anew afterwards."
+)
+NOT_MEASURED: Final = (
+    "A training step is compiled (GRAPH_MODE or @jit). MindSpore's operations measure activations and gradients in it, and "
+    "weights and moments are read before and after it. These cannot be measured so and have no rows: {fields}. "
+    f"{IN_PYTHON} to record them."
+)
+INSIDE: Final = "actv, actv_grad, grad_unreduced"
+MEASURED: Final = ("xy_distribution",)
+"""The fields of which MindSpore's operations measure all."""
+SEVERAL_MEASURED: Final = (
+    "Compiled code has made {count} steps in one call, as with data sinking. What was measured in them does not show in which "
+    f"step, so they have no rows of {INSIDE}. Pass sink_size=1 to Model.train to record them."
 )
 GRADIENTS: Final = "wg_distribution"
 NOT_OUTSIDE: Final = (
@@ -123,8 +140,39 @@ class Stepping:
         return 1 if self.held.count is None or self.is_unseen else max(0, _number(self.held.count) - self.before)
 
 
+class Code(NamedTuple):
+    """Compiled code.
+
+    Attributes:
+        held: The optimizers that it may step.
+        tapes: The tapes that MindSpore's operations write to in it.
+    """
+
+    held: Mapping[nn.Cell, Held]
+    tapes: Sequence[Parameter]
+
+
+class Execution(NamedTuple):
+    """An execution of compiled code.
+
+    Attributes:
+        steppings: The optimizers that it may step.
+        writes: Whether MindSpore's operations measure in it.
+    """
+
+    steppings: Sequence[Stepping] = ()
+    writes: bool = False
+
+
+NOTHING: Final = Execution()
+
+
 class StepsFromOutside(CompilerListener):
-    """Reports the steps of optimizers in compiled code to a listener: an ``Attachment``."""
+    """Reports the steps of optimizers in compiled code to a listener: an ``Attachment``.
+
+    Attributes:
+        is_replaying: Whether forwards are reported that were made inside a step that is being reported.
+    """
 
     def __init__(
         self,
@@ -141,13 +189,14 @@ class StepsFromOutside(CompilerListener):
         self._optimizers, self._listener, self._failures = dict(optimizers), listener, failures
         self._program = program
         self._weights = parameters_of(listener.watch.chunks)
-        self._held: dict[str, Mapping[nn.Cell, Held]] = {}
+        self._known: dict[str, Code] = {}
         self._running = threading.local()
         self._begins = failures.guarded("reading before compiled code", self._before)
         self._ends = failures.guarded("reading after compiled code", self._after)
         self._fails = failures.guarded("dropping what was read before compiled code", self._drop)
         self._reads_gradients = failures.guarded("reading gradients", listener.gradients_ready)
         self._forward_in: int | None = None
+        self.is_replaying = False
         self._looked_at: Any = None
         asked = listener.watch.config.wg_distribution and changes_are_accepted() and not could_be_measured()
         self._copies = self._new_copies(optimizers) if asked else None
@@ -172,49 +221,51 @@ class StepsFromOutside(CompilerListener):
     # Each execution of this thread has an entry: None before it is known what is executed.
 
     @property
-    def _open(self) -> list[Sequence[Stepping] | None]:
-        found: list[Sequence[Stepping] | None] = self._running.__dict__.setdefault("open", [])
+    def _open(self) -> list[Execution | None]:
+        found: list[Execution | None] = self._running.__dict__.setdefault("open", [])
         return found
 
     def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if patch.name == RUN:
             known = getattr(args[1], "phase_cache", {}).get(kwargs.get("phase"))
-            self._open.append((known and self._begins(args[0], known)) or ())
+            self._open.append((known and self._begins(args[0], known)) or NOTHING)
         else:
             self._open.append(None)
 
     def succeeded(self, others: Sequence[Fallback], executor: Any, phase: str) -> None:
         del others
         if self._open and self._open[-1] is None:  # a function was compiled, and is about to be executed
-            self._open[-1] = self._begins(executor, phase) or ()
+            self._open[-1] = self._begins(executor, phase) or NOTHING
 
     def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         del patch, args, kwargs, result
-        if self._open and (found := self._open.pop()):
+        if self._open and any(found := self._open.pop() or NOTHING):
             self._ends(found)
 
     def call_raised(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         del patch, args, kwargs
         if self._open:
-            for one in self._open.pop() or ():
+            for one in (self._open.pop() or NOTHING).steppings:
                 self._fails(one)
 
-    def _before(self, executor: Any, phase: str) -> Sequence[Stepping]:
-        """Compiled code is about to be executed. Returns the optimizers that it may step."""
-        if self._program is not None and self._program.measures(phase):
-            return ()  # its entries report the steps
-        if phase not in self._held:
-            self._held[phase] = self._held_by(executor, phase)
-        held = self._held[phase]
+    def _before(self, executor: Any, phase: str) -> Execution:
+        """Compiled code is about to be executed."""
+        program = self._program
+        if program is not None and program.measures(phase):
+            return NOTHING  # its entries report the steps
+        if phase not in self._known:
+            self._known[phase] = self._code_of(executor, phase)
+        held, tapes = self._known[phase]
+        writes = program is not None and program.is_measured_by(tapes)
         if not held or (not _is_of_cells(executor) and is_called(self._optimizers)):
-            return ()  # Python sees the step
-        flush(self._program)
-        self._warn_of_missing(phase, has_gradients=any(one.gradients for one in held.values()))
-        self._count_forward()
-        return [self._begin(optimizer, one) for optimizer, one in held.items()]
+            return Execution((), writes)  # Python sees the step
+        flush(program)
+        self._warn_of_missing(phase, writes=writes, has_gradients=any(one.gradients for one in held.values()))
+        if not writes:
+            self._count_forward()
+        return Execution([self._begin(optimizer, one) for optimizer, one in held.items()], writes)
 
-    def _held_by(self, executor: Any, phase: str) -> Mapping[nn.Cell, Held]:
-        """The optimizers of which code has weights and state."""
+    def _code_of(self, executor: Any, phase: str) -> Code:
         parameters = tuple(executor._graph_executor.get_params(phase).values())
         ids = {id(one) for one in parameters}
         found: dict[nn.Cell, Held] = {}
@@ -227,17 +278,17 @@ class StepsFromOutside(CompilerListener):
                 copies = copies_in(parameters, optimizer)
                 names = [one.name for one in copies if one is not None]
                 found[optimizer] = Held(kept, count, copies, groups_of(executor, phase, names) if names else {})
-        return found
+        return Code(found, tapes_in(parameters))
 
-    def _warn_of_missing(self, phase: str, *, has_gradients: bool) -> None:
+    def _warn_of_missing(self, phase: str, *, writes: bool, has_gradients: bool) -> None:
         config = self._listener.watch.config
         if not self._listener.modules.recorder.active or config is self._looked_at:
             return
         self._looked_at = config
-        missing = self._missing(config, has_gradients=has_gradients)
+        missing = self._missing(config, writes=writes, has_gradients=has_gradients)
         if missing:
             why, to_do = self._why_missing(phase)
-            said = MISSING.format(why=why, fields=", ".join(missing), to_do=to_do)
+            said = (NOT_MEASURED if writes else MISSING).format(why=why, fields=", ".join(missing), to_do=to_do)
             kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing or kind.name in missing)
             # The check for missing kinds says nothing of kinds that a cause names.
             self._say("compiled_code", f"reading {kinds} in compiled code", said)
@@ -246,14 +297,14 @@ class StepsFromOutside(CompilerListener):
         self._failures.warn(cause, said)
         self._listener.sealer.note(note, said)
 
-    def _missing(self, config: MonitorConfig, *, has_gradients: bool) -> list[str]:
+    def _missing(self, config: MonitorConfig, *, writes: bool, has_gradients: bool) -> list[str]:
         """The fields and kinds that the step has no rows of."""
-        by_hooks = OF_FORWARDS if self._has_forward else ()
-        missing = [field for field in NOT_OUTSIDE if getattr(config, field) and field not in by_hooks]
-        if GRADIENTS in missing and (has_gradients or self._has_forward):
+        recorded = OF_FORWARDS if self._has_forward else MEASURED if writes else ()
+        missing = [field for field in NOT_OUTSIDE if getattr(config, field) and field not in recorded]
+        if GRADIENTS in missing and (has_gradients or recorded):
             missing.remove(GRADIENTS)
             missing += [] if has_gradients else ["grad_reduced"]
-            missing += [] if self._has_forward or config.wg_reduced_only else ["grad_unreduced"]
+            missing += [] if recorded or config.wg_reduced_only else ["grad_unreduced"]
         if records_run_numbers(config):
             missing.append("learning_rate")
         return missing
@@ -299,8 +350,9 @@ class StepsFromOutside(CompilerListener):
             writes = 0
         return Stepping(optimizer, given, held, before, partial(recorder.forget, writes + 1, recorder.table.writes))
 
-    def _after(self, run: Sequence[Stepping]) -> None:
+    def _after(self, execution: Execution) -> None:
         """Compiled code was executed."""
+        run = execution.steppings
         steps = {one: one.steps() for one in run}
         for one in run:
             if not steps[one]:
@@ -310,13 +362,29 @@ class StepsFromOutside(CompilerListener):
                 steps[one] = 0
             elif one.held.addresses is None:
                 one.held.addresses = one.held.addresses_now()
-        while (most := max(steps.values())) > 1:
+        if execution.writes:
+            self._take_rows(max(steps.values(), default=0))
+            if run:
+                self._count_forward()  # unless one was measured
+        while (most := max(steps.values(), default=0)) > 1:
             self._failures.warn(f"steps without {BETWEEN}", SEVERAL.format(count=most))
             for one in [one for one in run if steps[one] == most]:
                 self._listener.unseen_step(one.optimizer)
                 steps[one] -= 1
         for one in [one for one in run if steps[one]]:
             self._end(one)
+
+    def _take_rows(self, steps: int) -> None:
+        """Record what MindSpore's operations have measured in an execution that has made so many steps."""
+        if steps > 1 and self._program is not None and self._program.tape is not None:
+            self._program.tape.drain()
+            self._failures.warn(f"steps without {INSIDE}", SEVERAL_MEASURED.format(count=steps))
+            return
+        self.is_replaying = steps > 0
+        try:
+            flush(self._program)
+        finally:
+            self.is_replaying = False
 
     def _drop(self, one: Stepping) -> None:
         """An optimizer has made no step."""

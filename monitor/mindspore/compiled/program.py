@@ -16,15 +16,17 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.nn.cell import _pynative_executor
 
 from monitor.failures import Failures
-from monitor.mindspore.compiled import taps as roles
+from monitor.mindspore.compiled import roles
 from monitor.mindspore.compiled.absences import UNREACHED, Absences
 from monitor.mindspore.compiled.bytecode import BytecodeRuns
 from monitor.mindspore.compiled.constructs import has_taps, install, is_installed, uninstall
 from monitor.mindspore.compiled.fallback import Fallback
+from monitor.mindspore.compiled.operations import ByOperations, Operations
+from monitor.mindspore.compiled.parameter_tape import ParameterTape
 from monitor.mindspore.compiled.rewriting import Rewriting
 from monitor.mindspore.compiled.taps import functions_of
 from monitor.mindspore.hooks import is_exporting
-from monitor.mindspore.tape import Tape, new_tape, wait_for_turn
+from monitor.mindspore.tape import Layout, Tape, new_tape, operations_are_used, wait_for_turn
 from monitor.recording.backend import Removable
 from monitor.recording.recorder import Recorder
 from monitor.recording.step_clock import Clock
@@ -51,6 +53,9 @@ MOST_FORWARDS: Final = 64
 LACKING: Final = {
     "shape": "Compiled code has tensors of dynamic shape. MindSpore cannot measure these, and they have no rows. Compile with "
     "fixed shapes to record them.",
+    "layout": "Compiled code has tensors of wide integers, float64 or complex numbers, or of sizes that MindSpore's operations "
+    "do not measure. They have no rows.",
+    "room": "A cell has more arguments and results in compiled code than the monitor has room for. Some have no rows.",
     "sparse": "Compiled code has sparse gradients, which have no rows.",
     "reference": "Cells take or return Parameters, or views such as those of mint.transpose, in compiled code. These arguments "
     "and results have no rows of actv and actv_grad: MindSpore would confuse Parameters.",
@@ -163,8 +168,8 @@ class Program:
     def __init__(self, replay: Callable[[Program], object]) -> None:
         self._replay = replay
         self._follower: threading.Thread | None = None
-        self.tape: Tape | None = None
-        self._resting: Tape | None = None
+        self.tape: Tape | ParameterTape | None = None
+        self._resting: Tape | ParameterTape | None = None
         self.is_on = False
         self.taps: list[Tap] = []
         self.failures: Failures | None = None
@@ -177,9 +182,11 @@ class Program:
         self.observed: dict[int, Any] = {}
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._slots: dict[tuple[Any, ...], Tensor] = {}
+        self._taps_by_key: dict[tuple[Any, ...], int] = {}
         self._checked = self._is_taken = False
         self._has_dynamic_shapes = False
         self.most_forwards = MOST_FORWARDS
+        self.by_operations = ByOperations(self) if operations_are_used() else None
         self.settings: tuple[float, bool, bool, bool] | None = None
         self.functions = functions_of(self)
         self.fallback, self.absences = Fallback(self), Absences(self)
@@ -194,14 +201,24 @@ class Program:
     @property
     def is_compiled(self) -> bool:
         """Whether the compiler has seen a tap."""
-        return bool(self._slots)
+        return bool(self.taps)
 
     def set_up(self, eps: float, *, higher: bool, check_sums: bool, magnitudes: bool) -> None:
         """Set what is measured from now on. The model is recorded again, if it was not."""
+        changed = self.settings != (eps, higher, check_sums, magnitudes)
+        self.settings = eps, higher, check_sums, magnitudes
+        if changed and self.by_operations is not None:
+            self._forget_code()
+            self.by_operations.set_up(*self.settings)
         self._wake_tape()
-        if self.settings != (settings := (eps, higher, check_sums, magnitudes)):
-            self.settings = settings
+        if changed:
             self._set_up_tape()
+
+    def _forget_code(self) -> None:
+        """Code that was compiled earlier has no rows any more."""
+        self.tape = self._resting = None
+        self._slots, self._taps_by_key, self.taps = {}, {}, []
+        self.absences.tape_is_gone()
 
     def _wake_tape(self) -> None:
         """Continue with the tape that code knows which was compiled earlier. If it is gone, this code has no rows."""
@@ -212,8 +229,7 @@ class Program:
             self.tape = resting
             self._set_up_tape()
         else:
-            self._slots, self.taps = {}, []
-            self.absences.tape_is_gone()
+            self._forget_code()
 
     def bound(self, forwards: int) -> None:
         """Let a step of training have so many forwards."""
@@ -226,7 +242,7 @@ class Program:
 
     def follow(self) -> None:
         """Replay each step that compiled code ends, on a thread: MindSpore's thread must not wait for Python."""
-        if self.tape is not None and (self._follower is None or not self._follower.is_alive()):
+        if isinstance(self.tape, Tape) and (self._follower is None or not self._follower.is_alive()):
             arguments = weakref.ref(self), self.tape.number, self._replay
             self._follower = threading.Thread(target=_follow, args=arguments, name="monitor-compiled-steps", daemon=True)
             self._follower.start()
@@ -234,7 +250,7 @@ class Program:
     def unfollow(self) -> None:
         """End the thread."""
         follower, self._follower = self._follower, None
-        if self.tape is not None and follower is not None and follower is not threading.current_thread():
+        if isinstance(self.tape, Tape) and follower is not None and follower is not threading.current_thread():
             self.tape.stop_waiting()
             follower.join()
 
@@ -255,12 +271,23 @@ class Program:
         self.fallback.takes_part = True
         if is_exporting() or self._is_taken or self.bytecode.depth:
             return False
+        if self.by_operations is not None:
+            can_measure = self.by_operations.can_measure()
+            if self.tape is not self.by_operations.tape:
+                self.tape = self.by_operations.tape
+                self._set_up_tape()
+            return can_measure
         if self.tape is None:
             self.tape = new_tape()
             self._set_up_tape()
         if self.tape is None:
             self.warn("no tape", NO_TAPE)
         return self.tape is not None
+
+    @property
+    def operations(self) -> Operations | None:
+        """The operations of MindSpore that measure in compiled code; None if the operator in C does, or nothing."""
+        return None if self.by_operations is None else self.by_operations.functions
 
     def _set_up_tape(self) -> None:
         if self.tape is not None and self.settings is not None:
@@ -273,7 +300,7 @@ class Program:
         """The slot of a tap."""
         key = number, role, suffix, position, found
         if key not in self._slots:
-            assert self.tape is not None
+            assert isinstance(self.tape, Tape)
             owner = self.observed[number]
             mark = role in roles.MARKS or (isinstance(owner, ObservedCell) and role not in owner.roles)
             checked = self._checked and not isinstance(owner, ObservedCell) and not mark
@@ -290,6 +317,21 @@ class Program:
             self.taps.append(Tap(owner, role, suffix, position, found))
             self.follow()
         return self._slots[key]
+
+    def slot_of_operations(
+        self, number: int, role: str, suffix: str = "", position: int = 0, found: int = 1, *, layout: Layout | None = None
+    ) -> Tensor | None:
+        """The slot of a tap for operations of MindSpore; None if there is no place for it.
+
+        Args:
+            layout: The shape and dtype of the tensor; None for a mark.
+        """
+        assert self.by_operations is not None
+        key = number, role, suffix, position, found
+        if key not in self._taps_by_key:
+            self._taps_by_key[key] = len(self.taps)
+            self.taps.append(Tap(self.observed[number], role, suffix, position, found))
+        return self.by_operations.slot(self._taps_by_key[key], self.taps[self._taps_by_key[key]], layout)
 
     def takes(self, number: int, role: str) -> bool:
         """Whether a tap is needed: outputs have marks if they are not recorded, and so has the gradient of a root's."""
@@ -348,8 +390,13 @@ class Program:
         return not kinds.isdisjoint(wanted[kind])
 
     def measures(self, phase: str) -> bool:
-        """Whether compiled code measures its steps itself."""
-        return self.fallback.has_taps and not self.absences.said_of(phase)
+        """Whether the operator in C measures code, and its steps."""
+        return self.by_operations is None and self.fallback.has_taps and not self.absences.said_of(phase)
+
+    def is_measured_by(self, tapes: Sequence[Parameter]) -> bool:
+        """Whether MindSpore's operations measure code that writes to these."""
+        used = None if self.by_operations is None else self.by_operations.tape
+        return used is not None and self.fallback.has_taps and any(one is used.rows for one in tapes)
 
     def compiled(self, executor: Any, phase: str, others: Sequence[Any]) -> None:
         """Code is about to be executed, in which ``others`` have taps."""
@@ -430,6 +477,8 @@ class Program:
             self.observed[number] = ObservedParameter(number)
         found: ObservedParameter = self.observed[number]
         found.read = read
+        if self.by_operations is not None:
+            self.by_operations.make()  # the hook names them
 
         def read_and_note(gradient: Any) -> None:
             found.is_computed = True

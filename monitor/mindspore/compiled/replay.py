@@ -16,11 +16,10 @@ from typing import Any, Final
 from mindspore import nn
 from mindspore.nn.cell import _pynative_executor
 
-from monitor.mindspore.compiled import taps as roles
+from monitor.mindspore.compiled import roles
 from monitor.mindspore.compiled.order import Entry, beginnings, in_order, in_parts
 from monitor.mindspore.compiled.program import ObservedCell, ObservedOptimizer, ObservedParameter, Program, Tap
-from monitor.mindspore.compiled.taps import ORDERED
-from monitor.mindspore.tape import MARK, Measurements, TapedTensor, follow_operator
+from monitor.mindspore.tape import MARK, Measurements, TapedTensor, whole_steps_are_measured
 from monitor.recording.module_calls import CallIndex
 from monitor.recording.recorder import Recorder
 
@@ -50,7 +49,7 @@ def program_of(root: nn.Cell) -> Program | None:
     """The compiled code of a model, by its first chunk; None if compiled code cannot be observed."""
     attributes = vars(root)
     found: Program | None = attributes.get(_ATTRIBUTE)
-    if found is None and follow_operator() is not None:
+    if found is None and whole_steps_are_measured():
         found = attributes[_ATTRIBUTE] = Program(replay)
     return found
 
@@ -178,7 +177,7 @@ class Replay:
         return training
 
     def _begins(self, tap: Tap, _call: int, number: int, _x: TapedTensor) -> None:
-        if self._root_begins(tap.owner, number, ordered=tap.position == ORDERED):
+        if self._root_begins(tap.owner, number, ordered=tap.position == roles.ORDERED):
             self._begin(tap.owner, number)
 
     def _cell_begins(self, cell: ObservedCell, call: int) -> None:

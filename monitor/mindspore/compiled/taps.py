@@ -28,7 +28,10 @@ from mindspore.ops.composite import Map
 from mindspore.ops.functional import is_sequence_shape_unknown
 
 from monitor.mindspore.autograd import recording
+from monitor.mindspore.compiled import roles
 from monitor.mindspore.compiled.constructs import Construct, call_from_python, call_original
+from monitor.mindspore.compiled.operations import Operations, hook_by_operations
+from monitor.mindspore.compiled.parameter_tape import layout_of
 from monitor.mindspore.features.reading import FLOATS
 from monitor.mindspore.tape import (
     NO_TAPE,
@@ -45,27 +48,7 @@ if TYPE_CHECKING:
 _COMPILED: Final = False
 """False in Python. The compiler reads True from a comment at its use."""
 
-BEGIN: Final = "begin"
-INPUT: Final = "input"
-OUTPUT: Final = "output"
-INPUT_GRAD: Final = "input_grad"
-OUTPUT_GRAD: Final = "output_grad"
-EVALUATION: Final = "evaluation"
-PARAMETER: Final = "parameter"
-TURN_BEGINS: Final = "turn begins"
-REDUCED: Final = "reduced"
-BEFORE: Final = "before"
-AFTER: Final = "after"
-TURN_ENDS: Final = "turn ends"
-
-MARKS: Final = frozenset({BEGIN, EVALUATION, TURN_BEGINS, TURN_ENDS})
-"""Roles whose entries hold no measurements, and are made in every step."""
-
-ORDERED: Final = 1
-UNORDERED: Final = 0
-"""Whether calls begin in the order of the program, in place of the position of a tensor."""
-
-
+FLOAT_NAMES: Final = frozenset(str(one).lower() for one in FLOATS)
 ABSENT: Final = "the monitor: no argument"
 """In place of an argument that a call does not have."""
 
@@ -141,7 +124,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
     follow, ordered, numbered, depend = follow_operator(), ordered_follow_operator(), numbering_operator(), ops.Depend()
     follow_all, ordered_all = follow_all_operators()
     unjoined = ops.Depend().add_prim_attr(UNJOINED, True)
-    back = _Back(numbered, unjoined)
+    back_in_c = _Back(numbered, unjoined)
     nowhere = Tensor(np.array([NO_TAPE, 0, 0], dtype=np.int64))
     none = Tensor(np.array([0], dtype=np.int64))
     shape_of, typeof, each, partial = ops.Shape(), F.typeof, Map(), F.partial
@@ -167,10 +150,10 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
             return depend(y, slots[0](ops.stop_gradient(y), slots[1], call))
 
         def tap_backward(x: Any, slots: Any, call: Any) -> Any:
-            return back(depend(x, call), slots[2], call)
+            return slots[3](depend(x, call), slots[2], call)
 
         def tap_both(x: Any, slots: Any, call: Any) -> Any:
-            y = back(depend(x, call), slots[2], call)
+            y = slots[3](depend(x, call), slots[2], call)
             return depend(y, slots[0](ops.stop_gradient(y), slots[1], call))
 
         return (tied, tap_forward), (tap_backward, tap_both)
@@ -185,13 +168,31 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         if not program.has_fixed(shape):
             return tied, ()
         gradient = role + "_grad"
+        if program.operations is not None:
+            return tap_by_operations(program, program.operations, Place(*place), layout_of(kind, shape))
         forward, backward = program.takes(number, role), program.takes(number, gradient) and kind.element_type() in FLOATS
         # For a call in the dynamic graph, the compiler joins equal calls and then differentiates. Taps must not prevent it.
         joins = recording()
-        measure = ordered if role == OUTPUT and is_ordered(program, number) else follow if joins else numbered
+        measure = ordered if role == roles.OUTPUT and is_ordered(program, number) else follow if joins else numbered
         slot = program.slot(number, role, *path) if forward else nowhere
         tap = (taps_of_equal_calls if joins else taps)[backward][forward]
-        return tap, (measure, slot, program.slot(number, gradient, *path) if backward else nowhere)
+        return tap, (measure, slot, program.slot(number, gradient, *path) if backward else nowhere, back_in_c)
+
+    def tap_by_operations(program: Program, used: Operations, at: Place, layout: Any) -> Any:
+        if layout is None:
+            program.lacks("layout")
+            return tied, ()
+        gradient, measured = at.role + "_grad", program.observed[at.number].roles
+
+        def slot_of(role: str) -> Any:
+            return program.slot_of_operations(at.number, role, at.suffix, at.position, at.found, layout=layout)
+
+        slot = slot_of(at.role) if program.takes(at.number, at.role) else None
+        has_gradient = program.takes(at.number, gradient) and layout[1] in FLOAT_NAMES
+        slot_of_gradient = slot_of(gradient) if has_gradient else None
+        back = _Back(used.write if gradient in measured else used.write_mark, unjoined)
+        tap = taps[slot_of_gradient is not None][slot is not None]
+        return tap, (used.follow if at.role in measured else used.mark, slot, slot_of_gradient, back)
 
     def is_ordered(program: Program, number: int) -> bool:
         """Whether forwards of the model begin and end in the order of the program. Not in code that is compiled for a call in
@@ -232,7 +233,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         if isinstance(kind, (typing.List, typing.Dict)) or (at.depth == 0 and (is_tuple or is_tensor)):
             known().hides(at.number)
             return as_given
-        if isinstance(kind, typing.RefType) and not (at.role == OUTPUT and known().is_root(at.number)):
+        if isinstance(kind, typing.RefType) and not (at.role == roles.OUTPUT and known().is_root(at.number)):
             known().lacks("reference")  # MindSpore would take one Parameter for another in ``_Back``
             return as_given
         return of_tuples[at.depth] if is_tuple else tap_tensor if is_tensor else as_given
@@ -256,7 +257,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def result_of(number: int, kind: Any) -> Any:
-        place = Place(number, OUTPUT)
+        place = Place(number, roles.OUTPUT)
         return tap_results if isinstance(kind, typing.Tuple) else choose(place, kind), place
 
     # Calls of cells with up to four arguments and no names. At a tuple or a dictionary of arguments, differentiation reaches
@@ -329,7 +330,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def named_place(number: int, names: Any, name: str, before: int) -> Any:
-        return Place(number, INPUT, "_" + name, before + names.index(name), before + len(names))
+        return Place(number, roles.INPUT, "_" + name, before + names.index(name), before + len(names))
 
     # Which of them a call is.
 
@@ -338,15 +339,15 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         """The function for a call, and its constants. ``count``: arguments that are passed one by one."""
         few = (call_1, call_2, call_3, call_4)[count - 1] if count and not more and not named else None
         program, total = known(), count + more
-        places = tuple(Place(number, INPUT, f"_{i}", i, total + named) for i in range(total))
+        places = tuple(Place(number, roles.INPUT, f"_{i}", i, total + named) for i in range(total))
         if program is None or not program.observes(number):
             return (unobserved_few, (few, places)) if few else (together, (unobserved, count, ()))
         if program.evaluates(number, training):
-            begins = begin(program, number, EVALUATION)
+            begins = begin(program, number, roles.EVALUATION)
             return (evaluated_few, (few, places, *begins)) if few else (together, (evaluated, count, (*begins, places)))
-        begins = begin(program, number, BEGIN)
+        begins = begin(program, number, roles.BEGIN)
         if total == 1 and not named:
-            places = (Place(number, INPUT, depth=_DEEPEST + 2),)
+            places = (Place(number, roles.INPUT, depth=_DEEPEST + 2),)
         if few:
             return measured_few, (few, places, *begins)
         return together, (measured_with_names if named else measured, count, (*begins, places))
@@ -369,11 +370,15 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         """The operator that begins a call, and its slot. Its result, the number of the call, depends on no tensor: that would
         change the order in which the compiler differentiates.
         """
+        if program.operations is not None:
+            used = program.operations
+            marked = program.slot_of_operations(number, role, "", roles.ORDERED) if program.is_root(number) else None
+            return (used.begin, nowhere) if marked is None else (used.begin_marked, marked)
         if not program.is_root(number):
             return numbered, nowhere
         if is_ordered(program, number):
-            return ordered, program.slot(number, role, "", ORDERED, 1)
-        return numbered, program.slot(number, role, "", UNORDERED, 1)
+            return ordered, program.slot(number, role, "", roles.ORDERED, 1)
+        return numbered, program.slot(number, role, "", roles.UNORDERED, 1)
 
     def observed_call(self: Any, a: Any, b: Any, c: Any, d: Any, rest: Any, kwargs: Any) -> Any:
         count = number_of(a) + number_of(b) + number_of(c) + number_of(d)
@@ -425,7 +430,10 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         return measure
 
     def of_parameter(number: int) -> Callable[[Any], Any]:
-        measure = measured_as(number, PARAMETER)
+        used = known().operations
+        if used is not None:
+            return hook_by_operations(known, number, used.write)
+        measure = measured_as(number, roles.PARAMETER)
 
         def hooked(x: Any) -> Any:
             return depend(x, measure(x, 0, none))
@@ -474,7 +482,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
         return x.values
 
     def of_optimizer(number: int, state: tuple[Parameter, ...]) -> Callable[[bool], Construct]:  # noqa: C901 (likewise)
-        reduce = measured_as(number, REDUCED)
+        reduce = measured_as(number, roles.REDUCED)
 
         @constexpr(check=False)  # type: ignore[untyped-decorator]
         def step_of() -> Any:
@@ -482,8 +490,8 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
             program = known()
             if program is None or not program.has_tape():
                 return unobserved_step, ()
-            begin, end = (program.slot(number, role, "", 0, 1) for role in (TURN_BEGINS, TURN_ENDS))
-            return observed_step, (begin, slots_of_state(program, BEFORE), slots_of_state(program, AFTER), end)
+            begin, end = (program.slot(number, role, "", 0, 1) for role in (roles.TURN_BEGINS, roles.TURN_ENDS))
+            return observed_step, (begin, slots_of_state(program, roles.BEFORE), slots_of_state(program, roles.AFTER), end)
 
         def slots_of_state(program: Program, role: str) -> Any:
             spans = spans_of(len(state) * program.reads(number, role))
@@ -495,7 +503,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
 
         @constexpr(check=False)  # type: ignore[untyped-decorator]
         def reducing(kinds: Any) -> Any:
-            if not known().reads(number, REDUCED):
+            if not known().reads(number, roles.REDUCED):
                 return reduce_none
             return reduce_dense if all(isinstance(kind, typing.TensorType) for kind in kinds) else reduce_each
 
@@ -522,7 +530,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
             if not all(program.has_fixed(shape, gradient=True) for shape in shapes):
                 return reduce_each, ()
             spans = spans_of(len(shapes))
-            return reduce_together, (tuple(spans), slots_of(program, REDUCED, spans))
+            return reduce_together, (tuple(spans), slots_of(program, roles.REDUCED, spans))
 
         def reduce_together(gradients: Any, call: Any, spans: Any, slots: Any) -> Any:
             return each(partial(together_of, gradients, call), spans, slots)

@@ -14,7 +14,7 @@ from training import inputs
 from watching_cells import written
 
 from monitor.mindspore import TrainerMon
-from monitor.mindspore.compiled import taps as roles
+from monitor.mindspore.compiled import roles
 from monitor.mindspore.compiled.order import Entry, in_order
 from monitor.mindspore.compiled.program import Tap
 from monitor.mindspore.tape import TapedTensor
