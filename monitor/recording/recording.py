@@ -253,7 +253,7 @@ class Recording:
         self._communication: Communication | None = None
         self.switching: ConfigSwitcher | None = None
         self._apply_config: ApplyConfig = _nothing
-        self._missing_kinds = MissingKinds(spec.failures)
+        self._missing_kinds = MissingKinds(spec.failures, self._notes)
         self._batches = BatchNotes()
         self._listening: dict[str, Watcher] = {"the check for missing kinds": self._missing_kinds}
         self._listening |= {name: make(self.series) for name, make in listening.items()}
@@ -263,6 +263,9 @@ class Recording:
         self._listening[name] = make(self.series)
         if self.run is not None:
             self.run.listen(name, self._listening[name])
+
+    def _notes(self) -> Mapping[str, object]:
+        return {} if self._opened is None else self._opened.manifest.notes
 
     def _note_batch(self, step: int, given: Any) -> None:
         """Keep identifiers, which the writer thread writes. A loop without any pays nothing in a step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
@@ -55,10 +55,14 @@ EXPECTED: Final = tuple(_expected())
 
 
 class MissingKinds:
-    """Checks the first collected steps for kinds without rows (``Watcher``)."""
+    """Checks the first collected steps for kinds without rows (``Watcher``).
 
-    def __init__(self, failures: Failures) -> None:
-        self._failures = failures
+    Args:
+        notes: Returns the notes of the manifest, which may say why a kind has none.
+    """
+
+    def __init__(self, failures: Failures, notes: Callable[[], Mapping[str, object]]) -> None:
+        self._failures, self._notes = failures, notes
         self._expected: Sequence[ExpectedKinds] = ()
         self._steps: dict[str, int] = {}
         self._first = 0
@@ -88,8 +92,12 @@ class MissingKinds:
         late = [one for one in missing if self._steps[one.kinds[0]] >= one.after]
         for one in late:
             if not self._has_failed(one):
-                self._failures.warn(f"nothing of {one.kinds[0]}", _message(one, rows.step))
+                self._failures.warn(f"nothing of {one.kinds[0]}", _message(one, rows.step, self._noted(one)))
         self._expected = [one for one in missing if one not in late]
+
+    def _noted(self, one: ExpectedKinds) -> str:
+        notes = self._notes()
+        return "; ".join(said for kind in one.kinds if isinstance(said := notes.get(kind), str))
 
     def _has_failed(self, one: ExpectedKinds) -> bool:
         """Whether reading a kind has failed. Such a failure was reported before."""
@@ -105,13 +113,12 @@ class MissingKinds:
         """Nothing to close."""
 
 
-def _message(one: ExpectedKinds, step: int) -> str:
+def _message(one: ExpectedKinds, step: int, noted: str) -> str:
     kinds = ", ".join(one.kinds)
     steps = f"step {step} has" if one.after == 1 else f"the steps up to {step} have"
-    return (
-        f"{one.field} is on, and {steps} no row of {kinds}. {one.why_none}The notes in manifest.json give the reason, if it is "
-        "known. docs/formats.md describes when a kind is measured."
-    )
+    likely = f"{one.why_none}The notes in manifest.json give the reason, if it is known."
+    why = f"manifest.json notes: {noted}." if noted else likely
+    return f"{one.field} is on, and {steps} no row of {kinds}. {why} docs/formats.md describes when a kind is measured."
 
 
 # --- Configurations that record less than they seem to.

@@ -179,6 +179,15 @@ def test_micro_batches_have_activations_of_each_and_gradients_of_each_where_want
     assert ("grad_unreduced" in output.manifest()["notes"]) is not each
 
 
+def test_the_warning_of_no_gradients_of_micro_batches_says_why_and_how_to_record_them(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorded(output, accumulated, 3)
+    (said,) = [one for one in warnings_in(caplog) if "no row of grad_unreduced" in one]
+    assert output.manifest()["notes"]["grad_unreduced"] in said
+    assert "with monitor_mbs_grad there is a row of each micro-batch" in said
+
+
 def test_differentiating_something_else_within_a_step_and_between_two_changes_no_row(output: Output) -> None:
     def slope(x: Tensor) -> Tensor:
         return ms.grad(lambda y: ops.sin(y).sum())(x).sum()
