@@ -175,6 +175,7 @@ SAID = {
     Cause.DATA: "in what the model was given: the batch",
     Cause.BEFORE: "between the batch and ",
     Cause.STAGES: ": the communication between the stages",
+    Cause.SENT: ", to which this rank gave bad numbers",
     Cause.LOSS: "between the loss and the gradient of ",
     Cause.BEHIND: "after the watched part of the forward, in the loss, or before ",
     Cause.PASSES: "in the backward of the model. Gradients of activations around it were not recorded",

@@ -63,11 +63,16 @@ def _having(job: RankedJob, table: EventTable, number: int) -> tuple[list[int], 
     return sorted({int(of.rank[one]) for one in _same(table, number, others)}), len(others)
 
 
+SENDING: Final = ("send", "batch_isend_irecv")
+"""Operators by which a stage of a pipeline passes tensors to the next."""
+
+
 class Givers(NamedTuple):
-    """Ranks that passed a bad tensor to a collective in the step, where other ranks passed good ones.
+    """Ranks that passed a bad tensor to a collective in the step, where other ranks passed good ones; or the rank that sent one
+    to the next stage.
 
     Attributes:
-        operator: The collective's name.
+        operator: The operator's name.
     """
 
     ranks: tuple[int, ...]
@@ -79,6 +84,8 @@ def givers(job: RankedJob, of: EventTable, number: int) -> Givers | None:
 
     A collective after the aggregation, such as that of a norm, has the fault on every rank, and so tells nothing.
     """
+    if of.role[number] in IN_PASSES:
+        return _sender(job, of, number)
     if of.role[number] != Role.GRADIENT:
         return None
     same = (of.step == of.step[number]) & (of.recording == of.recording[number]) & (of.finite == of.finite[number])
@@ -87,6 +94,25 @@ def givers(job: RankedJob, of: EventTable, number: int) -> Givers | None:
         having, judged = _having(job, of, other) if what == COLLECTIVE_INPUT else ([], 0)
         if 0 < len(having) < judged:
             return Givers(tuple(having), operator)
+    return None
+
+
+def _sender(job: RankedJob, of: EventTable, number: int) -> Givers | None:
+    """Which rank sent a bad tensor to the stage that shows the event first.
+
+    Rows of ``send`` do not tell the direction. So only the first stage is known to have sent outputs, and only the last stage
+    to have sent gradients, and in a virtual pipeline no stage is.
+    """
+    member, subject, step = of.members[of.member[number]], of.subjects[of.subject[number]], int(of.step[number])
+    other = stage_boundary(job, member, subject.series.vpp_stage, subject.role, step)
+    end = 0 if subject.role == Role.FORWARD else member.places - 1
+    if other is None or other.stage != end or member.places > len(member.group.mates):
+        return None
+    theirs = (of.rank == other.rank) & (of.recording == other.recording) & (of.role == Role.OTHER)
+    for found in np.flatnonzero(theirs & (of.step == step) & (of.finite == of.finite[number])).tolist():
+        operator, _, what = of.subjects[of.subject[found]].series.name.rpartition(".")
+        if what == COLLECTIVE_INPUT and operator.partition("@")[0] in SENDING:
+            return Givers((other.rank,), operator)
     return None
 
 
@@ -330,6 +356,7 @@ class Cause(Enum):
     DATA = "what the model was given"
     BEFORE = "before what is watched"
     STAGES = "between stages of the pipeline"
+    SENT = "what a stage of the pipeline sent"
     LOSS = "the loss"
     BEHIND = "behind what is watched"
     PARAMETER = "the gradient of a parameter"
@@ -358,21 +385,23 @@ def location_of(job: RankedJob, member: Member, subject: Subject, step: int, giv
     if graph is None:
         return FaultLocation(Cause.UNKNOWN, "the first event; its inputs are not known")
     if subject.role == Role.FORWARD:
-        return _forward(job, member, graph, subject, step)
+        return _forward(job, member, graph, subject, step, given)
     if subject.role == Role.BACKWARD:
-        return _backward(job, member, graph, subject, step)
+        return _backward(job, member, graph, subject, step, given)
     if subject.role == Role.GRADIENT:
         return _aggregation(job, member, subject, step, given)
     return _of_parameter(member, graph, subject, step)
 
 
-def _forward(job: RankedJob, member: Member, graph: DataflowGraph, subject: Subject, step: int) -> FaultLocation:
+def _forward(
+    job: RankedJob, member: Member, graph: DataflowGraph, subject: Subject, step: int, given: Givers | None
+) -> FaultLocation:
     clean = _last_clean(graph, subject)
     if clean is not None:
         return _within(clean, subject, _own_module(subject), "")
     other = stage_boundary(job, member, subject.series.vpp_stage, subject.role, step)
     if other is not None:
-        return _handed_over(member, other, subject, "output", "input")
+        return _handed_over(member, other, subject, "output", "input", given)
     if member.place(subject.series.vpp_stage) > 0:
         return _not_shown(member, "before")
     if subject.is_input and subject.module == ROOT:
@@ -380,14 +409,16 @@ def _forward(job: RankedJob, member: Member, graph: DataflowGraph, subject: Subj
     return FaultLocation(Cause.BEFORE, f"between the batch and {name_of(subject)}")
 
 
-def _backward(job: RankedJob, member: Member, graph: DataflowGraph, subject: Subject, step: int) -> FaultLocation:
+def _backward(
+    job: RankedJob, member: Member, graph: DataflowGraph, subject: Subject, step: int, given: Givers | None
+) -> FaultLocation:
     clean = _last_clean(graph, subject)
     if clean is not None:
         around = subject.module if graph.uses_itself(subject) else _own_module(subject)
         return _within(graph.innermost(clean), subject, around, "the gradients of ")
     other = stage_boundary(job, member, subject.series.vpp_stage, subject.role, step)
     if other is not None:
-        return _handed_over(member, other, subject, "input gradient", "output gradient")
+        return _handed_over(member, other, subject, "input gradient", "output gradient", given)
     if member.place(subject.series.vpp_stage) < member.places - 1:
         return _not_shown(member, "after")
     if graph.shows_exit(Role.FORWARD, subject.series.vpp_stage, ROOT):
@@ -397,9 +428,13 @@ def _backward(job: RankedJob, member: Member, graph: DataflowGraph, subject: Sub
     )
 
 
-def _handed_over(member: Member, other: Member, subject: Subject, given: str, taken: str) -> FaultLocation:
+def _handed_over(
+    member: Member, other: Member, subject: Subject, gives: str, taken: str, given: Givers | None
+) -> FaultLocation:
     """A fault between stages. If the root's own series are not measured, it may also lie between the root and ``subject``."""
-    there = f"stage {other.stage}'s {given} (rank {other.rank})"
+    there = f"stage {other.stage}'s {gives} (rank {other.rank})"
+    if given is not None:
+        return FaultLocation(Cause.SENT, f"between {there} and {given.operator}, to which this rank gave bad numbers")
     here = f"stage {member.stage}'s {taken}" if subject.module == ROOT else name_of(subject)
     return FaultLocation(Cause.STAGES, f"between {there} and {here} (rank {member.rank}): the communication between the stages")
 

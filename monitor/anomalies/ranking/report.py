@@ -208,6 +208,7 @@ _NEXT: Final = {
     Cause.DATA: "Look at the batch that rank {rank} loaded for step {step}.",
     Cause.BEFORE: "Nothing before it is watched: look at the batch that rank {rank} loaded for step {step}, and watch more.",
     Cause.STAGES: "Both ends were measured: look at the link and at the communication library between these ranks.",
+    Cause.SENT: "That rank computed good numbers: look at its code between there and the sending, and at its device.",
     Cause.LOSS: "Look at the loss function, its labels and the loss scale.",
     Cause.BEHIND: "Watch the forward up to the model's output, or look at the loss function, its labels and the loss scale.",
     Cause.PASSES: "Record activations and their gradients as well (xy_distribution), and go through step {step} again.",
@@ -315,6 +316,8 @@ def _next(one: Ranked) -> list[str]:
         )
     deviates = one.around is not None and one.is_finite and one.subject.role in IN_PASSES
     data = "" if one.subject.role in _KEPT else ", or its data"
+    if where in (Cause.STAGES, Cause.SENT) and not deviates:
+        return [*parts, _NEXT[where]]  # the rank that received it is no suspect
     if one.alone is not None and not (deviates and one.around is not None and one.around.all_ranks):
         parts.append(f"No other replica has it: suspect the device of rank {one.member.rank} on {one.member.host}{data}.")
     elif deviates and one.around is not None:

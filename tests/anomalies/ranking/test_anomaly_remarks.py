@@ -55,6 +55,52 @@ def test_the_span_between_two_stages(tmp_path):
     )
 
 
+SENT = ("send.pre_0", "recv.post_0")
+
+
+@pytest.mark.parametrize(("forward", "given"), [(True, "output"), (False, "input gradient")], ids=["forward", "backward"])
+def test_a_rank_that_sent_bad_numbers_to_the_next_stage_is_named_in_place_of_the_communication(forward, given, tmp_path):
+    stages = pipeline(collectives=SENT)
+    sender, receiver = stages if forward else reversed(stages)
+    sender.fire("other", "send.pre_0")
+    receiver.fire("other", "recv.post_0").fire(*(("actv", ".input") if forward else ("actv_grad", ".output")))
+    found = ranked(tmp_path, *stages)
+    at = sender.rank
+    assert found.first_origin.location.text == (
+        f"between stage {at}'s {given} (rank {at}) and send, to which this rank gave bad numbers"
+    )
+    assert advice(found).endswith("look at its code between there and the sending, and at its device.")
+
+
+@pytest.mark.parametrize("fired", [("send.pre_0", 0), ("all_reduce.pre_0", 1), ("recv.post_0", 1)], ids=str)
+def test_bad_numbers_elsewhere_do_not_clear_the_communication(fired, tmp_path):
+    first, second = pipeline(collectives=("all_reduce.pre_0", *SENT))
+    name, step = fired
+    first.fire("other", name, step=step)
+    found = ranked(tmp_path, first, second.fire("actv", ".input"))
+    assert next(one for one in found.ranked if one.subject.series.kind == "actv").location.text.endswith(
+        "(rank 1): the communication between the stages"
+    )
+
+
+@pytest.mark.parametrize(("sender", "chunks"), [(1, 1), (0, 2)], ids=["middle", "virtual pipeline"])
+def test_a_stage_that_sends_in_both_directions_is_not_known_to_have_sent_what_is_bad(sender, chunks, tmp_path):
+    stages = pipeline(3, collectives=SENT, chunks=chunks)
+    stages[sender].fire("other", "send.pre_0")
+    stages[sender + 1].fire("actv", ".input")
+    assert ranked(tmp_path, *stages).first_origin.location.text.endswith(": the communication between the stages")
+
+
+def test_a_rank_that_received_bad_numbers_is_not_suspected(tmp_path):
+    groups = {0: {"pp": (0, 2), "dp": (0, 1)}, 1: {"pp": (1, 3), "dp": (0, 1)}}
+    groups |= {2: {"pp": (0, 2), "dp": (2, 3)}, 3: {"pp": (1, 3), "dp": (2, 3)}}
+    ranks = [PlayedRank(rank, of) for rank, of in groups.items()]
+    ranks[3].fire("actv", ".input")
+    found = ranked(tmp_path, *ranks)
+    assert str(found.first_origin.alone) == "only on rank 3 of its 2 data-parallel replicas"
+    assert "suspect the device of rank 3" not in advice(found)
+
+
 def test_a_stage_of_which_the_one_before_is_missing_says_so(tmp_path):
     first, second = pipeline()
     first.judged = False
