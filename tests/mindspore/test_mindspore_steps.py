@@ -153,6 +153,22 @@ def test_a_step_that_is_skipped_continues_in_the_next_call_of_the_optimizer(
     assert said.startswith("[rank 0] grad_acc_steps is 1, but step 1 has more root forwards.")
 
 
+def test_steps_of_an_optimizer_that_was_made_later_are_in_the_open_step_and_a_warning_says_to_attach_again(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loop(net: Failing, optimizer: nn.Cell) -> None:
+        step_with(net, optimizer, 0)
+        later = nn.SGD(net.trainable_params(), 0.1)
+        step_with(net, later, 1)
+        step_with(net, later, 2)
+
+    found = recorded(output, loop)
+    assert places(found, "actv") == [(0, 0), (1, 0), (1, 1)]
+    assert {row.step for row in found if row.kind == "param_updated"} == {0}
+    (said,) = [one for one in without_moments(warnings_in(caplog)) if "more root forwards" in one]
+    assert "set_monitor again with a new optimizer" in said
+
+
 def accumulated(net: Failing, optimizer: nn.Cell) -> list[list[np.ndarray]]:
     """Two steps of three micro-batches, of which the user adds up the gradients; those of the first parameter."""
     gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
