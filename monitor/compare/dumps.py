@@ -38,12 +38,14 @@ PARTS: Final = ("", "pynative/", "graph/")
 
 
 def is_dump(directory: Path) -> bool:
-    """Whether there is a dump in a directory, finished or not, or it is that of one rank's step."""
+    """Whether there is a dump in a directory, finished or not, or it is that of one step, or of one rank's step."""
     return bool(_places(directory)) or bool(_unfinished(directory))
 
 
 def compare(left: Path, right: Path) -> Compared:
-    """Compare two dump paths, or two ranks' directories of a step.
+    """Compare two dump paths, two directories of a step, or two ranks' directories of a step.
+
+    Directories of a step are compared whatever their numbers. Findings have the number of the left one.
 
     Raises:
         ComparisonError: There is no dump, or they have no step and rank in common.
@@ -54,6 +56,9 @@ def compare(left: Path, right: Path) -> Compared:
             raise ComparisonError(f"{killed[0].parent} is of a killed process: run trainermon dump-recover {side} first.")
         if not places:
             raise ComparisonError(f"{side} has no dump.json in it: name a dump_path, or the directory of a rank's step.")
+    if all(map(_is_of_one_step, sides)):
+        step = next(iter(sides[left]))[0]
+        sides[right] = {(step, rank): path for (_, rank), path in sides[right].items()}
     pairs = _aligned(sides[left], sides[right])
     if not pairs:
         raise ComparisonError(f"{left} and {right} have no step and rank in common.")
@@ -149,20 +154,38 @@ class _Pair:
 
 def _places(directory: Path) -> dict[Place, Path]:
     """Every rank's step below a directory, or the directory itself as the only one."""
-    if any((directory / name).is_file() for name in FILES):
-        return {(0, directory.name): directory}
+    if _holds_files(directory):
+        return {(_number(directory.absolute().parent) or 0, directory.name): directory}
+    step = _number(directory.absolute())
+    if step is not None and directory.is_dir():
+        return {(step, path.name): path for path in sorted(directory.iterdir()) if _holds_files(path)}
     found = {}
     for part in PARTS if directory.is_dir() else ():
         for path in sorted(directory.glob(f"{part}step*/*")):
-            match = _STEP.fullmatch(path.parent.name)
-            if match and any((path / name).is_file() for name in FILES):
-                found[int(match[1]), part + path.name] = path
+            step = _number(path.parent)
+            if step is not None and _holds_files(path):
+                found[step, part + path.name] = path
     return found
+
+
+def _holds_files(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in FILES)
+
+
+def _number(directory: Path) -> int | None:
+    """The number of the step that a directory is named after."""
+    match = _STEP.fullmatch(directory.name)
+    return int(match[1]) if match else None
+
+
+def _is_of_one_step(directory: Path) -> bool:
+    return _holds_files(directory) or _number(directory.absolute()) is not None
 
 
 def _unfinished(directory: Path) -> list[Path]:
     """The records of ranks' steps that were not completed."""
-    found = [file for part in PARTS for file in sorted(directory.glob(f"{part}step*/*/{RECORDS}"))]
+    below = [f"{part}step*/*" for part in PARTS] + ["*"] * (_number(directory.absolute()) is not None)
+    found = [file for one in below for file in sorted(directory.glob(f"{one}/{RECORDS}"))]
     return [file for file in (directory / RECORDS, *found) if file.is_file() and ".left" not in file.parent.parent.name]
 
 

@@ -82,6 +82,22 @@ def test_one_bit_in_one_weight_is_found_where_it_is_seen_first(tmp_path: Path, a
     assert "first: step 0" in said
 
 
+@pytest.mark.parametrize("below", ["step1", "step1/*"])
+def test_directories_of_a_step_are_compared_and_their_step_is_told(tmp_path: Path, below: str) -> None:
+    left, right = dump(tmp_path / "a"), dump(tmp_path / "b", flip_last_bit)
+    (one,), (other,) = left.glob(below), right.glob(below)
+    status, said = compared(one, other, "-o", tmp_path / "found.csv")
+    assert status == 1
+    assert {row["step"] for row in rows(tmp_path / "found.csv")} == {"1"}
+    assert "first: step 1" in said
+
+
+def test_directories_of_two_steps_of_a_dump_are_compared(tmp_path: Path) -> None:
+    found = dump(tmp_path / "a")
+    status, said = compared(found / "step0", found / "step1")
+    assert (status, "the same: " in said) == (0, True)
+
+
 def test_the_module_that_has_the_weight_is_the_first_of_the_modules(tmp_path: Path) -> None:
     left, right = dump(tmp_path / "a", level="L0"), dump(tmp_path / "b", flip_last_bit, level="L0")
     compared(left, right, "-o", tmp_path / "found.csv")
