@@ -160,6 +160,8 @@ def _of_step(name: str, field: str, **more: Any) -> Kind:
 
 COLLECTIVE_INPUT: Final = "pre_0"
 """The last part of the name of a series that holds what a rank gave to a collective."""
+COLLECTIVE_OUTPUT: Final = "post_0"
+"""The same of what a rank got from it."""
 
 LEFT_BY_STEP: Final = "_updated"
 """What the name of a kind has after that of the same tensors before the step."""

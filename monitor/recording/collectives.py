@@ -18,7 +18,7 @@ from monitor.config.model import CcDistribution
 from monitor.coordinator.output import write_whole
 from monitor.failures import LOGGER, EarlierFailure, Failures
 from monitor.recording.recorder import Due, Recorder, TensorReader
-from monitor.series import COLLECTIVE_INPUT, Series
+from monitor.series import COLLECTIVE_INPUT, COLLECTIVE_OUTPUT, Series
 from monitor.stats.table import RowSlot
 
 # --- The communication log: every call site of the first step once, with its count.
@@ -476,7 +476,7 @@ class Communication:
         group = self._collectives.groups.of(operator.group_of(args))
         if group is None or (operator.rooted == "outputs" and operator.root(args) != group.rank):
             return None
-        call = self._new_call(operator, group, "post_0")
+        call = self._new_call(operator, group, COLLECTIVE_OUTPUT)
         if call is None:
             return None
         self.unread += 1

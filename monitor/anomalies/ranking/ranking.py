@@ -20,7 +20,7 @@ from monitor.anomalies.ranking.order import order_of
 from monitor.anomalies.ranking.origins import notes_a_change, origins
 from monitor.anomalies.ranking.step_propagation import IN_PASSES, stage_boundary
 from monitor.coordinator.manifest_format import ManifestError
-from monitor.series import COLLECTIVE_INPUT, GRADIENT_KINDS, LEFT_BY_STEP, MOMENT_KINDS, Series
+from monitor.series import COLLECTIVE_INPUT, COLLECTIVE_OUTPUT, GRADIENT_KINDS, LEFT_BY_STEP, MOMENT_KINDS, Series
 
 # --- How many data-parallel ranks have an event. One rank alone points at its data or device; all ranks at weights or
 # software, which they share.
@@ -48,18 +48,20 @@ def shared(job: RankedJob, table: EventTable, number: int) -> int | None:
     return of if of > 1 and len(having) == of else None
 
 
-def _having(job: RankedJob, table: EventTable, number: int) -> tuple[list[int], int]:
+def _having(job: RankedJob, table: EventTable, number: int, among: Sequence[Member] | None = None) -> tuple[list[int], int]:
     """The ranks with the event, and the number of ranks that measure the tensor and have judged the step.
 
     Of a sharded tensor each rank holds another part, so only the rank itself counts.
+
+    Args:
+        among: These ranks; None: the data-parallel replicas.
     """
     of = table
     member, subject, step = of.members[of.member[number]], of.subjects[of.subject[number]], int(of.step[number])
     if member.graph is not None and subject.series in member.graph.sharded:
         return [], 0
-    others = [
-        one for one in job.replicas(member) if one is member or (one.has_judged_all(step) and _shows(one, subject.series, step))
-    ]
+    looked = job.replicas(member) if among is None else among
+    others = [one for one in looked if one is member or (one.has_judged_all(step) and _shows(one, subject.series, step))]
     return sorted({int(of.rank[one]) for one in _same(table, number, others)}), len(others)
 
 
@@ -91,10 +93,22 @@ def givers(job: RankedJob, of: EventTable, number: int) -> Givers | None:
     same = (of.step == of.step[number]) & (of.recording == of.recording[number]) & (of.finite == of.finite[number])
     for other in np.flatnonzero(same & (of.role == Role.OTHER)).tolist():
         operator, _, what = of.subjects[of.subject[other]].series.name.rpartition(".")
-        having, judged = _having(job, of, other) if what == COLLECTIVE_INPUT else ([], 0)
+        if what != COLLECTIVE_INPUT:
+            continue
+        having, judged = _having(job, of, other)
+        if judged < 2 and _received(of, number, operator):  # between stages, as of an embedding that they share
+            everyone = [one for one in of.members if one.recording == of.members[of.member[other]].recording]
+            having, judged = _having(job, of, other, everyone)
         if 0 < len(having) < judged:
             return Givers(tuple(having), operator)
     return None
+
+
+def _received(of: EventTable, number: int, operator: str) -> bool:
+    """Whether the rank of an event got bad numbers from an operator in the step."""
+    own = (of.rank == of.rank[number]) & (of.recording == of.recording[number]) & (of.step == of.step[number])
+    names = (of.subjects[of.subject[other]].series.name for other in np.flatnonzero(own & (of.role == Role.OTHER)).tolist())
+    return f"{operator}.{COLLECTIVE_OUTPUT}" in names
 
 
 def _sender(job: RankedJob, of: EventTable, number: int) -> Givers | None:

@@ -296,6 +296,21 @@ def test_a_rank_that_alone_gave_a_bad_gradient_to_the_collective_is_named_in_pla
     assert advice(found).endswith("look at what changes gradients there before they are reduced.")
 
 
+@pytest.mark.parametrize("received", [True, False], ids=["received", "not received"])
+def test_a_stage_that_alone_gave_a_bad_gradient_of_a_shared_weight_is_named(received, tmp_path):
+    first, second = pipeline(collectives=REDUCED)
+    second.fire("other", "all_reduce.pre_0")
+    for one in (first, second) if received else ():
+        one.fire("other", "all_reduce.post_0")
+    found = ranked(tmp_path, first.fire("grad_reduced", "b.weight"), second)
+    (origin,) = [one for one in found.ranked if one.subject.series.kind == "grad_reduced"]
+    assert origin.location.text == (
+        "between the backward of rank 1 and all_reduce, to which no other rank gave bad numbers"
+        if received
+        else "between the backward and the optimizer's step"
+    )
+
+
 def test_bad_numbers_that_all_ranks_gave_to_a_collective_name_none_of_them(tmp_path):
     ranks = [one.fire("other", "all_reduce.pre_0") for one in replicas(3, collectives=REDUCED)]
     found = ranked(tmp_path, *(one.fire("grad_reduced", "b.weight") for one in ranks))
