@@ -99,9 +99,20 @@ def givers(job: RankedJob, of: EventTable, number: int) -> Givers | None:
         if judged < 2 and _received(of, number, operator):  # between stages, as of an embedding that they share
             everyone = [one for one in of.members if one.recording == of.members[of.member[other]].recording]
             having, judged = _having(job, of, other, everyone)
-        if 0 < len(having) < judged:
-            return Givers(tuple(having), operator)
+        ranks = tuple(rank for rank in having if not _passed_on(of, other, rank))
+        if ranks and len(having) < judged:
+            return Givers(ranks, operator)
     return None
+
+
+def _passed_on(of: EventTable, number: int, rank: int) -> bool:
+    """Whether a rank that gave bad numbers to an operator had got bad ones from another before, to which it gave good ones."""
+    own = (of.rank == rank) & (of.recording == of.recording[number]) & (of.step == of.step[number]) & (of.role == Role.OTHER)
+    calls = {of.subjects[of.subject[one]].series.name: int(of.call_id[one]) for one in np.flatnonzero(own).tolist()}
+    operator, _, _ = of.subjects[of.subject[number]].series.name.rpartition(".")
+    given = calls.get(f"{operator}.{COLLECTIVE_INPUT}", 0)
+    got = (name.rpartition(".") for name, call_id in calls.items() if call_id < given)
+    return any(what == COLLECTIVE_OUTPUT and f"{other}.{COLLECTIVE_INPUT}" not in calls for other, _, what in got)
 
 
 def _received(of: EventTable, number: int, operator: str) -> bool:

@@ -311,6 +311,21 @@ def test_a_stage_that_alone_gave_a_bad_gradient_of_a_shared_weight_is_named(rece
     )
 
 
+def test_a_rank_that_passed_on_what_another_stage_gave_it_is_not_named(tmp_path):
+    """A tied embedding of two stages, each with two replicas: first the stages add their gradients, then the replicas."""
+    groups = {rank: {"pp": (rank % 2, rank % 2 + 2), "dp": (rank // 2 * 2, rank // 2 * 2 + 1)} for rank in range(4)}
+    names = [f"all_reduce@{group}.{what}" for group in ("pp", "dp") for what in ("pre_0", "post_0")]
+    ranks = [PlayedRank(rank, of, collectives=names) for rank, of in groups.items()]
+    ranks[3].fire("other", names[0])
+    for rank in (1, 3):
+        ranks[rank].fire("other", names[1]).fire("other", names[2])
+    found = ranked(tmp_path, *(one.fire("other", names[3]).fire("grad_reduced", "b.weight") for one in ranks))
+    gradients = [one for one in found.ranked if one.subject.series.kind == "grad_reduced" and one.is_origin]
+    assert {one.location.text for one in gradients} == {
+        "between the backward of rank 3 and all_reduce@pp, to which no other rank gave bad numbers"
+    }
+
+
 def test_bad_numbers_that_all_ranks_gave_to_a_collective_name_none_of_them(tmp_path):
     ranks = [one.fire("other", "all_reduce.pre_0") for one in replicas(3, collectives=REDUCED)]
     found = ranked(tmp_path, *(one.fire("grad_reduced", "b.weight") for one in ranks))
