@@ -253,7 +253,7 @@ class Recording:
         self._communication: Communication | None = None
         self.switching: ConfigSwitcher | None = None
         self._apply_config: ApplyConfig = _nothing
-        self._missing_kinds = MissingKinds(spec.failures, self._notes)
+        self._missing_kinds = MissingKinds(spec.failures, weakref.WeakMethod(self._notes))
         self._batches = BatchNotes()
         self._listening: dict[str, Watcher] = {"the check for missing kinds": self._missing_kinds}
         self._listening |= {name: make(self.series) for name, make in listening.items()}

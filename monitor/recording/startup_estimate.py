@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -58,10 +59,10 @@ class MissingKinds:
     """Checks the first collected steps for kinds without rows (``Watcher``).
 
     Args:
-        notes: Returns the notes of the manifest, which may say why a kind has none.
+        notes: Returns the notes of the manifest, which may say why a kind has none. The writer thread must not keep the model.
     """
 
-    def __init__(self, failures: Failures, notes: Callable[[], Mapping[str, object]]) -> None:
+    def __init__(self, failures: Failures, notes: weakref.WeakMethod[Callable[[], Mapping[str, object]]]) -> None:
         self._failures, self._notes = failures, notes
         self._expected: Sequence[ExpectedKinds] = ()
         self._steps: dict[str, int] = {}
@@ -96,7 +97,7 @@ class MissingKinds:
         self._expected = [one for one in missing if one not in late]
 
     def _noted(self, one: ExpectedKinds) -> str:
-        notes = self._notes()
+        notes = {} if (known := self._notes()) is None else known()
         return "; ".join(said for kind in one.kinds if isinstance(said := notes.get(kind), str))
 
     def _has_failed(self, one: ExpectedKinds) -> bool:
