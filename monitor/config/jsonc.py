@@ -26,6 +26,11 @@ MAX_DIGITS: Final = 400
 SPACE_OR_COMMENT: Final = re.compile(r"[ \t\r\n]+|//[^\n]*|/\*[\s\S]*?\*/")
 
 
+_WORD: Final = re.compile(r"[A-Za-z]+")
+_OF_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
+"""Values of Python, and what JSON has in their place."""
+
+
 class JsonError(ValueError):
     """The text is not JSON.
 
@@ -136,7 +141,9 @@ class _Parser:
         try:
             value, end = self._scalars.raw_decode(self._text, self._at)
         except json.JSONDecodeError as error:
-            self._fail(error.msg, error.pos)
+            found = _WORD.match(self._text, error.pos)
+            known = _OF_PYTHON.get(found[0]) if found else None
+            self._fail(f"{error.msg}. In JSON, it is {known}, in lower case" if known else error.msg, error.pos)
         except ValueError as error:
             self._fail(str(error))
         if isinstance(value, str) and not _is_unicode(value):

@@ -305,7 +305,14 @@ class Debugger:
     def _is_chosen(self) -> bool:
         if self.config.step and self._step not in self.config.step:
             return False
-        return not self.config.rank or (self._rank() or 0) in self.config.rank
+        rank = self._rank()
+        if not self.config.rank or (rank or 0) in self.config.rank:
+            return True
+        if rank is None:
+            chosen = ", ".join(map(str, self.config.rank[:8])) + (", …" if len(self.config.rank) > 8 else "")
+            said = f"the configuration chooses rank {chosen}. This process has no rank, so it counts as rank 0"
+            self._failures.advise("no rank", f"{said}: nothing is dumped. Correct `rank`, or pass rank_id to start().")
+        return False
 
     def _watch_compiled(self, models: Sequence[Any], compiled: Set[int], *, numbered: bool) -> None:
         """Record compiled modules once more, in a part of their own."""

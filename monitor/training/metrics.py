@@ -25,7 +25,18 @@ from monitor.training.config import TrainingConfig, load_training_config
 from monitor.training.expert_load import ExpertCounts
 from monitor.training.norms import GradNormSource
 from monitor.training.reporting import EventWriter, LogWriter, MetricsWriter, Outputs, Reporting, texts
-from monitor.training.step import ATTRIBUTES, MEASURED, FlopCount, Given, Number, Step, StepFacts, Tokens
+from monitor.training.step import (
+    ATTRIBUTES,
+    MEASURED,
+    PER_PARAMETER,
+    FlopCount,
+    Given,
+    Number,
+    StateScalars,
+    Step,
+    StepFacts,
+    Tokens,
+)
 from monitor.training.tensor_monitor import NormRecording
 
 # --- The adapter interface that a framework implements for training metrics.
@@ -33,6 +44,10 @@ from monitor.training.tensor_monitor import NormRecording
 
 class Routers(Protocol):
     """Counts what the routers of a model choose."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the routers."""
 
     def step(self) -> dict[str, Tokens]:
         """The tokens that went to each expert since the last call, by router. Does not wait for a device."""
@@ -266,6 +281,7 @@ class RunMetrics:
             self._routers = self._backend.routers(model, self._router_names, self._failures)
         try:
             self._attach(model, optimizer, place)
+            self._failures.guarded("checking what the configuration names", self._advise_of_nothing)(model)
         except BaseException:
             self.close()  # a refused model keeps no hooks
             raise
@@ -279,6 +295,22 @@ class RunMetrics:
             self._scale = scale_of(optimizer, self._failures)
         if self.config.callbacks.TopkBiasBalanceCallback is not None and place.rank == 0:
             LOGGER.info("TopkBiasBalanceCallback: the load of experts is shown and not balanced; a monitor changes nothing.")
+
+    def _advise_of_nothing(self, model: Any) -> None:
+        """Say which metrics will never be shown, because this model has nothing that the configuration asks for."""
+        of_model = "of this model (in a pipeline: of this rank's stages)"
+        if self._routers is not None and not self._routers.names:
+            said = f"No module {of_model} is recognised as a router: expert_load is not shown"
+            self._failures.advise("no routers", f"{said}. Name the modules that choose experts: routers=[...].")
+        wanted = [metric for field, metric in PER_PARAMETER.items() if self.config.wants(field)]
+        names = self._backend.trainable_names(model) if wanted and model is not None else []
+        if names and not any(map(StateScalars(self.config).chooses, names)):
+            section = self.config.monitor_config
+            said = (
+                f"monitor_config.target {list(section.target)}{' with invert' if section.invert else ''} selects no parameter"
+            )
+            names_are = f"Its parameters have names like {names[0]!r}; print_struct prints all of them"
+            self._failures.advise("no target", f"{said} {of_model}: {' and '.join(wanted)} are not shown. {names_are}.")
 
     def _begin(self, rank: int, world_size: int) -> MetricsWriter:
         board = self.config.tensorboard

@@ -321,6 +321,10 @@ class RunScalars:
         return against + [Scalar(tag, value, facts.step, where) for tag, value, where in alone if value is not None]
 
 
+PER_PARAMETER: Final = {"local_norm_format": "local_norm", "optimizer_state_format": "adam_m_norm and adam_v_norm"}
+"""Fields of ``monitor_config``, and their metrics of the parameters that ``target`` selects."""
+
+
 class StateScalars:
     """The metrics of ``monitor_config`` (``TrainingStateMonitor``). Metrics without a value are left out."""
 

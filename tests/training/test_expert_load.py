@@ -62,6 +62,18 @@ def tokens_of(routers: TorchRouters) -> dict[str, list[int]]:
     return {name: list(count()) for name, count in routers.step().items()}
 
 
+@pytest.mark.parametrize("routers", [[], ["0"]])
+def test_a_model_without_routers_is_said(routers: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "train.yaml").write_text(YAML.format(base=tmp_path))
+    model = nn.Sequential(nn.Linear(4, 2))
+    with (
+        caplog.at_level(logging.WARNING, LOGGER.name),
+        TrainingMetrics(tmp_path / "train.yaml", model, routers=routers),
+    ):
+        pass
+    assert ("is recognised as a router: expert_load is not shown" in caplog.text) == (not routers)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shares_of_every_layer_sum_to_one_and_are_those_of_counts_made_by_hand(name: str, tmp_path: Path) -> None:
     import transformers  # only here: it takes seconds

@@ -266,6 +266,32 @@ class TestOneAtATime:
         assert caplog.text.count("A step has no attribute 'grad_nrm'") == 1
         assert scalars(tmp_path / "board" / "rank_0")["loss"] == [(1, 1.0), (2, 1.0)]
 
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ("target: ['layers.0']", "target ['layers.0'] selects no parameter"),
+            ("target: ['weight|bias'], invert: true", "target ['weight|bias'] with invert selects no parameter"),
+            ("target: ['0.weight']", ""),
+            ("target: ['layers.0'], monitor_on: false", ""),
+        ],
+    )
+    def test_a_target_that_selects_nothing_is_said(
+        self, fields: str, said: str, written: Written, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        on = "" if "monitor_on" in fields else "monitor_on: true, "
+        section = f"monitor_config: {{{{{on}dump_path: {{base}}/dump, {fields}, optimizer_state_format: log}}}}"
+        model = network()
+        with (
+            caplog.at_level(logging.WARNING, LOGGER.name),
+            TrainingMetrics(written(section), model, torch.optim.Adam(model.parameters())),
+        ):
+            pass
+        assert ("selects no parameter" in caplog.text) == bool(said)
+        assert said in caplog.text
+        assert ("adam_m_norm and adam_v_norm are not shown. Its parameters have names like '0.weight'" in caplog.text) == bool(
+            said
+        )
+
     @pytest.mark.parametrize("field", ["monitor_config.dump_path", "tensorboard.tensorboard_dir"])
     def test_a_directory_that_cannot_be_made_is_refused_by_the_name_of_its_field(
         self, field: str, written: Written, tmp_path: Path

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from monitor.anomalies.ranking.coverage import StepFilter
-from monitor.anomalies.ranking.loading import NothingReadError, folder_of
+from monitor.anomalies.ranking.loading import NothingReadError, files_in, folder_of
 from monitor.anomalies.ranking.ranking import Ranking, entries_of, ranking_of
 from monitor.anomalies.ranking.report import advice, counts, listing, notes
 from monitor.cli import Command, Version, one_directory
@@ -75,8 +75,8 @@ def monitor_rank_anomalies(
     base = one_directory(directory, directory_option)
     try:
         folder = folder_of(base)
-        ranking = ranking_of(folder, topk, _chosen(step_list))
         output = _output(folder, out_path)
+        ranking = ranking_of(folder, topk, _chosen(step_list))
         _write(ranking, output)
     except (NothingReadError, MergeError, OSError) as error:
         say(Console(stderr=True), f"Nothing was ranked: {error}", style="red")
@@ -104,7 +104,10 @@ def _print(ranking: Ranking, output: Path, console: Console) -> None:
 def _output(folder: Path, given: Path | None) -> Path:
     if given is None:
         return folder / ANALYSIS_FILE
-    return given if given.suffix == ".json" else given / ANALYSIS_FILE
+    output = given if given.suffix == ".json" else given / ANALYSIS_FILE
+    if any(output.resolve() in (files.events.resolve(), files.judged.resolve()) for files in files_in(folder)):
+        raise NothingReadError(f"--output is {given}, which a rank wrote and the ranking reads. Name another file.")
+    return output
 
 
 def _chosen(text: str | None) -> StepFilter | None:

@@ -82,14 +82,16 @@ def remark(one: Ranked) -> str:
     return f"{one.location.text}; {one.alone}" if one.alone else one.location.text
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def counts(ranking: Ranking) -> str:
     """The numbers of events, ranks and origins, in one line."""
     judged = [one.events.judged for one in ranking.job.members]
     not_kept = sum(sum(one.not_kept.values()) for one in judged)
-    parts = [
-        f"{ranking.events:,} events of {ranking.ranks:,} of {len({one.rank for one in judged}):,} ranks",
-        f"{ranking.origins:,} origin{'' if ranking.origins == 1 else 's'}",
-    ]
+    ranks = f"{ranking.ranks:,} of {len({one.rank for one in judged}):,} ranks"
+    parts = [f"{_counted(ranking.events, 'event')} of {ranks}", _counted(ranking.origins, "origin")]
     if not_kept:
         parts.append(f"{not_kept:,} more were not kept")
     return "; ".join(parts)

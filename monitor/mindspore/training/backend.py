@@ -79,6 +79,7 @@ class MindSporeRouters:
         cells = {name: cell for name, cell in model.cells_and_names() if name in set(names)}
         if missing := set(names) - set(cells):
             raise ValueError(f"routers: there is no cell {', '.join(map(repr, sorted(missing)))} in the model")
+        self.names = tuple(cells)
         for name, cell in cells.items():
             keep = failures.guarded("counting what went to each expert", partial(self._keep, name), of=name)
             self._hooks.add(after_forward(cell, keep))

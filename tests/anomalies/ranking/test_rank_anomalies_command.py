@@ -65,6 +65,17 @@ def test_the_earliest_events_are_written_as_they_stood_in_the_files_of_ranks(job
     assert all(known[key] == event and set(event) == EVENT_FIELDS for key, event in found.items())
 
 
+@pytest.mark.parametrize("name", ["anomaly.json", "judged.json"])
+def test_a_file_that_is_read_is_not_replaced(job, name, monkeypatch):
+    monkeypatch.chdir(job)
+    files = list((job / EVENTS_FOLDER).glob("rank*/*.json"))
+    before = {path: path.read_bytes() for path in files}
+    for given in (job / EVENTS_FOLDER / "rank1" / name, f"{EVENTS_FOLDER}/rank0/{name}"):
+        status, said = ran(job, "-o", str(given))
+        assert (status, f"{name}, which a rank wrote and the ranking reads. Name another file." in said) == (2, True)
+    assert {path: path.read_bytes() for path in files} == before
+
+
 def test_eight_events_are_kept_unless_told_otherwise(job):
     ran(job)
     assert len(analysed(job / EVENTS_FOLDER / "anomaly_analyse.json")) == 8
@@ -155,7 +166,7 @@ def test_a_rank_that_is_not_monitored_is_not_missing(tmp_path):
 
 def test_a_rank_that_was_killed_is_reported_and_its_events_count(tmp_path):
     status, said = ran(written(tmp_path, PlayedRank(closed=False).fire("actv", "b.output")))
-    assert (status, "rank 0 did not end cleanly, or still runs:" in said, "1 events of 1" in said) == (1, True, True)
+    assert (status, "rank 0 did not end cleanly, or still runs:" in said, "1 event of 1" in said) == (1, True, True)
 
 
 def cut(path):
@@ -225,7 +236,7 @@ def test_a_file_that_is_damaged_is_named_and_the_others_are_ranked(damage, tmp_p
     written(tmp_path, first.fire("actv", "b.output"), second.fire("actv", "b.output"))
     damage(tmp_path / EVENTS_FOLDER / "rank0" / "anomaly.json")
     status, said = ran(tmp_path)
-    assert (status, "rank0/anomaly.json: " in said, "1 events of 1 of 1 ranks" in said) == (1, True, True)
+    assert (status, "rank0/anomaly.json: " in said, "1 event of 1 of 1 ranks" in said) == (1, True, True)
 
 
 @pytest.mark.parametrize("damage", [cut, emptied, of_another_rank, removed, replaced_by_a_link, replaced_by_a_pipe])
@@ -236,7 +247,7 @@ def test_events_are_not_read_without_what_tells_what_they_are_of(damage, tmp_pat
     path.write_text(path.read_text().replace('"rank":0', '"rank": 0'))
     damage(path)
     status, said = ran(tmp_path)
-    assert (status, "rank0/anomaly.json: " in said, "1 events of 1 of 1 ranks" in said) == (1, True, True)
+    assert (status, "rank0/anomaly.json: " in said, "1 event of 1 of 1 ranks" in said) == (1, True, True)
 
 
 @pytest.mark.parametrize("name", ["../Dec03_21-34-40-rank0-00000000", "/etc", "", "..", "Dec03_21-34-40-rank0-ffffffff"])

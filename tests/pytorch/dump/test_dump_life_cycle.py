@@ -124,6 +124,29 @@ def test_a_rank_that_is_not_chosen_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("ranks", "chosen"), [([3], "3"), (["1-20"], "1, 2, 3, 4, 5, 6, 7, 8, …")])
+def test_a_process_without_a_rank_that_is_not_chosen_is_said_once(
+    ranks: list[Any], chosen: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    debugger = configured(tmp_path, rank=ranks)
+    for _ in range(2):
+        debugger.start()
+        F.relu(torch.ones(1))
+        debugger.stop()
+        debugger.step()
+    assert not (tmp_path / "out").exists()
+    assert caplog.text.count(f"chooses rank {chosen}. This process has no rank") == 1
+
+
+def test_a_process_without_a_rank_counts_as_rank_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    debugger = configured(tmp_path, rank=["0-1"])
+    debugger.start()
+    F.relu(torch.ones(1))
+    debugger.stop()
+    assert Dump(tmp_path / "out").data
+    assert "has no rank" not in caplog.text
+
+
 def test_a_process_without_a_rank_is_named_by_its_number(tmp_path: Path) -> None:
     debugger = PrecisionDebugger(dump_path=tmp_path)
     debugger.start()
