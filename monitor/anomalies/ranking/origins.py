@@ -20,7 +20,7 @@ from monitor.anomalies.ranking.job import Columns, EventTable, Flags, Member, Pi
 from monitor.anomalies.ranking.order import Order
 from monitor.anomalies.ranking.step_propagation import StepPropagation
 from monitor.coordinator.manifest_format import ManifestRecord, StepsRecord
-from monitor.series import GRADIENT_KINDS, KIND_TABLE, LEFT_BY_STEP
+from monitor.series import ACTIVATION_KINDS, GRADIENT_KINDS, KIND_TABLE, LEFT_BY_STEP
 
 # --- The effect of earlier steps on weights and moments.
 
@@ -32,6 +32,9 @@ _WEIGHTS: Final = ("param_origin", "param_updated")
 
 _OF_WEIGHTS: Final = tuple(kind.name for kind in KIND_TABLE if kind.role)
 """Kinds that depend on weights, or are weights."""
+
+_OF_PASSES: Final = (*ACTIVATION_KINDS, "grad_unreduced")
+"""Kinds that show a forward or a backward."""
 
 MOST_BACK: Final = 10_000
 """Steps that are looked through for one with such a kind."""
@@ -255,10 +258,12 @@ class _Step:
         self._modules: dict[step_propagation.StageChunk, set[str]] = defaultdict(set)
         self._parameters: dict[tuple[int, int], Parameter] = {}
         self._spread: dict[tuple[int, int, int], bool] = {}
+        self._weights = step_propagation.Weights(frozenset(), frozenset())
 
     def origins(self) -> Iterator[int]:
         """Numbers of the events that are origins."""
         self._note_what_fired()
+        self._weights = self._history.weights(self._fired)
         yield from self._without_graph()
         yield from self._of_passes()
         for number in self._numbers(*set(Role) - {*step_propagation.IN_PASSES}):
@@ -318,10 +323,9 @@ class _Step:
         pipelines: defaultdict[PipelineGroup, step_propagation.PipelineEvents] = defaultdict(step_propagation.PipelineEvents)
         for one in seen:
             pipelines[one.member.group].add(one)
-        weights = self._history.weights(self._fired)
         begins = np.flatnonzero(np.diff(joined[by_call], prepend=-1)).tolist()
         for begin, end in zip(begins, [*begins[1:], len(seen)], strict=False):
-            propagation = StepPropagation(self._job, self._step, weights, pipelines)
+            propagation = StepPropagation(self._job, self._step, self._weights, pipelines)
             yield from propagation.origins(seen[begin:end])
             self._note_modules(seen[begin].member, propagation)
 
@@ -342,7 +346,7 @@ class _Step:
             deviates_upstream = bool(self._of.finite[number]) and bool(
                 self._fired.roles[recording] & {*step_propagation.PASSES}
             )
-            return deviates_upstream or self._gradient(graph, subject, parameter)
+            return deviates_upstream or self._after_unseen_passes(number) or self._gradient(graph, subject, parameter)
         if subject.role == Role.MOMENT and subject.series.kind.endswith(LEFT_BY_STEP):
             return self._history.is_dirty(recording, self._fired) or self._follows_another(number, Role.MOMENT)
         if subject.role == Role.MOMENT:
@@ -364,6 +368,21 @@ class _Step:
         if subject.role == Role.ORIGINAL_WEIGHT:
             return self._original_weight(parameter)
         return self._follows_another(number)
+
+    def _after_unseen_passes(self, number: int) -> bool:
+        """Whether an aggregated gradient may come from bad weights, or from what spoiled another one, through a forward and a
+        backward of which this step shows nothing.
+        """
+        recording, stage, chunk, _ = self._parameter(number)
+        place = recording, stage, chunk
+        if any(self._history.recorded.by(place, kind, self._step) for kind in _OF_PASSES):
+            return False
+        weights = self._weights
+        if any(one[0] == recording for one in weights.modules) or (
+            recording in weights.doubtful and place not in weights.recorded
+        ):
+            return True
+        return self._follows_another(number, Role.GRADIENT)
 
     def _gradient(self, graph: DataflowGraph, subject: Subject, parameter: Parameter) -> bool:
         """Whether an aggregated gradient is explained: each rank of the aggregation may have contributed the fault."""

@@ -388,6 +388,7 @@ class Cause(Enum):
     PASSES = "a pass of which nothing is watched"
     AGGREGATION = "the aggregation of gradients"
     UNSEEN_RANKS = "a gradient of ranks that do not record theirs"
+    UNREAD_GRADIENTS = "gradients that no rank reads before they are aggregated"
     GIVEN = "what a rank gave to a collective"
     CHANGED_GRADIENTS = "what changed all gradients together"
     MOMENTS = "the optimizer's state"
@@ -557,9 +558,17 @@ def _aggregation(job: RankedJob, member: Member, subject: Subject, step: int, gi
     if given is not None and not unseen:
         text = f"between the backward of {listed(given.ranks)} and {given.operator}, to which no other rank gave bad numbers"
         return FaultLocation(Cause.GIVEN, text)
-    if notes_a_change(member.manifest):
-        text = f"{after}, where all were changed together, as by clipping: any of them may be the cause"
-        return FaultLocation(Cause.CHANGED_GRADIENTS, text)
+    changed = notes_a_change(member.manifest)
+    together = ", where all were changed together, as by clipping: any of them may be the cause" if changed else ""
+    if unseen and given is None and not _records_its_own(member, subject):
+        shown = _shows_forward(member, subject, step)
+        passes = f"in the {'' if shown else 'forward or '}backward of {listed(unseen)}"
+        text = (
+            f"{passes}, or {after}{together}. Gradients before that were not recorded, so the place is not known more precisely"
+        )
+        return FaultLocation(Cause.UNREAD_GRADIENTS, text)
+    if changed:
+        return FaultLocation(Cause.CHANGED_GRADIENTS, f"{after}{together}")
     if not unseen:
         return FaultLocation(Cause.AGGREGATION, after)
     return FaultLocation(
@@ -571,6 +580,17 @@ def _shows_its_own(member: Member | None, subject: Subject, step: int) -> bool:
     """Whether the rank's local gradient of the parameter was measured and judged."""
     local = Series("grad_unreduced", subject.series.vpp_stage, subject.series.name)
     return member is not None and member.has_judged_all(step) and _shows(member, local, step)
+
+
+def _records_its_own(member: Member, subject: Subject) -> bool:
+    """Whether the configuration asks for local gradients."""
+    return member.graph is None or ("grad_unreduced", subject.series.vpp_stage) in member.graph.kinds
+
+
+def _shows_forward(member: Member, subject: Subject, step: int) -> bool:
+    """Whether activations were measured and judged in the step."""
+    graph = member.graph_in(step)
+    return graph is not None and ("actv", subject.series.vpp_stage) in graph.kinds
 
 
 def _saw_gradients(member: Member, step: int) -> bool:

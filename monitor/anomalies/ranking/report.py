@@ -217,6 +217,8 @@ _NEXT: Final = {
     Cause.PARAMETER: "Dump the module's inputs there and the gradient of its output, and run its backward on another device.",
     Cause.AGGREGATION: "No rank's own gradient was bad: look at the communication library, and what scales or clips gradients.",
     Cause.UNSEEN_RANKS: "See whether their events are missing or not recorded (module_ranks), then look at the communication.",
+    Cause.UNREAD_GRADIENTS: "Record gradients before aggregation (wg_distribution, and wg_reduced_only false) and activations "
+    "(xy_distribution) in every step, and go through step {step} again.",
     Cause.GIVEN: "No rank's own gradient was bad after backward: look at what changes gradients there before they are reduced.",
     Cause.CHANGED_GRADIENTS: "Look at what changes gradients before the optimizer's step, and at the communication library.",
     Cause.MOMENTS: "Look at what changed it since the last step that was judged: a loaded checkpoint, the device's memory.",

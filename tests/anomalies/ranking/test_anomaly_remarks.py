@@ -257,8 +257,16 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
         (
             ["grad_unreduced"],
             *("grad_reduced", "b.weight"),
-            "in the backward of rank 0, whose own gradient is not known, or between the backward and the optimizer's step",
-            "See whether their events are missing or not recorded (module_ranks)",
+            "in the backward of rank 0, or between the backward and the optimizer's step. Gradients before that were not "
+            "recorded, so the place is not known more precisely",
+            "Record gradients before aggregation (wg_distribution, and wg_reduced_only false)",
+        ),
+        (
+            ["grad_unreduced", "actv", "actv_grad"],
+            *("grad_reduced", "b.weight"),
+            "in the forward or backward of rank 0, or between the backward and the optimizer's step. Gradients before that "
+            "were not recorded, so the place is not known more precisely",
+            "and go through step 1 again",
         ),
         (
             ["exp_avg", "param_origin"],
@@ -349,10 +357,20 @@ def test_of_very_many_ranks_that_aggregate_only_the_first_are_named(tmp_path):
     )
 
 
+CLIPPED = {"grad_reduced": "changed in place between backward and the optimizer's step"}
+
+
 def test_gradients_that_were_clipped_together_are_said_to_be_so(tmp_path):
-    rank = PlayedRank(notes={"grad_reduced": "changed in place between backward and the optimizer's step"})
+    rank = PlayedRank(notes=CLIPPED)
     found = ranked(tmp_path, rank.fire("grad_reduced", "a.x.weight").fire("grad_reduced", "b.weight"))
     assert "where all were changed together, as by clipping: any of them may be the cause" in advice(found)
+
+
+def test_a_clipping_of_gradients_that_nobody_read_before_is_one_possible_place_of_several(tmp_path):
+    rank = PlayedRank(notes=CLIPPED, without=["grad_unreduced", "actv", "actv_grad"])
+    told = advice(ranked(tmp_path, rank.fire("grad_reduced", "b.weight")))
+    assert "in the forward or backward of rank 0, or between the backward and the optimizer's step, where all were" in told
+    assert "Look at what scales, clips or changes gradients" not in told
 
 
 @pytest.mark.parametrize(

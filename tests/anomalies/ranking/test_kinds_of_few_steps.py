@@ -111,6 +111,29 @@ def test_a_module_has_weights_also_in_a_step_without_any_kind_of_them(tmp_path):
     assert "weights were not recorded in this step (intervals). If the weights are bad" in told
 
 
+CLIPPED = {"grad_reduced": "changed in place between backward and the optimizer's step"}
+
+
+@pytest.mark.parametrize("notes", [{}, CLIPPED])
+def test_reduced_gradients_of_steps_that_show_no_pass_follow_from_bad_weights_or_from_one_another(notes, tmp_path):
+    names = ("a.x.weight", "b.weight")
+    fired = [("grad_reduced", name, step) for step in (1, 2, 3) for name in names]
+    bad_weights = [("param_updated", name, step) for step in (1, 2) for name in names]
+    bad_weights += [("param_origin", name, step) for step in (2, 3) for name in names]
+    every = dict.fromkeys(("param_origin", "param_updated"), range(6))
+    rare = {"actv": (0, 5), "actv_grad": (0, 5)}
+    for kinds, events in ((rare, fired), (rare | every, [*fired, *bad_weights]), ({}, fired)):
+        rank = followed(kinds, *events, without=["grad_unreduced"])
+        rank.notes = notes
+        assert origins(ranked(tmp_path / str(len(kinds)), rank)) == ["grad_reduced/a.x.weight"]
+
+
+def test_a_reduced_gradient_is_an_origin_where_the_passes_of_its_step_were_clean(tmp_path):
+    fired = [("param_origin", "a.x.weight", 0), ("grad_reduced", "b.weight", 1)]
+    kinds = dict.fromkeys(("actv", "actv_grad", "param_origin"), range(6))
+    assert origins(ranked(tmp_path, followed(kinds, *fired))) == ["param_origin/a.x.weight", "grad_reduced/b.weight"]
+
+
 def test_a_kind_whose_rows_no_rule_has_judged_is_not_clean(tmp_path):
     rank = PlayedRank(kinds={"actv": (), "actv_grad": ()}).fire("grad_unreduced", "b.weight")
     assert ranked(tmp_path, rank).ranked[0].location.text.startswith("in the forward or backward of the model")
