@@ -139,6 +139,8 @@ class MicroBatchCount:
         Args:
             late: Whether recording begins after it.
         """
-        found = f"Step {step - 1} had {forwards} micro-batches (training forwards of the model), so a step has {self.adopted}."
+        one = forwards == 1
+        counted = f"{forwards} micro-batch{'' if one else 'es'} (training forward{'' if one else 's'} of the model)"
+        found = f"Step {step - 1} had {counted}, so a step has {self.adopted}."
         begins = f" Rows and alerts begin with step {step}; with micro_batches={self.adopted} they begin with the first one."
         return found + begins if late else found

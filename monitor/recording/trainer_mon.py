@@ -325,7 +325,7 @@ class ModelMonitor(DeprecatedMethods):
         if seen:
             LOGGER.info("[rank %d] %s", self._failures.rank, said)
         else:
-            self._failures.warn("micro-batches", f"{said} Pass micro_batches if that is wrong.")
+            self._failures.advise("micro-batches", f"{said} Pass micro_batches if that is wrong.")
         if self._dynamic:
             recording.follow_file(partial(self._switch, recording, watch_of))
             attachment.at_boundary(step)

@@ -16,7 +16,6 @@ UNHELD: Final = "a kind that needs an optimizer, of a parameter that no optimize
 
 WARNINGS: Final = {
     "fewer micro-steps": "a gradient of COMPLETE_EARLY is missing",
-    "more micro-steps": "forwards of a step whose optimizers have not all had their turn",
     "optimizers of a step": "an optimizer was left out, and the step ended without it",
     "parameters of no optimizer": "UNHELD",
     "ur_distribution": "an optimizer that is no Adam has no rows of Adam's updates",

@@ -84,9 +84,35 @@ def test_two_steps_that_agree_correct_a_first_step_with_a_forward_more(output: O
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert "Step 2 had 1 micro-batches" in output.manifest()["notes"]["micro_steps"]
+    assert (
+        "Step 2 had 1 micro-batch (training forward of the model), so a step has 1."
+        in output.manifest()["notes"]["micro_steps"]
+    )
     assert {row.step for row in output.rows("grad_reduced")} == {1, 2, 3, 4}
     assert {(row.step, row.micro_step) for row in output.rows("actv")} == {(step, 0) for step in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_gan_without_a_fault_counts_no_failure(apart: bool, output: Output) -> None:
+    generator, critic = net(), nn.Sequential(nn.Linear(1, 1))
+    generators, critics = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (generator, critic))
+    if apart:
+        pairs: list[tuple[nn.Module, Any]] = [(generator, generators), (critic, critics)]
+    else:
+        pairs = [(nn.ModuleList([generator, critic]), [critics, generators])]
+    watching = [monitor.watch(model, optimizer, "weight-gradients") for model, optimizer in pairs]
+    for _ in range(STEPS):
+        made = generator(torch.ones(2, 4))
+        (critic(torch.ones(2, 1)) - critic(made.detach())).sum().backward()
+        critics.step()
+        generators.zero_grad()
+        critic(made).sum().backward()
+        generators.step()
+        critics.zero_grad()
+    for one in watching:
+        one.close()
+    manifests = [json.loads((directory / "manifest.json").read_text()) for directory in output.directories()]
+    assert [one["failures"] for one in manifests] == [{}] * len(watching)
 
 
 def test_a_number_given_during_the_first_step_is_used(output: Output) -> None:
