@@ -40,7 +40,7 @@ _FEW: Final = 4
 """Batches of a quarter of the samples stay in the band. Our measurement, in 12 trainings of a classifier with noisy labels."""
 _MOST_NAMED: Final = 4
 _ACTIVATIONS: Final = '"xy_distribution": true and "all_xy": true'
-LOOK: Final = '"wg_distribution": true and "monitor_mbs_grad": true'
+LOOK: Final = '"wg_distribution": true, "wg_reduced_only": false and "monitor_mbs_grad": true'
 
 
 class Outstanding(NamedTuple):

@@ -314,7 +314,13 @@ _THEN: Final = {
 }
 
 
+_ELSE: Final = "Look at the labels of this step and at the loss function: no row shows them."
+"""If everything that may tell was recorded, and does not tell."""
+
+
 def _then(one: Explained) -> str:
+    if not one.cause and not one.look:
+        return _ELSE
     record = f"To know more, record {'; '.join(one.look)}." if one.look and one.certainty != "because" else ""
     return " ".join(filter(None, [_THEN.get(one.cause, ""), record]))
 

@@ -148,6 +148,27 @@ def test_with_the_loss_alone_no_cause_is_named_and_what_to_record_is(cause: str,
     assert all(field in spikes.then for field in fields)
 
 
+def test_what_is_advised_can_be_added_to_the_configuration_and_then_tells_the_cause(tmp_path: Path) -> None:
+    fields = {**EVERYTHING, "wg_reduced_only": True, "monitor_mbs_grad": False, "mv_distribution": False}
+    train(tmp_path / "before", batch=bad, **fields)
+    advised = found(tmp_path / "before").then
+    added = {name: value == "true" for name, value in re.findall(r'"(\w+)": (true|false)', advised)}
+    assert added.keys() >= {"wg_distribution", "mv_distribution"}
+    train(tmp_path / "after", batch=bad, **{**fields, **added})
+    (first, *_) = found(tmp_path / "after").listed
+    assert (first["cause"], first["certainty"]) == ("batch", "because")
+
+
+def test_labels_that_are_wrong_in_one_step_are_what_is_left_to_look_at(tmp_path: Path) -> None:
+    def wrong(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, (y + 1) % 6) if step == AT else (x, y)
+
+    train(tmp_path / "out", batch=wrong)
+    spikes = found(tmp_path / "out")
+    assert (spikes.listed[0]["certainty"], spikes.listed[0]["record"]) == ("cannot tell", [])
+    assert spikes.then == "Look at the labels of this step and at the loss function: no row shows them."
+
+
 def test_two_causes_at_once_are_never_certain(tmp_path: Path) -> None:
     train(tmp_path / "out", in_step(AT - 3, lambda *of: faster(*of, factor=60)), bad)
     certain = [one for one in found(tmp_path / "out").listed if one["step"] == AT and one["certainty"] == "because"]
