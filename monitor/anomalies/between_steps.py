@@ -114,8 +114,10 @@ class _Interval:
         if fresh and self._warnings < MOST_SAID:
             self._warnings += 1
             self._said.update(fresh)
-            named = tuple(self._name(one)[1] for one in list(fresh)[:NAMED])
-            names = ", ".join(named) + (", …" if len(fresh) > NAMED else "")
+            places = [self._name(one) for one in list(fresh)[:NAMED]]
+            named = tuple(name for _, name in places)
+            in_words = (f"{name} of chunk {chunk}" if chunk else name for chunk, name in places)
+            names = ", ".join(in_words) + (", …" if len(fresh) > NAMED else "")
             said = f"{what}: {names}. The memory of this device was corrupted, or something else wrote: {causes}."
             self._alerts.say(
                 WrongBits(

@@ -38,7 +38,10 @@ class Checked:
 
     def step(self, number: int, began: dict[str, float], left: dict[str, float]) -> None:
         kinds = {"param_origin": _measured(began), "param_updated": _measured(left)}
-        self._watcher.look(self.rank.step(number, {kind: rows for kind, rows in kinds.items() if rows}))
+        self.look(number, {kind: rows for kind, rows in kinds.items() if rows})
+
+    def look(self, number: int, kinds: dict[str, list[Measured]]) -> None:
+        self._watcher.look(self.rank.step(number, kinds))
 
     def drop(self, number: int) -> None:
         self._watcher.dropped(number, "the queue was full")
@@ -74,6 +77,23 @@ def test_a_weight_that_has_changed_is_named_with_rank_step_and_what_it_may_be(
     assert "1 of 5 weights are in step 5 not what the optimizer left in step 4: c. The memory of this device was" in text
     assert "loaded" in text
     assert [record.getMessage() for record in caplog.records] == [f"[rank 3] {text}"]
+
+
+def test_the_model_of_a_weight_is_named_if_the_rank_has_several(checked: Checked) -> None:
+    def both(value: float, changed: float) -> dict[str, list[Measured]]:
+        return {
+            kind: [
+                Measured("a", [one, 1.0], vpp_stage=chunk, checked=True)
+                for chunk in (0, 1)
+                for one in [began if chunk else value]
+            ]
+            for kind, began in (("param_origin", changed), ("param_updated", value))
+        }
+
+    for step, changed in enumerate((0.0, 7.0)):
+        checked.look(step, both(0.0, changed))
+    (text,) = checked.notes.values()
+    assert "1 of 2 weights are in step 1 not what the optimizer left in step 0: a of chunk 1." in text
 
 
 def test_most_weights_at_once_were_written_which_is_said_once(checked: Checked) -> None:

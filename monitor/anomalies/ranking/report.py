@@ -296,7 +296,8 @@ def _found(one: Ranked) -> str:
     replica = f" (rank {rank}'s replica)" if subject.recorded_as.kind == REPLICA_KIND else ""
     micro_step = "" if one.micro_step == NO_MICRO_STEP else f", micro-step {one.micro_step}"
     where = f"on rank {rank} ({one.member.host}) in step {one.step}{micro_step}"
-    return f"{kind}{name_of(subject)}{replica} {where}: {described_value(one)}"
+    chunk = f" of chunk {subject.series.vpp_stage}" if subject.series.vpp_stage else ""
+    return f"{kind}{name_of(subject)}{chunk}{replica} {where}: {described_value(one)}"
 
 
 def _next(one: Ranked) -> list[str]:

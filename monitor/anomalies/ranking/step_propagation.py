@@ -215,11 +215,19 @@ class StepPropagation:
         """Whether a tensor from other chunks of the pipeline has fired."""
         role, place, forward = one.subject.role, one.place, one.subject.role == Role.FORWARD
         pipeline = self._pipelines[one.member.group]
+        if len(one.member.group.mates) == 1 and self._fired_elsewhere(one.subject.series.vpp_stage):
+            return True
         if not one.finite and stage_boundary(self._job, one.member, one.subject.series.vpp_stage, role, self._step) is not None:
             return (role, not forward, place - 1 if forward else place + 1, one.micro_step) in pipeline.boundaries
         if forward:
             return pipeline.first_forward.get(one.micro_step, place) < place
         return pipeline.last_backward.get(one.micro_step, place) > place
+
+    def _fired_elsewhere(self, chunk: int) -> bool:
+        """Whether anything has fired in another model that the rank watches. In what order models without a pipeline call one
+        another is not known: a critic has several micro-steps for each of its generator's.
+        """
+        return any(fired.modules for other, fired in self.chunks.items() if other != chunk)
 
     def _backward(self, one: Sighting, graph: DataflowGraph, chunk: Chunk) -> bool:
         """Whether a backward event is explained. The loss joins all forwards; a residual adds parts without an edge."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from played_job import EDGES, PlayedRank, origins, pipeline, ranked
 
+from monitor.anomalies.ranking.report import advice
 from monitor.coordinator.series_file import Pass
 
 TWO_MICRO_STEPS = [Pass(way, 0, m) for m in range(2) for way in (True, False)]
@@ -251,6 +252,23 @@ def test_chunks_of_a_pipeline_follow_one_another_from_the_last_rank_to_the_first
     first, second = (PlayedRank(rank, {"pp": (0, 1)}, passes, chunks=2) for rank in range(2))
     found = ranked(tmp_path, first.fire("actv", ".input", chunk=1), second.fire("actv", ".output", chunk=0))
     assert origins(found) == ["1:actv/.output"]
+
+
+GENERATOR_AND_CRITIC = [Pass(True, 0, 0), Pass(True, 1, 0), Pass(True, 1, 1), Pass(False, 1, 1), Pass(False, 0, 0)]
+"""A critic sees real data first, then what the generator made."""
+
+
+def test_a_critic_may_have_its_input_from_a_generator_of_another_micro_step(tmp_path):
+    rank = PlayedRank(passes=GENERATOR_AND_CRITIC, chunks=2).fire("actv", ".output")
+    found = ranked(tmp_path, rank.fire("actv", ".input", chunk=1, micro_step=1))
+    assert [one.is_origin for one in found.ranked] == [True, False]
+
+
+def test_an_event_before_anything_fired_in_the_other_model_is_an_origin_and_its_model_is_named(tmp_path):
+    rank = PlayedRank(passes=GENERATOR_AND_CRITIC, chunks=2).fire("actv", "b.output", chunk=1)
+    found = ranked(tmp_path, rank)
+    assert origins(found) == ["actv/b.output"]
+    assert "First came b.output of chunk 1 on rank 0" in advice(found)
 
 
 def test_without_a_manifest_the_first_event_after_a_clean_update_is_the_origin(tmp_path):
