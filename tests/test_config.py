@@ -14,6 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from monitor.config import ConfigError, MonitorConfig, TensorSpec, load_config
+from monitor.config.loading import configuration_of
 
 Load = Callable[[Any], MonitorConfig]
 Refused = Callable[[Any], str]
@@ -501,6 +502,11 @@ class TestFiles:
         with pytest.raises(ConfigError) as error:
             load_config("monitor.json")
         assert f"{tmp_path / 'monitor.json'}: there is no such file" == str(error.value)
+
+    @pytest.mark.parametrize("given", [None, 3, ["config.json"]])
+    def test_what_is_no_path_and_no_dictionary_is_refused_by_the_name_of_the_argument(self, given: Any) -> None:
+        with pytest.raises(ConfigError, match=r"^config_file_path is .*: expected the path of a JSON file, or a dictionary"):
+            configuration_of(given)
 
     def test_a_directory_is_no_file(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="it is a directory, expected a JSON file"):

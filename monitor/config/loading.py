@@ -239,9 +239,15 @@ def config_of(given: Mapping[str, Any] | MonitorConfig) -> MonitorConfig:
 
 
 def configuration_of(given: str | os.PathLike[str] | Mapping[str, Any] | MonitorConfig) -> tuple[MonitorConfig, str, bool]:
-    """The configuration, the path of its file if it has one, and whether changes of the file are followed."""
+    """The configuration, the path of its file if it has one, and whether changes of the file are followed.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
     if isinstance(given, (MonitorConfig, Mapping)):
         return config_of(given), "", False
+    if not isinstance(given, (str, bytes, os.PathLike)):
+        raise ConfigError(f"config_file_path is {given!r}: expected the path of a JSON file, or a dictionary of its fields")
     config, path = load_config(given), _path_text(given)
     return config, path, is_dynamic(path)
 

@@ -292,7 +292,8 @@ class ModuleWatcher:
         """The choice; all tensors if a target expects another number of tensors than the call has."""
         if choice.length is None or choice.length == found:
             return choice
-        message = f"targets expects {choice.length} elements in {slot} of {self.name!r}, but there are {found}."
+        wanted = f"{choice.length} element{'' if choice.length == 1 else 's'}"
+        message = f"targets expects {wanted} in {slot} of {self.name!r}, but there {'is' if found == 1 else 'are'} {found}."
         advice = "All of them are recorded. Correct the number in targets."
         self.collector.failures.warn(f"length of {self.name}.{slot}", f"{message} {advice}")
         return TensorChoice(wanted=True, length=None, index=None)

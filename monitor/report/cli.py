@@ -148,5 +148,6 @@ def _print(printed: dict[str, Any] | None, checks: list[CheckResult], verdict: V
     for one in sorted(checks, key=lambda one: _LAST.index(one.state)):  # a terminal shows the end
         say(console, f"{_SIGNS.get(one.state, 'not looked at ')} {one.name}: {one.finding.says}")
     say(console, verdict.says, style=_STYLES.get(verdict.state, ""))
-    say(console, verdict.then)
+    if verdict.then:
+        say(console, verdict.then)
     say(console, f"written to {path}")

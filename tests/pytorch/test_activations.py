@@ -680,6 +680,7 @@ def test_another_length_than_the_target_says_is_warned_about_once_and_all_is_rec
     assert [row.name for row in output.rows("actv")] == [".input", ".output_0", ".output_1"] * 3
     said = [record.message for record in caplog.records if "targets expects" in record.message]
     assert len(said) == 2
+    assert "expects 2 elements in input of '', but there is 1. All" in said[0]
     assert "3 elements in output" in said[1]
     assert "there are 2" in said[1]
 
