@@ -313,7 +313,7 @@ def _started(run: RankRun) -> float:
 def _described(runs: Sequence[RankRun]) -> str:
     ranks = len({run.rank for run in runs})
     first = runs[0].manifest
-    watched = f", {first.watched.role}" if first.watched is not None else ""
+    watched = "" if first.watched is None else f", {first.watched.role} (number {first.watched.number + 1} in its process)"
     return f"started {first.started}, {ranks} of {first.world_size} ranks{watched}"
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import monitor
 from monitor import ConfigError, MonitorConfig
+from monitor.merge.discovery import choose, discover
+from monitor.merge.execution import MergeError
 from monitor.pytorch import TrainerMon
 
 STEPS = 4
@@ -113,6 +115,19 @@ def test_a_gan_without_a_fault_counts_no_failure(apart: bool, output: Output) ->
         one.close()
     manifests = [json.loads((directory / "manifest.json").read_text()) for directory in output.directories()]
     assert [one["failures"] for one in manifests] == [{}] * len(watching)
+
+
+def test_the_jobs_of_two_models_of_a_process_are_told_apart_where_one_has_to_be_chosen(output: Output) -> None:
+    models = [net(), net()]
+    for one in [one_line(model, torch.optim.AdamW(model.parameters())) for model in models]:
+        one.close()
+    with pytest.raises(MergeError) as refused:
+        choose(discover(output.base), None)
+    listed = str(refused.value).splitlines()[1:]
+    assert {one.partition("ranks, ")[2] for one in listed} == {
+        f"torch Sequential AdamW trained (number {number} in its process)" for number in (1, 2)
+    }
+    assert len(listed) == 2
 
 
 def test_a_number_given_during_the_first_step_is_used(output: Output) -> None:
