@@ -379,6 +379,7 @@ class Communication:
         self._note: Callable[[str, str], None] | None = None
         self._sites = CallSites(wanted.cc_codeline)
         self._log: CommunicationLog | None = CommunicationLog(collectives.dtype_name)
+        self._found_wanted = False
         self._series: dict[tuple[str, str, str], CallSeries] = {}
         # Whether inputs are read before the call is issued.
         self._looks_first = bool(wanted.cc_codeline or wanted.cc_pre_hook)
@@ -411,6 +412,9 @@ class Communication:
         path = log.write(directory)
         calls, sites = log.counts.total(), len(log.counts)
         LOGGER.info("[rank %d] communication: %d calls from %d sites, listed in %s", self._failures.rank, calls, sites, path)
+        if calls and self._sites.has_patterns and not self._found_wanted:
+            said = f"cc_codeline {list(self.wanted.cc_codeline)} finds none of the call sites of the first step"
+            self._failures.advise("cc_codeline", f"{said}: none is recorded. Take file[line] from the column stack of {path}.")
         return path
 
     def close(self) -> None:
@@ -466,6 +470,7 @@ class Communication:
         if self._log is not None:
             tensors = inputs or ([] if operator.functional else operator.given(args, None))
             self._log.add(operator.name, group.label, tensors, site)
+            self._found_wanted |= site.wanted
         return site.wanted
 
     def expected(self, operator: Operator, args: Sequence[Any], result: Any) -> tuple[CollectiveCall, Sequence[Any]] | None:

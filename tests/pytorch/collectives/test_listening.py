@@ -37,3 +37,8 @@ def test_a_compiled_model_with_collectives_stays_one_graph_and_every_call_is_rec
 
 def test_with_one_code_line_configured_only_its_calls_are_recorded(told: list[dict[str, Any]]) -> None:
     assert [one["one_line"] for one in told] == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_code_lines_that_find_no_call_of_the_first_step_are_said(told: list[dict[str, Any]]) -> None:
+    said = r"cc_codeline ['elsewhere\\.py\\[1\\]'] finds none of the call sites of the first step: none is recorded"
+    assert [one["lines_without_calls"] for one in told] == [[[], [f"[rank 0] {said}"]]] * 2

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging.handlers
+import tempfile
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ import torch.distributed._functional_collectives as functional
 from communicating import Attach, run
 
 from monitor.config.model import CcDistribution
-from monitor.failures import Failures
+from monitor.failures import LOGGER, Failures
 from monitor.pytorch.collectives.interception import INTERCEPTION, KEY
 from monitor.pytorch.collectives.operators import operators
 from monitor.pytorch.collectives.recording import communication as communication_of
@@ -123,8 +126,26 @@ def one_line() -> list[int]:
     return rows.partials["count"].tolist()
 
 
+def lines_without_calls() -> list[list[str]]:
+    """What is warned of at the end of the first step, with a pattern that finds a call, and with one that finds none."""
+    said = logging.handlers.BufferingHandler(1000)
+    said.setLevel(logging.WARNING)
+    LOGGER.addHandler(said)
+    told = []
+    for pattern in (rf"lifecycle\.py\[{here.__code__.co_firstlineno + 1}\]$", r"elsewhere\.py\[1\]"):
+        communication, _ = listening(cc_codeline=(pattern,))
+        here()
+        with tempfile.TemporaryDirectory() as directory:
+            communication.end_log(Path(directory))
+        communication.close()
+        told.append([record.getMessage().partition(". Take")[0] for record in said.buffer])
+        said.buffer.clear()
+    LOGGER.removeHandler(said)
+    return told
+
+
 def train(_attach: Attach) -> dict[str, Any]:
-    parts = (left_behind, never_waited, same_work, compiled, one_line)
+    parts = (left_behind, never_waited, same_work, compiled, one_line, lines_without_calls)
     return {part.__name__: part() for part in parts}
 
 
