@@ -141,10 +141,10 @@ def _print(found: advice.Advice, console: Console) -> None:
         say(console, one, style="yellow")
     if not found.gemms:
         return
-    say(console, "\nThe rows that lose most, by format and scaling:")
-    _print_columns(
-        [("format", "scaling", "layer", "operand", "step", "to zero", "saturates", "error"), *_casts(found)], console
-    )
+    if casts := [*_casts(found)]:
+        say(console, "\nThe rows that lose most, by format and scaling:")
+        heads = ("format", "scaling", "layer", "operand", "step", "to zero", "saturates", "error")
+        _print_columns([heads, *casts], console)
     counted = ", ".join(f"{len(found.having(verdict))} {said}" for verdict, said in _SHOWN.items())
     say(console, f"\n{len(found.gemms)} layers in {found.steps} steps: {counted}")
     say(console, _of_loss(found))

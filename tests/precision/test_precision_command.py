@@ -97,6 +97,15 @@ def judged(base: Path, layers: dict[str, list[float]]) -> str:
     return ran(base)[1].splitlines()[-1]
 
 
+def test_without_histograms_no_table_of_rows_is_printed(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path, 0, 1, "hdf5", ops=("norm", "shape"))
+    inputs = [Measured("a.input", WEIGHT, shape=(3, 2), micro_step=0)]
+    one.write(0, {"actv": inputs, "param_origin": [Measured("a.weight", WEIGHT, shape=(3, 2))]})
+    one.close()
+    status, said = ran(tmp_path)
+    assert (status, "There are no histograms of magnitudes." in said, "The rows that lose most" in said) == (1, True, False)
+
+
 def test_layers_that_could_not_be_judged_are_not_called_unsafe(tmp_path: Path) -> None:
     broken, wide = [math.nan, 1.0, 2.0, 3.0], [1e-30, 1e-20, 1e-10, 1.0]
     assert judged(tmp_path / "none", {"a": broken, "b": broken}) == "No layer was judged."
