@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -65,12 +65,38 @@ def of_numbers(pairs: Iterable[tuple[Any, Any]]) -> Difference:
 
 
 def of_leaves(a: Mapping[str, Any], b: Mapping[str, Any], names: Iterable[str]) -> Difference:
-    """Of what two dumps say of a tensor."""
+    """Of what two dumps say of a tensor. A mean is compared with the tensor's root mean square: near zero, its own size says
+    nothing.
+    """
     shared = [name for name in names if name in a and name in b]
     found = of_numbers([(a[name], b[name]) for name in shared]) if shared else SAME
+    if not found.same and "Mean" in shared and math.isfinite(found.relative):
+        found = _with_a_mean_of_elements(found, a, b, [name for name in shared if name != "Mean"])
     if a.get("md5") != b.get("md5") and "md5" in a and "md5" in b:
         return Difference(same=False, absolute=found.absolute, relative=found.relative)
     return found
+
+
+def _with_a_mean_of_elements(
+    found: Difference, a: Mapping[str, Any], b: Mapping[str, Any], others: Sequence[str]
+) -> Difference:
+    scale = max(_root_mean_square(a), _root_mean_square(b))
+    if scale == 0:
+        return found
+    mean = of_numbers([(a["Mean"], b["Mean"])])
+    rest = of_numbers([(a[name], b[name]) for name in others]) if others else SAME
+    return Difference(
+        same=False, absolute=found.absolute, relative=max(rest.relative, min(mean.relative, mean.absolute / scale))
+    )
+
+
+def _root_mean_square(leaf: Mapping[str, Any]) -> float:
+    """Of the elements; 0 if it is not known, or not finite."""
+    norm, shape = leaf.get("Norm"), leaf.get("shape")
+    if not isinstance(norm, float) or not math.isfinite(norm) or not isinstance(shape, list):
+        return 0.0
+    sizes = [one for one in shape if isinstance(one, int) and 0 < one < 2**63]
+    return norm / math.sqrt(math.prod(map(float, sizes))) if len(sizes) == len(shape) else 0.0
 
 
 def _greatest(numbers: NDArray[np.float64]) -> float:

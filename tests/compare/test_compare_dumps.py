@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from monitor.compare.cli import app
-from monitor.compare.values import of_numbers, of_tensors
+from monitor.compare.values import of_leaves, of_numbers, of_tensors
 from monitor.pytorch import PrecisionDebugger
 
 
@@ -167,3 +167,31 @@ def test_a_nan_against_a_number_is_larger_than_any_difference() -> None:
 def test_opposite_infinities_differ_by_infinity() -> None:
     found = of_tensors(np.array([math.inf]), np.array([-math.inf]))
     assert (found.absolute, found.relative) == (math.inf, 1.0)
+
+
+STATISTICS = ("Max", "Min", "Mean", "Norm")
+
+
+def leaf(*numbers: float, shape: object = (4, 25)) -> dict[str, Any]:
+    return {"shape": [*shape] if isinstance(shape, tuple) else shape, **dict(zip(STATISTICS, numbers, strict=True))}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "relative"),
+    [
+        (leaf(3.0, -3.0, 1e-6, 10.0), leaf(3.0, -3.0, -1e-6, 10.0), 2e-6),  # the root mean square is 1
+        (leaf(3.0, -3.0, 1e-6, 10.0), leaf(3.0, -3.3, -1e-6, 10.0), 0.3 / 3.3),
+        (leaf(2.0, 2.0, 2.0, 20.0), leaf(4.0, 4.0, 4.0, 40.0), 0.5),
+        (leaf(3.0, -3.0, 1e-6, 10.0, shape=None), leaf(3.0, -3.0, -1e-6, 10.0, shape=None), 2.0),
+    ],
+)
+def test_a_mean_near_zero_is_compared_with_the_size_of_the_elements(
+    one: dict[str, Any], other: dict[str, Any], relative: float
+) -> None:
+    found = of_leaves(one, other, STATISTICS)
+    assert (found.same, found.relative) == (False, pytest.approx(relative))
+
+
+def test_a_mean_that_is_no_number_on_one_side_differs_by_nan() -> None:
+    found = of_leaves(leaf(3.0, -3.0, math.nan, 10.0), leaf(3.0, -3.0, 0.0, 10.0), STATISTICS)
+    assert (found.same, math.isnan(found.relative)) == (False, True)
