@@ -523,6 +523,5 @@ class ModuleCollector:
                 "If a step accumulates several micro-batches, pass their number (grad_acc_steps of set_monitor, micro_batches "
                 "of watch). Call batch_ended() after a batch that failed or was skipped, and set_monitor again with a new "
                 "optimizer. Other loops that call the model several times, as a GAN's, need no change."
-                "several times, as a GAN's, need no change."
             )
             self.failures.advise("more micro-steps", f"{said} They get the next micro-step numbers. {advice}")
