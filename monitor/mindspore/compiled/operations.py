@@ -20,7 +20,7 @@ from mindspore.ops import constexpr, functional as F
 
 from monitor.mindspore.autograd import recording
 from monitor.mindspore.compiled import roles
-from monitor.mindspore.compiled.parameter_tape import BLOCK, HEAD, ParameterTape, Rank, layout_of, pieces_of
+from monitor.mindspore.compiled.parameter_tape import BLOCK, HEAD, ParameterTape, Part, layout_of, pieces_of
 from monitor.mindspore.tape import BY_OPERATIONS, COMPILED_VARIABLE, Layout
 from monitor.stats.mindspore.kernels import PIECE_COLUMNS
 from monitor.stats.ops import Epsilon
@@ -83,7 +83,7 @@ class ByOperations:
             return
         roots = program.roots()
         sizes = [one.size for root in roots for one in root.get_parameters()]
-        self.tape = ParameterTape(sum(1 for root in roots for _ in root.cells_and_names()), sizes, program.warn)
+        self.tape = ParameterTape(sum(1 for root in roots for _ in root.cells_and_names()), sizes, program.inside, program.warn)
         self.functions = operations_of(self.tape, self._eps)
 
     def slot(self, number: int, tap: Tap, layout: Layout | None) -> Tensor | None:
@@ -92,26 +92,25 @@ class ByOperations:
         Args:
             number: The id of the tap's entries.
         """
-        of_parameter = tap.role == roles.PARAMETER
-        layout = layout if of_parameter or tap.role in tap.owner.roles else None
-        block = 0 if of_parameter else tap.owner.number
-        found = None if self.tape is None else self.tape.site(number, block, _rank_of(tap), layout)
+        part = _PARTS[tap.role]
+        layout = layout if part is Part.NONE or tap.role in tap.owner.roles else None
+        cell = 0 if part is Part.NONE else tap.owner.number
+        found = None if self.tape is None else self.tape.site(number, cell, part, layout)
         program = self._known()
         if found is None and program is not None:
             program.lacks("room")
         return found
 
 
-def _rank_of(tap: Tap) -> Rank:
-    """The rank of a tap's entries."""
-    if tap.role == roles.PARAMETER:
-        return Rank.GRADIENT_OF_PARAMETER
-    of_model = tap.owner.chunk is not None
-    if tap.role.endswith("_grad"):
-        return Rank.GRADIENT_OF_END if of_model and tap.role == roles.OUTPUT_GRAD else Rank.GRADIENT
-    if tap.role in (roles.BEGIN, roles.EVALUATION):
-        return Rank.BEGINS
-    return Rank.ENDS if of_model and tap.role == roles.OUTPUT else Rank.INSIDE
+_PARTS: Final = {
+    roles.BEGIN: Part.BEGIN,
+    roles.EVALUATION: Part.BEGIN,
+    roles.INPUT: Part.INPUT,
+    roles.OUTPUT: Part.OUTPUT,
+    roles.OUTPUT_GRAD: Part.OUTPUT_GRAD,
+    roles.INPUT_GRAD: Part.INPUT_GRAD,
+    roles.PARAMETER: Part.NONE,
+}
 
 
 class Operations(NamedTuple):

@@ -8,10 +8,9 @@ a counter, and all that belongs to the call is added to rows of that block. If r
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import IntEnum
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from enum import Enum
 from itertools import count
 from typing import Any, Final, NamedTuple
 
@@ -59,15 +58,15 @@ REPEATED: Final = (
 )
 
 
-class Rank(IntEnum):
-    """The order of the entries of a forward and its backward. All entries of parameters follow."""
+class Part(Enum):
+    """The part of a call that an entry belongs to."""
 
-    BEGINS = 0
-    INSIDE = 1
-    ENDS = 2
-    GRADIENT_OF_END = 3
-    GRADIENT = 4
-    GRADIENT_OF_PARAMETER = 5
+    BEGIN = "begin"
+    INPUT = "input"
+    OUTPUT = "output"
+    OUTPUT_GRAD = "output_grad"
+    INPUT_GRAD = "input_grad"
+    NONE = "a parameter, outside of all calls"
 
 
 class Site(NamedTuple):
@@ -75,12 +74,13 @@ class Site(NamedTuple):
 
     Attributes:
         tap: The id of its entries.
-        rank: Where its entries are among others.
+        cell: The number of the cell; 0 for what belongs to no call.
         layout: The shape and dtype of its tensor; None for a mark.
     """
 
     tap: int
-    rank: Rank
+    cell: int
+    part: Part
     layout: Layout | None
 
     @property
@@ -101,13 +101,68 @@ class _Entry(NamedTuple):
     place: int
     pieces: NDArray[np.float32]
 
-    def place_among(self, begins: Sequence[int]) -> tuple[int, int, int]:
-        """Sorts entries by their forward, and in a forward as hooks see them."""
-        forward = bisect_right(begins, self.call) if self.call else len(begins)
-        return forward, self.site.rank, self.call + self.place % BLOCK if self.call else self.place
-
     def row(self) -> Floats:
         return np.array(partials.EMPTY) if self.site.layout is None else combined(self.pieces)
+
+
+class _Span(NamedTuple):
+    """When a call began and ended.
+
+    Attributes:
+        forward: The number of the pass through the model.
+    """
+
+    forward: int
+    begin: int
+    end: int
+
+
+_LAST: Final = _Span(1 << 62, 0, 0)
+"""That of what belongs to no call."""
+
+
+def _in_order(entries: Sequence[_Entry], inside: Callable[[int], Set[int | None]]) -> list[_Entry]:
+    """The entries as hooks would have seen them: a result after the calls inside, and gradients the other way round."""
+    spans = _spans(entries, inside)
+
+    def place_of(one: _Entry) -> tuple[int, bool, int, int]:
+        span, part = spans.get(one.call, _LAST), one.site.part
+        back = part in (Part.OUTPUT_GRAD, Part.INPUT_GRAD)
+        at = span.end if part in (Part.OUTPUT, Part.OUTPUT_GRAD) else span.begin
+        return span.forward, back, -at if back else at, -1 if part is Part.BEGIN else one.place
+
+    return sorted(entries, key=place_of)
+
+
+def _spans(entries: Sequence[_Entry], inside: Callable[[int], Set[int | None]]) -> dict[int, _Span]:
+    """The spans of calls, by number. Calls are numbered as they begin. A call ends before one begins that is not inside.
+
+    Args:
+        inside: The numbers of the cells inside a cell.
+    """
+    cells = {one.call: one.site.cell for one in entries if one.call}
+    of_model = {one.call for one in entries if one.site.part is Part.BEGIN}
+    found: dict[int, _Span] = {}
+    unfinished: list[tuple[int, int]] = []  # calls, and when they began
+    models: set[int] = set()
+    forward, now = 0, count()
+
+    def end() -> None:
+        call, began = unfinished.pop()
+        found[call] = _Span(forward, began, next(now))
+
+    for call in sorted(cells):
+        again = call in of_model and cells[call] in models
+        while unfinished and (again or cells[call] not in inside(cells[unfinished[-1][0]])):
+            end()
+        if again:
+            forward, models = forward + 1, set()
+        if call in of_model:
+            models.add(cells[call])
+        unfinished.append((call, next(now)))
+    while unfinished:
+        end()
+    return found
 
 
 class ParameterTape:
@@ -116,11 +171,18 @@ class ParameterTape:
     Args:
         cells: How many cells are measured.
         parameters: The sizes of the parameters whose gradients are measured.
+        inside: Returns the numbers of the cells inside a cell.
         warn: Warns once of what has no rows.
     """
 
-    def __init__(self, cells: int, parameters: Sequence[int], warn: Callable[[str, str], object]) -> None:
-        self._warn = warn
+    def __init__(
+        self,
+        cells: int,
+        parameters: Sequence[int],
+        inside: Callable[[int], Set[int | None]],
+        warn: Callable[[str, str], object],
+    ) -> None:
+        self._inside, self._warn = inside, warn
         self._is_on = False
         self.ring = BLOCK * max(LEAST_CALLS, CALLS_OF_A_CELL * cells)
         rows = self.ring + sum(2 * -(-size // PIECE) for size in parameters)
@@ -129,28 +191,27 @@ class ParameterTape:
         vars(self.rows)[_MARK] = True
         self.counter = Parameter(Tensor(np.array([self.ring])), name=f"monitor_calls_{number}", requires_grad=False)
         self._assign = ops.Assign()
-        self._sites: list[Site] = [Site(-1, Rank.BEGINS, None)]
+        self._sites: list[Site] = [Site(-1, 0, Part.BEGIN, None)]
         self._known: dict[tuple[Any, ...], Tensor | None] = {}
         self._used: Counter[int] = Counter({0: self.ring})
         self._taken = self.ring
 
-    def site(self, tap: int, block: int, rank: Rank, layout: Layout | None) -> Tensor | None:
+    def site(self, tap: int, cell: int, part: Part, layout: Layout | None) -> Tensor | None:
         """What the operations write of a tensor: float32, shape ``(HEAD,)``; None if there is no place for it.
 
         Args:
-            block: The number of the cell; 0 for what belongs to no call.
-            rank: See ``Rank``.
+            tap, cell, part: See ``Site``.
             layout: The shape and dtype of the tensor; None for a mark.
         """
         key = tap, layout
         if key not in self._known:
-            made = Site(tap, rank, layout)
-            place = self._used[block]
+            made = Site(tap, cell, part, layout)
+            place = self._used[cell]
             end = place + made.rows
-            if end > (len(self._zeros) if block == 0 else BLOCK):
+            if end > (BLOCK if cell else len(self._zeros)):
                 self._known[key] = None
             else:
-                self._used[block] = end
+                self._used[cell] = end
                 self._known[key] = Tensor(np.array([1, len(self._sites), place], np.float32))
                 self._sites.append(made)
         return self._known[key]
@@ -165,8 +226,7 @@ class ParameterTape:
             self._warn("too many calls for actv and actv_grad", OVERFLOW)
         self._taken = counted
         entries = list(self._entries(table, counted))
-        begins = sorted(one.call for one in entries if one.site.rank is Rank.BEGINS)
-        return _measurements(sorted(entries, key=lambda one: one.place_among(begins)))
+        return _measurements(_in_order(entries, self._inside))
 
     def discard(self) -> None:
         """Drop what was written since the last time. Waits for it."""
@@ -228,8 +288,8 @@ def _measurements(entries: Sequence[_Entry]) -> Measurements:
         layouts,
         np.array([layouts.index(one) for one in found], np.int64),
         frozenset(),
-        np.array([one.call if one.site.rank is Rank.BEGINS else 0 for one in entries], np.int64),
-        np.array([0 if one.site.rank is Rank.BEGINS else one.call for one in entries], np.int64),
+        np.array([one.call if one.site.part is Part.BEGIN else 0 for one in entries], np.int64),
+        np.array([0 if one.site.part is Part.BEGIN else one.call for one in entries], np.int64),
         np.zeros(len(entries), np.int64),
         np.array([MARK * (one.site.layout is None) for one in entries], np.int64),
         0,

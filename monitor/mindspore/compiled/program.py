@@ -453,6 +453,11 @@ class Program:
             self.absences.taken.append(weakref.ref(cell))
             self._is_taken |= of_optimizer  # no step would end, and entries would wait for ever
 
+    def inside(self, number: int) -> set[int | None]:
+        """The numbers of the cells inside a cell."""
+        cell = self.observed[number].cell()
+        return set() if cell is None else {self._number_of(one) for _, one in cell.cells_and_names() if one is not cell}
+
     def cells_with_taps(self) -> list[nn.Cell]:
         return [cell for cell, _ in self._cells() if has_taps(cell)]
 

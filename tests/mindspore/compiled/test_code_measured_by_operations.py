@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -428,3 +429,43 @@ def test_cells_that_targets_leave_out_have_no_rows(output: Output) -> None:
     bits, rows = recorded("graph", Deep, output, **chosen)
     assert bits == plain("graph", Deep)
     assert_same(rows, expected)
+
+
+class Dividing(nn.Cell):
+    """Divides by a given number between two cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Dense(4, 8), nn.Dense(8, 4)
+
+    def construct(self, x: Tensor, by: Tensor) -> Tensor:
+        return x + self.down(ops.tanh(self.up(x)) / by)
+
+
+class Nested(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Dividing(), Dividing(), nn.Dense(4, 2)
+
+    def construct(self, x: Tensor, by: Tensor) -> Tensor:
+        return (self.head(self.second(self.first(x, by), by * 0 + 1)) ** 2).mean()
+
+
+def test_rows_come_in_the_order_of_execution(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of one step have this order, by which the first fault is found."""
+
+    def events() -> list[str]:
+        with mode_of("graph"):
+            net = with_fixed_weights(Nested())
+            optimizer = adam(net.trainable_params())
+            alert = {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}
+            with attached(output, net, optimizer, xy_distribution=True, param_distribution=True, all_xy=True, alert=alert):
+                Whole(net, optimizer)(inputs(0), Tensor(0.0, ms.float32))
+        (path,) = (output.base / "anomaly_detected" / "rank0").glob("anomaly*.json")  # an earlier run's is renamed
+        found = sorted(json.loads(path.read_text()).values(), key=lambda one: one["call_id"])
+        return [one["tag_name"] for one in found if one["tag_name"].rpartition("/")[2] in ("actv", "actv_grad")]
+
+    found = events()
+    assert len(found) > 20
+    monkeypatch.setenv(COMPILED_VARIABLE, "1")
+    assert found == events()
