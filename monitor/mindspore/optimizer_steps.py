@@ -18,7 +18,7 @@ from monitor.mindspore.compiled.outside import StepsFromOutside
 from monitor.mindspore.compiled.program import Program
 from monitor.mindspore.compiled.replay import flush
 from monitor.mindspore.hooks import after_forward, before_forward
-from monitor.mindspore.tape import compiled_code_is_excluded, operations_are_used
+from monitor.mindspore.tape import compiled_code_is_excluded
 from monitor.recording.backend import HookSet, StepListener
 from monitor.recording.startup_estimate import records_run_numbers
 from monitor.series import KIND_TABLE
@@ -116,7 +116,7 @@ class MindSporeOptimizerSteps:
         listener: Any = self._listener
         program.note = listener.sealer.note
         kinds = partial(_kinds_of, self._listener)
-        for optimizer, given in optimizers if not operations_are_used() else ():
+        for optimizer, given in optimizers if program.by_operations is None else ():
             stepped = self._guarded("ending a compiled step", partial(self._stepped, given, optimizer))
             self._hooks.add(program.optimizer(optimizer, given.tensors(), kinds, stepped))
 
