@@ -20,7 +20,7 @@ from mindspore.ops import constexpr, functional as F
 
 from monitor.mindspore.autograd import recording
 from monitor.mindspore.compiled import roles
-from monitor.mindspore.compiled.parameter_tape import BLOCK, HEAD, ParameterTape, Part, layout_of, pieces_of
+from monitor.mindspore.compiled.parameter_tape import BLOCK, HEAD, ParameterTape, Part, layout_of, pieces_of, run_of
 from monitor.mindspore.tape import BY_OPERATIONS, COMPILED_VARIABLE, Layout
 from monitor.stats.mindspore.kernels import PIECE_COLUMNS
 from monitor.stats.ops import Epsilon
@@ -142,13 +142,9 @@ def operations_of(tape: ParameterTape, eps: float) -> Operations:
     table, counter = tape.rows, tape.counter
     scatter, assign_add, depend = ops.ScatterAdd(), ops.AssignAdd(), ops.Depend()
     cast, concat, reshape = ops.Cast(), ops.Concat(1), ops.Reshape()
-    tile, shape_of, floormod = ops.Tile(), ops.Shape(), ops.FloorMod()
+    tile, floormod = ops.Tile(), ops.FloorMod()
     block, ring = Tensor(np.array([BLOCK])), Tensor(np.array([tape.ring]))
     empty = Tensor(np.zeros((1, PIECE_COLUMNS), np.float32))
-
-    @constexpr(check=False)  # type: ignore[untyped-decorator]
-    def count_of(shape: Any) -> int:
-        return pieces_of(shape)
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def places_of(count: int) -> Tensor:
@@ -160,8 +156,8 @@ def operations_of(tape: ParameterTape, eps: float) -> Operations:
         return depend(call, scatter(table, place, concat((head, rows))))
 
     def write(x: Any, slot: Any, call: Any) -> Any:
-        count = count_of(shape_of(x))
-        return add(reduce(x, count), slot, call, count)
+        rows, count = reduce(x)
+        return add(rows, slot, call, count)
 
     def write_mark(x: Any, slot: Any, call: Any) -> Any:
         return add(empty, slot, call, 1)
@@ -232,9 +228,9 @@ _STEP: Final = 50
 """Exponent steps of the scaling, as in the kernel of devices."""
 
 
-def _reducing(eps: float) -> Callable[[Any, int], Any]:
-    """The piece rows of a tensor, float32, shape ``(pieces, PIECE_COLUMNS)``, of few operations: each is compiled anew for
-    each tensor. Higher moments are zeros. See ``MindSporeDeviceKernel``.
+def _reducing(eps: float) -> Callable[[Any], Any]:
+    """The piece rows of a tensor, float32, shape ``(pieces, PIECE_COLUMNS)``, and their number; of few operations: each is
+    compiled anew for each tensor. Higher moments are zeros. See ``MindSporeDeviceKernel``.
     """
 
     def constant(number: Any) -> Tensor:
@@ -246,31 +242,50 @@ def _reducing(eps: float) -> Callable[[Any, int], Any]:
     limits = constant(2.0 ** (np.array([-1.5, -0.5, 0.5, 1.5]) * _STEP))
     scales = constant(np.stack([steps, 2.0**-steps], 1))
     cast, reshape, finite_in, where = ops.Cast(), ops.Reshape(), ops.IsFinite(), ops.Select()
-    add_up, least, most = ops.ReduceSum(True), ops.ReduceMin(True), ops.ReduceMax(True)
+    sum_of, least, most = ops.ReduceSum(True), ops.ReduceMin(True), ops.ReduceMax(True)
     greater, less, equal, differ = ops.Greater(), ops.Less(), ops.Equal(), ops.NotEqual()
     magnitude, square, divide, larger = ops.Abs(), ops.Square(), ops.RealDiv(), ops.Maximum()
-    concat, gather, float32, full = ops.Concat(1), ops.Gather(), ms.float32, ops.ZerosLike()
+    concat, gather, float32, full, shape_of = ops.Concat(1), ops.Gather(), ms.float32, ops.ZerosLike(), ops.Shape()
 
-    def count(which: Any) -> Any:
-        return add_up(cast(which, float32), 1)
+    @constexpr(check=False)  # type: ignore[untyped-decorator]
+    def plan_of(shape: Any) -> Any:
+        """The number of pieces, the function that adds one up, and the shape of its runs."""
+        pieces, size = pieces_of(shape), math.prod(shape)
+        run = run_of(size // pieces)
+        runs = size // pieces // run
+        return pieces, add_at_once if runs == 1 else add_runs, (pieces, runs, run)
 
-    def rows(x: Any, pieces: int) -> Any:
+    def add_at_once(v: Any, runs: Any) -> Any:
+        return sum_of(v, 1)
+
+    def add_runs(v: Any, runs: Any) -> Any:
+        return sum_of(reshape(sum_of(reshape(v, runs), 2), runs[:2]), 1)
+
+    def rows(x: Any) -> Any:
+        pieces, add, runs = plan_of(shape_of(x))
+
+        def add_up(which: Any) -> Any:
+            return add(which, runs)
+
+        def count(which: Any) -> Any:
+            return add(cast(which, float32), runs)
+
         v = reshape(cast(x, float32), (pieces, -1))
         finite, nothing = finite_in(v), full(v)
         n = count(finite)
         kept = where(finite, v, nothing)
         lo, hi = least(where(finite, v, nothing + inf), 1), most(where(finite, v, nothing + lowest), 1)
-        step = add_up(cast(greater(most(magnitude(kept), 1), limits), float32), 1)
+        step = sum_of(cast(greater(most(magnitude(kept), 1), limits), float32), 1)
         scale = gather(scales, reshape(cast(step, ms.int32), (pieces,)), 0)
         exponent, scaled = scale[:, 0:1], kept * scale[:, 1:2]
-        total, at_least_one = add_up(scaled, 1), larger(n, one)
+        total, at_least_one = add_up(scaled), larger(n, one)
         mean = divide(total, at_least_one)
         off = where(finite, scaled - mean, nothing)
-        rest = add_up(off, 1)
-        m2 = larger(add_up(square(off), 1) - divide(square(rest), at_least_one), zero)
+        rest = add_up(off)
+        m2 = larger(add_up(square(off)) - divide(square(rest), at_least_one), zero)
         smalls, none = count(less(magnitude(v), bound)), n * zero
         counts = (n, count(differ(v, v)), count(equal(v, inf)), count(equal(v, lowest)), smalls)
-        sums = (total, add_up(square(scaled), 1), m2, none, none, none, none, exponent)
-        return concat((*counts, lo, hi, *sums, none, none, mean, rest, none))
+        sums = (total, add_up(square(scaled)), m2, none, none, none, none, exponent)
+        return concat((*counts, lo, hi, *sums, none, none, mean, rest, none)), pieces
 
     return rows

@@ -352,6 +352,7 @@ TENSORS = {
     "large": np.random.default_rng(0).normal(size=(64, 33)) * 1e37,
     "small": np.random.default_rng(1).normal(size=(7, 5)) * 1e-39,
     "far from zero": 1e6 + np.random.default_rng(2).normal(size=4097),
+    "long": 100 + np.random.default_rng(3).normal(size=(300, 1000)),
     "not finite": np.array([np.nan, 1.0, np.inf, -np.inf, 0.0, -3.0, 1e-9, np.nan]),
     "nothing finite": np.array([np.nan, np.inf]),
     "zeros": np.zeros((3, 1)),
