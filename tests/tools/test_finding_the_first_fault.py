@@ -188,6 +188,7 @@ SAID = {
     Cause.UPDATE: "in the optimizer's step ",
     Cause.UNSEEN_GRADIENTS: "not recorded: ",
     Cause.WEIGHTS: "in the weights before step ",
+    Cause.UNREAD_GRADIENTS: "Gradients before that were not recorded,",
     Cause.UNKNOWN: "the first event; its inputs are not known",
 }
 """A part of each remark, which no name is in."""
