@@ -197,6 +197,7 @@ class ParameterTape:
         self._assign = ops.Assign()
         self._sites: list[Site] = [Site(-1, 0, Part.BEGIN, None)]
         self._known: dict[tuple[Any, ...], Tensor | None] = {}
+        self._places: dict[tuple[int, int], int] = {}
         self._used: Counter[int] = Counter({0: self.ring})
         self._taken = self.ring
 
@@ -210,15 +211,23 @@ class ParameterTape:
         key = tap, layout
         if key not in self._known:
             made = Site(tap, cell, part, layout)
-            place = self._used[cell]
-            end = place + made.rows
-            if end > (BLOCK if cell else len(self._zeros)):
+            place = self._place_of(made)
+            if place is None:
                 self._known[key] = None
             else:
-                self._used[cell] = end
                 self._known[key] = Tensor(np.array([1, len(self._sites), place], np.float32))
                 self._sites.append(made)
         return self._known[key]
+
+    def _place_of(self, site: Site) -> int | None:
+        """The first of its rows, which a tap has once for all shapes: a call has one of them. None if there is no place."""
+        key = site.tap, site.rows
+        if key not in self._places:
+            place = self._used[site.cell]
+            if place + site.rows > (BLOCK if site.cell else len(self._zeros)):
+                return None
+            self._places[key], self._used[site.cell] = place, place + site.rows
+        return self._places[key]
 
     def drain(self) -> Measurements:
         """Take what was written since the last time, in the order in which hooks would have seen it. Waits for it."""

@@ -470,3 +470,17 @@ def test_rows_come_in_the_order_of_execution(output: Output, monkeypatch: pytest
     assert len(found) > 20
     monkeypatch.setenv(COMPILED_VARIABLE, "1")
     assert found == events()
+
+
+def test_a_cell_has_rows_however_many_shapes_it_is_compiled_for(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    steps = 10  # a call has place for fewer tensors
+
+    def given(number: int) -> Tensor:
+        return Tensor(np.random.default_rng(number).normal(size=(number + 1, 4)).astype(np.float32))
+
+    loop, chosen = {"steps": steps, "given": given}, {"targets": {"a": {}}}
+    _, expected = recorded("dynamic", Deep, output, loop=loop, **chosen)
+    _, rows = recorded("jit", Deep, output, loop=loop, **chosen)
+    assert sum(kind == "actv_grad" for kind, *_ in expected) >= steps
+    assert_same(rows, expected)
+    assert [said for said in warnings_in(caplog) if "has room for" in said] == []
