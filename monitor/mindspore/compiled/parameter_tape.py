@@ -53,8 +53,8 @@ OVERFLOW: Final = (
     "Select cells with targets, or compile a step for each micro-batch."
 )
 SEVERAL: Final = (
-    "Compiled code has computed several gradients of one parameter in an execution, and does not show which is which. Such "
-    "parameters have no rows of grad_unreduced. grad_reduced has the whole gradient."
+    "Compiled code has computed several gradients of one parameter in an execution: of micro-batches, or parts of one in loops "
+    "and branches. So such parameters have no rows of grad_unreduced. grad_reduced has the whole gradient."
 )
 REPEATED: Final = (
     "Compiled code has computed tensors of a call several times in an execution, and does not show which is which. They have "
