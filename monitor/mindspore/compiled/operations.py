@@ -20,7 +20,7 @@ from mindspore.ops import constexpr, functional as F
 
 from monitor.mindspore.autograd import recording
 from monitor.mindspore.compiled import roles
-from monitor.mindspore.compiled.parameter_tape import BLOCK, HEAD, ParameterTape, Part, layout_of, pieces_of, run_of
+from monitor.mindspore.compiled.parameter_tape import BLOCK, HEAD, ParameterTape, layout_of, pieces_of, run_of
 from monitor.mindspore.tape import BY_OPERATIONS, COMPILED_VARIABLE, Layout
 from monitor.stats.mindspore.kernels import PIECE_COLUMNS
 from monitor.stats.ops import Epsilon
@@ -92,25 +92,14 @@ class ByOperations:
         Args:
             number: The id of the tap's entries.
         """
-        part = _PARTS[tap.role]
-        layout = layout if part is Part.NONE or tap.role in tap.owner.roles else None
-        cell = 0 if part is Part.NONE else tap.owner.number
-        found = None if self.tape is None else self.tape.site(number, cell, part, layout)
+        of_parameter = tap.role == roles.PARAMETER
+        layout = layout if of_parameter or tap.role in tap.owner.roles else None
+        cell = 0 if of_parameter else tap.owner.number
+        found = None if self.tape is None else self.tape.site(number, cell, tap.role, layout)
         program = self._known()
         if found is None and program is not None:
             program.lacks("room")
         return found
-
-
-_PARTS: Final = {
-    roles.BEGIN: Part.BEGIN,
-    roles.EVALUATION: Part.BEGIN,
-    roles.INPUT: Part.INPUT,
-    roles.OUTPUT: Part.OUTPUT,
-    roles.OUTPUT_GRAD: Part.OUTPUT_GRAD,
-    roles.INPUT_GRAD: Part.INPUT_GRAD,
-    roles.PARAMETER: Part.NONE,
-}
 
 
 class Operations(NamedTuple):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from enum import Enum
 from functools import cache
 from itertools import count
 from typing import Any, Final, NamedTuple
@@ -20,6 +19,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from numpy.typing import NDArray
 
+from monitor.mindspore.compiled import roles
 from monitor.mindspore.tape import MARK, Layout, Measurements
 from monitor.stats import partials
 from monitor.stats.mindspore.kernels import PIECE, PIECE_COLUMNS, combined
@@ -62,30 +62,25 @@ REPEATED: Final = (
 )
 
 
-class Part(Enum):
-    """The part of a call that an entry belongs to."""
-
-    BEGIN = "begin"
-    INPUT = "input"
-    OUTPUT = "output"
-    OUTPUT_GRAD = "output_grad"
-    INPUT_GRAD = "input_grad"
-    NONE = "a parameter, outside of all calls"
-
-
 class Site(NamedTuple):
     """What writes to places of the tape.
 
     Attributes:
         tap: The id of its entries.
         cell: The number of the cell; 0 for what belongs to no call.
+        role: One of ``roles``.
         layout: The shape and dtype of its tensor; None for a mark.
     """
 
     tap: int
     cell: int
-    part: Part
+    role: str
     layout: Layout | None
+
+    @property
+    def begins(self) -> bool:
+        """Whether its entries begin a forward of the model."""
+        return self.role in roles.MARKS
 
     @property
     def rows(self) -> int:
@@ -130,10 +125,10 @@ def _in_order(entries: Sequence[_Entry], inside: Callable[[int], Set[int | None]
     spans = _spans(entries, inside)
 
     def place_of(one: _Entry) -> tuple[int, bool, int, int]:
-        span, part = spans.get(one.call, _LAST), one.site.part
-        back = part in (Part.OUTPUT_GRAD, Part.INPUT_GRAD)
-        at = span.end if part in (Part.OUTPUT, Part.OUTPUT_GRAD) else span.begin
-        return span.forward, back, -at if back else at, -1 if part is Part.BEGIN else one.place
+        span, role = spans.get(one.call, _LAST), one.site.role
+        back = role in (roles.OUTPUT_GRAD, roles.INPUT_GRAD)
+        at = span.end if role in (roles.OUTPUT, roles.OUTPUT_GRAD) else span.begin
+        return span.forward, back, -at if back else at, -1 if one.site.begins else one.place
 
     return sorted(entries, key=place_of)
 
@@ -145,7 +140,7 @@ def _spans(entries: Sequence[_Entry], inside: Callable[[int], Set[int | None]]) 
         inside: The numbers of the cells inside a cell.
     """
     cells = {one.call: one.site.cell for one in entries if one.call}
-    of_model = {one.call for one in entries if one.site.part is Part.BEGIN}
+    of_model = {one.call for one in entries if one.site.begins}
     found: dict[int, _Span] = {}
     unfinished: list[tuple[int, int]] = []  # calls, and when they began
     models: set[int] = set()
@@ -195,22 +190,22 @@ class ParameterTape:
         vars(self.rows)[_MARK] = True
         self.counter = Parameter(Tensor(np.array([self.ring])), name=f"monitor_calls_{number}", requires_grad=False)
         self._assign = ops.Assign()
-        self._sites: list[Site] = [Site(-1, 0, Part.BEGIN, None)]
+        self._sites: list[Site] = [Site(-1, 0, roles.BEGIN, None)]
         self._known: dict[tuple[Any, ...], Tensor | None] = {}
         self._places: dict[tuple[int, int], int] = {}
         self._used: Counter[int] = Counter({0: self.ring})
         self._taken = self.ring
 
-    def site(self, tap: int, cell: int, part: Part, layout: Layout | None) -> Tensor | None:
+    def site(self, tap: int, cell: int, role: str, layout: Layout | None) -> Tensor | None:
         """What the operations write of a tensor: float32, shape ``(HEAD,)``; None if there is no place for it.
 
         Args:
-            tap, cell, part: See ``Site``.
+            tap, cell, role: See ``Site``.
             layout: The shape and dtype of the tensor; None for a mark.
         """
         key = tap, layout
         if key not in self._known:
-            made = Site(tap, cell, part, layout)
+            made = Site(tap, cell, role, layout)
             place = self._place_of(made)
             if place is None:
                 self._known[key] = None
@@ -301,8 +296,8 @@ def _measurements(entries: Sequence[_Entry]) -> Measurements:
         layouts,
         np.array([layouts.index(one) for one in found], np.int64),
         frozenset(),
-        np.array([one.call if one.site.part is Part.BEGIN else 0 for one in entries], np.int64),
-        np.array([0 if one.site.part is Part.BEGIN else one.call for one in entries], np.int64),
+        np.array([one.call if one.site.begins else 0 for one in entries], np.int64),
+        np.array([0 if one.site.begins else one.call for one in entries], np.int64),
         np.zeros(len(entries), np.int64),
         np.array([MARK * (one.site.layout is None) for one in entries], np.int64),
         0,
