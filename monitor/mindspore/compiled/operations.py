@@ -175,6 +175,16 @@ class _Undifferentiated(nn.Cell):  # type: ignore[misc]
         return ops.zeros_like(x), ops.zeros_like(slot), ops.zeros_like(call)
 
 
+def gradient_is_measured(program: Program | None, number: int, kind: Any) -> bool:
+    """Whether a parameter's gradient of this type is measured, whatever measures it. Sparse ones are not."""
+    if program is None or not program.arrives(number):
+        return False
+    if not isinstance(kind, typing.TensorType):
+        program.lacks("sparse")
+        return False
+    return True
+
+
 def hook_by_operations(known: Callable[[], Program | None], number: int, write: Callable[..., Any]) -> Callable[[Any], Any]:
     """The hook of a parameter, which measures its gradient.
 
@@ -184,13 +194,7 @@ def hook_by_operations(known: Callable[[], Program | None], number: int, write: 
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def is_measured(kind: Any) -> bool:
-        program = known()
-        if program is None or not program.arrives(number):
-            return False
-        if not isinstance(kind, typing.TensorType):
-            program.lacks("sparse")
-            return False
-        return True
+        return gradient_is_measured(known(), number, kind)
 
     @constexpr(check=False)  # type: ignore[untyped-decorator]
     def slot_of(kind: Any, shape: Any) -> Any:

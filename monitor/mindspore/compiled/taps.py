@@ -30,7 +30,7 @@ from mindspore.ops.functional import is_sequence_shape_unknown
 from monitor.mindspore.autograd import recording
 from monitor.mindspore.compiled import roles
 from monitor.mindspore.compiled.constructs import Construct, call_from_python, call_original
-from monitor.mindspore.compiled.operations import Operations, hook_by_operations
+from monitor.mindspore.compiled.operations import Operations, gradient_is_measured, hook_by_operations
 from monitor.mindspore.compiled.parameter_tape import layout_of
 from monitor.mindspore.features.reading import FLOATS
 from monitor.mindspore.tape import (
@@ -443,13 +443,7 @@ def functions_of(program: Program) -> Functions:  # noqa: C901 (closures: the co
 
         @constexpr(check=False)  # type: ignore[untyped-decorator]
         def hook_of(kind: Any) -> Any:
-            program = known()
-            if program is None or not program.arrives(number):
-                return not_hooked
-            if not isinstance(kind, typing.TensorType):
-                program.lacks("sparse")
-                return not_hooked
-            return hooked
+            return hooked if gradient_is_measured(known(), number, kind) else not_hooked
 
         def hook(gradient: Any) -> Any:
             return hook_of(typeof(gradient))(gradient)
