@@ -107,8 +107,7 @@ def givers(job: RankedJob, of: EventTable, number: int) -> Givers | None:
 
 def _passed_on(of: EventTable, number: int, rank: int) -> bool:
     """Whether a rank that gave bad numbers to an operator had got bad ones from another before, to which it gave good ones."""
-    own = (of.rank == rank) & (of.recording == of.recording[number]) & (of.step == of.step[number]) & (of.role == Role.OTHER)
-    calls = {of.subjects[of.subject[one]].series.name: int(of.call_id[one]) for one in np.flatnonzero(own).tolist()}
+    calls = _calls(of, number, rank)
     operator, _, _ = of.subjects[of.subject[number]].series.name.rpartition(".")
     given = calls.get(f"{operator}.{COLLECTIVE_INPUT}", 0)
     got = (name.rpartition(".") for name, call_id in calls.items() if call_id < given)
@@ -117,9 +116,13 @@ def _passed_on(of: EventTable, number: int, rank: int) -> bool:
 
 def _received(of: EventTable, number: int, operator: str) -> bool:
     """Whether the rank of an event got bad numbers from an operator in the step."""
-    own = (of.rank == of.rank[number]) & (of.recording == of.recording[number]) & (of.step == of.step[number])
-    names = (of.subjects[of.subject[other]].series.name for other in np.flatnonzero(own & (of.role == Role.OTHER)).tolist())
-    return f"{operator}.{COLLECTIVE_OUTPUT}" in names
+    return f"{operator}.{COLLECTIVE_OUTPUT}" in _calls(of, number, int(of.rank[number]))
+
+
+def _calls(of: EventTable, number: int, rank: int) -> dict[str, int]:
+    """What a rank gave to collectives, or got from them, that is bad in the step of an event: names and call ids."""
+    own = (of.rank == rank) & (of.recording == of.recording[number]) & (of.step == of.step[number]) & (of.role == Role.OTHER)
+    return {of.subjects[of.subject[one]].series.name: int(of.call_id[one]) for one in np.flatnonzero(own).tolist()}
 
 
 def _sender(job: RankedJob, of: EventTable, number: int) -> Givers | None:
