@@ -79,6 +79,22 @@ class Skipping(nn.Cell):
         return loss
 
 
+class Sinking(nn.Cell):
+    """Makes three steps in a call, as a device does with data sinking."""
+
+    def __init__(self, net: nn.Cell, optimizer: nn.Cell) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
+
+    def construct(self, x: Tensor) -> Tensor:
+        loss, gradients = self.gradients_of(x)
+        for _ in range(3):
+            loss = ops.depend(loss, self.optimizer(gradients))
+            loss, gradients = self.gradients_of(x + loss * 0.0)
+        return loss
+
+
 def step_of(how: str, net: nn.Cell, optimizer: nn.Cell) -> Step:
     """A training step: ``dynamic``, ``graph`` (GRAPH_MODE), ``jit``, or ``bytecode``."""
     if how == "graph":
@@ -163,6 +179,15 @@ def rows_in(output: Output, directory: Any) -> Rows:
     return found
 
 
+def called(net: nn.Cell) -> Any:
+    """A function that calls a network, for ``jit``."""
+
+    def evaluate(x: Tensor) -> Tensor:
+        return net(x)
+
+    return evaluate
+
+
 def assert_same(found: Rows, expected: Rows, tolerance: float = 1e-6) -> None:
     """The same rows, with numbers that agree to ``tolerance``."""
     assert sorted(set(expected) - set(found), key=str) == [], "missing"
@@ -173,6 +198,16 @@ def assert_same(found: Rows, expected: Rows, tolerance: float = 1e-6) -> None:
                 assert np.isclose(found[key][op], value, tolerance, tolerance, equal_nan=True), (key, op)
             else:
                 assert found[key][op] == value, (key, op)
+
+
+@contextmanager
+def read_from(output: Output) -> Iterator[Rows]:
+    """The rows of the run that is made inside, once it has ended."""
+    found: Rows = {}
+    others = output.directories()
+    yield found
+    (directory,) = set(output.directories()) - set(others)
+    found |= rows_in(output, directory)
 
 
 OUTSIDE = ("param_origin", "param_updated", "exp_avg", "exp_avg_sq")

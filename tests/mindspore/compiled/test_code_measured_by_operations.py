@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import mindspore as ms
@@ -18,12 +17,15 @@ from compiled_steps import (
     WHOLE,
     Deep,
     Rows,
+    Sinking,
     Skipping,
     adam,
     assert_same,
     by_model,
+    called,
     mode_of,
     plain,
+    read_from,
     recorded,
     rows_in,
     state_of,
@@ -96,16 +98,6 @@ def test_rows_are_those_of_the_operator_in_c_and_training_keeps_its_bits(
     assert_same(rows, expected)
 
 
-@contextmanager
-def read_from(output: Output) -> Iterator[Rows]:
-    """The rows of the run that is made inside, once it has ended."""
-    found: Rows = {}
-    others = output.directories()
-    yield found
-    (directory,) = set(output.directories()) - set(others)
-    found |= rows_in(output, directory)
-
-
 def of_step(rows: Rows, *steps: int) -> Rows:
     return {key: values for key, values in rows.items() if key[2] in steps}
 
@@ -123,13 +115,6 @@ def test_steps_that_are_not_due_are_counted(output: Output) -> None:
     _, expected = recorded("dynamic", Deep, output, loop={"steps": 5}, **chosen)
     _, rows = recorded("jit", Deep, output, loop={"steps": 5}, **chosen)
     assert_same(rows, expected)
-
-
-def called(net: nn.Cell) -> Any:
-    def evaluate(x: Tensor) -> Tensor:
-        return net(x)
-
-    return evaluate
 
 
 @pytest.mark.parametrize(("training", "how"), [(False, "graph"), (True, "jit")])
@@ -193,22 +178,6 @@ def test_micro_batches_and_steps_that_are_skipped_have_the_rows_of_the_operator_
     expected_bits, expected = run()
     assert bits == expected_bits
     assert_same(rows, expected)
-
-
-class Sinking(nn.Cell):
-    """Makes three steps in a call, as a device does with data sinking."""
-
-    def __init__(self, net: nn.Cell, optimizer: nn.Cell) -> None:
-        super().__init__()
-        self.optimizer = optimizer
-        self.gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
-
-    def construct(self, x: Tensor) -> Tensor:
-        loss, gradients = self.gradients_of(x)
-        for _ in range(3):
-            loss = ops.depend(loss, self.optimizer(gradients))
-            loss, gradients = self.gradients_of(x + loss * 0.0)
-        return loss
 
 
 def test_several_steps_in_one_call_have_no_rows_of_activations_and_one_warning_says_so(

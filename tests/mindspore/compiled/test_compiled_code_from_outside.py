@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,17 @@ from compiled_steps import (
     WHOLE,
     Deep,
     Rows,
+    Sinking,
     Skipping,
     adam,
     assert_same,
     by_model,
+    called,
     mode_of,
     of_state,
     plain,
+    read_from,
     recorded,
-    rows_in,
     state_of,
     step_of,
     train,
@@ -48,16 +49,6 @@ OF_STATE = {"param_distribution": True, "mv_distribution": True, "ops": ["min", 
 
 
 pytestmark = pytest.mark.usefixtures("without_the_operator", "not_on_request")
-
-
-@contextmanager
-def read_from(output: Output) -> Iterator[Rows]:
-    """The rows of the run that is made inside, once it has ended."""
-    found: Rows = {}
-    others = output.directories()
-    yield found
-    (directory,) = set(output.directories()) - set(others)
-    found |= rows_in(output, directory)
 
 
 def steps_with(rows: Rows, kind: str) -> set[int]:
@@ -274,22 +265,6 @@ def test_two_optimizers_have_the_rows_of_the_dynamic_graph(together: bool, outpu
     assert_same(rows, of_state(expected))
 
 
-class Sinking(nn.Cell):
-    """Makes three steps in a call, as a device does with data sinking."""
-
-    def __init__(self, net: nn.Cell, optimizer: nn.Cell) -> None:
-        super().__init__()
-        self.optimizer = optimizer
-        self.gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
-
-    def construct(self, x: Tensor) -> Tensor:
-        loss, gradients = self.gradients_of(x)
-        for _ in range(3):
-            loss = ops.depend(loss, self.optimizer(gradients))
-            loss, gradients = self.gradients_of(x + loss * 0.0)
-        return loss
-
-
 def test_of_several_steps_in_one_call_the_first_and_the_last_have_rows(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -343,13 +318,6 @@ def test_an_optimizer_that_is_compiled_apart_has_its_rows_beside_those_of_the_dy
     assert not any("more root forwards" in said for said in warnings_in(caplog))
     (said,) = [said for said in warnings_in(caplog) if "A training step is compiled" in said]
     assert "have no rows: grad_reduced. " in said
-
-
-def called(net: nn.Cell) -> Any:
-    def evaluate(x: Tensor) -> Tensor:
-        return net(x)
-
-    return evaluate
 
 
 @pytest.mark.parametrize("how", WHOLE)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mindspore as ms
 import numpy as np
 import pytest
 from attaching import Output, warnings_in, with_fixed_weights
-from compiled_steps import RECORDED, STEPS, WHOLE, Deep, adam, mode_of, plain, recorded, rows_in, state_of, step_of
+from compiled_steps import RECORDED, STEPS, WHOLE, Deep, adam, called, mode_of, plain, recorded, rows_in, state_of, step_of
 from evidence import in_turn
-from mindspore import Tensor, nn
+from mindspore import Tensor
 from training import inputs
 from watching_cells import written
 
@@ -23,13 +21,6 @@ from monitor.stats.partials import COLUMNS
 MANY = 300
 PER_FORWARD = 20
 """More than the entries of one forward of ``Deep``."""
-
-
-def called(net: nn.Cell) -> Any:
-    def evaluate(x: Tensor) -> Tensor:
-        return net(x)
-
-    return evaluate
 
 
 @pytest.mark.parametrize(("training", "how"), in_turn([False, True], WHOLE))

@@ -12,7 +12,21 @@ import mindspore as ms
 import numpy as np
 import pytest
 from attaching import Output, warnings_in, with_fixed_weights
-from compiled_steps import RECORDED, WHOLE, Deep, Skipping, adam, mode_of, plain, recorded, rows_in, state_of, step_of, train
+from compiled_steps import (
+    RECORDED,
+    WHOLE,
+    Deep,
+    Skipping,
+    adam,
+    called,
+    mode_of,
+    plain,
+    recorded,
+    rows_in,
+    state_of,
+    step_of,
+    train,
+)
 from mindspore import Tensor, nn, ops
 from training import inputs
 from watching_cells import written
@@ -86,13 +100,6 @@ def test_evaluation_has_no_rows(how: str, output: Output) -> None:
         monitor.close()
     (directory,) = set(output.directories()) - set(before)
     assert rows_in(output, directory) == expected
-
-
-def called(net: nn.Cell) -> Any:
-    def evaluate(x: Tensor) -> Tensor:
-        return net(x)
-
-    return evaluate
 
 
 @pytest.mark.parametrize("how", WHOLE)
