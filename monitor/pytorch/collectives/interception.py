@@ -295,6 +295,10 @@ INTERCEPTION: Final = CollectiveInterception()
 # Python code may wait for what follows a future. Then the future's callback reads, on a thread of the backend. The
 # waiting code may be faster than that thread, so complete outputs are also read when backward and the step end. Their
 # versions show whether they were changed by then.
+#
+# The program may change outputs without a wait: in a callback, which torch runs at once where the future is complete, even
+# before the callback of the monitor, which waits for the backend's thread; or once ``is_completed`` returns True. Then
+# outputs are read at that moment if they are complete, and a later read trusts their versions alone.
 
 Call = Any
 """A listener's key for a call."""
@@ -308,8 +312,17 @@ GET_FUTURE: Final = TorchCallPatch(dist.Work, "get_future")
 WAIT_FOR_FUTURE: Final = TorchCallPatch(torch._C.Future, "wait")
 BEGIN_GROUP: Final = TorchCallPatch(dist.ProcessGroup, "_start_coalescing")
 END_GROUP: Final = TorchCallPatch(dist.ProcessGroup, "_end_coalescing")
-PATCHES: Final = (WAIT, GET_FUTURE, WAIT_FOR_FUTURE, BEGIN_GROUP, END_GROUP)
+NOT_WAITED_FOR: Final = (TorchCallPatch(dist.Work, "is_completed"), TorchCallPatch(dist.Work, "synchronize"))
+PATCHES: Final = (WAIT, GET_FUTURE, WAIT_FOR_FUTURE, BEGIN_GROUP, END_GROUP, *NOT_WAITED_FOR)
 """One set for this process, since callers look the methods up in the class."""
+
+ADD_CALLBACK: Final = torch._C.Future.add_done_callback
+FOLLOWED: Final = (
+    TorchCallPatch(torch._C.Future, "add_done_callback"),
+    TorchCallPatch(torch._C.Future, "then"),
+    TorchCallPatch(torch._C, "_collect_all"),
+)
+"""Functions that make something follow a future, or each of several."""
 
 
 class _ThreadCalls(threading.local):
@@ -327,7 +340,11 @@ class _ThreadCalls(threading.local):
 
 
 class _Outputs:
-    """The outputs of a pending call. The first thread that learns of their completion reads them, once."""
+    """The outputs of a pending call. The first thread that learns of their completion reads them, once.
+
+    Attributes:
+        followed: Whether the program made something follow their future, which may change them.
+    """
 
     def __init__(self, call: Call, tensors: Sequence[Tensor], read: Read) -> None:
         self._call = call
@@ -335,10 +352,11 @@ class _Outputs:
         self._versions = [None if one.is_inference() else one._version for one in tensors]
         self._read = read
         self._lock = threading.Lock()
+        self.followed = False
 
     def waited_for(self) -> None:
         """Called on the thread that waited, which has not changed them yet."""
-        self._once(())
+        self._once(self._versions if self.followed else ())
 
     def done(self, future: Any) -> None:
         """Called on a thread of the backend."""
@@ -363,15 +381,20 @@ class Completion(CallListener):
         self._backward = NO_BACKWARD
         self._thread = _ThreadCalls()
         self._guarded_notify = failures.guarded("following a communication operator", self._notify)
+        self._followers = _Followers(failures.guarded("following a communication operator", self._followed))
 
     def listen(self) -> None:
         for patch in PATCHES:
             patch.add(self)
+        for patch in FOLLOWED:
+            patch.add(self._followers)
 
     def remove(self) -> None:
         """Stop listening. Idempotent."""
         for patch in PATCHES:
             patch.remove(self)
+        for patch in FOLLOWED:
+            patch.remove(self._followers)
         self._pending.clear()
         self._by_future.clear()
         self._thread = _ThreadCalls()
@@ -423,11 +446,17 @@ class Completion(CallListener):
 
     def _follow(self, future: Any, outputs: _Outputs) -> None:
         self._by_future[id(outputs)] = outputs, future
-        future.add_done_callback(partial(self._done, outputs))
+        ADD_CALLBACK(future, partial(self._done, outputs))  # past the patch, and at once if the future is complete
 
     def _done(self, outputs: _Outputs, future: Any) -> None:
         outputs.done(future)
         self._by_future.pop(id(outputs), None)  # after reading, so that the end of a step finds unread outputs
+
+    def _followed(self, futures: Sequence[Any]) -> None:
+        for future in futures:
+            for outputs in self._pending.get(future, ()):
+                outputs.followed = True
+                self._follow(future, outputs)
 
     def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any], result: Any) -> None:
         mine = self._thread
@@ -457,9 +486,29 @@ class Completion(CallListener):
                 self._follow(result, one)  # before the caller can add a callback, so the monitor's runs first
             self._pending[result] = pending
         else:
-            self._pending.pop(of, None)
-            for one in pending:
+            self._usable(patch, of, result)
+
+    def _usable(self, patch: patches.CallPatch, of: Any, result: Any) -> None:
+        """The program may use outputs from now on, unless ``result`` says that they are not complete."""
+        waited_for = patch not in NOT_WAITED_FOR
+        if result is False and not waited_for:
+            return
+        for one in self._pending.pop(of, ()):
+            if waited_for:
                 one.waited_for()
+            else:
+                self._read_when_done(of, one)
+
+
+class _Followers(CallListener):
+    """Calls ``followed`` with the futures that something is about to follow."""
+
+    def __init__(self, followed: Callable[[Sequence[Any]], object]) -> None:
+        self._followed = followed
+
+    def call_begins(self, patch: patches.CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
+        if args:
+            self._followed(args[:1] if patch.owner is torch._C.Future else args[0])
 
 
 def _failed(future: Any) -> bool:

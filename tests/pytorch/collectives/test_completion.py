@@ -1,40 +1,92 @@
-"""Outputs are read even if the thread of the backend comes late."""
+"""Outputs are read as they came even if the thread of the backend comes late, or not at all."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from monitor.failures import Failures
 from monitor.pytorch.collectives.interception import Completion
 
 
-def test_a_step_that_ends_before_the_callback_reads_the_outputs_once() -> None:
-    read: list[Any] = []
+class LateCall:
+    """A call whose future is complete before its backend's thread comes to the callback of the monitor.
 
-    def note(call: Any, _outputs: Sequence[torch.Tensor], _versions: Sequence[int | None]) -> bool:
-        read.append(call)
+    Attributes:
+        x: The output, ones.
+        future: What the program has asked the work for.
+        read: The sums of the outputs that were read.
+        busy: Whether nothing can be read now, as while another thread reads.
+    """
+
+    def __init__(self) -> None:
+        self.read: list[float] = []
+        self.busy = False
+        self.x = torch.ones(2)
+        self.late = threading.Event()
+        self.completion = Completion(self._note, Failures(0))
+        mine: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        mine.add_done_callback(lambda _: self.late.wait(60))  # runs before the monitor's
+        self.work = torch._C._distributed_c10d._create_work_from_future(mine)
+        self.completion.listen()
+        self.completion.issued(None, self.work, "call", [self.x], waited_for=False)
+        self.future = self.work.get_future()
+        self._backend = threading.Thread(target=mine.set_result, args=([self.x],))
+        self._backend.start()
+        while not self.future.done():
+            pass
+
+    def end(self) -> None:
+        self.late.set()
+        self._backend.join()
+        self.completion.remove()
+
+    def _note(self, _call: Any, outputs: Sequence[torch.Tensor], versions: Sequence[int | None]) -> bool:
+        if self.busy or (versions and [one._version for one in outputs] != versions):
+            return False
+        self.read.append(outputs[0].sum().item())
         return True
 
-    completion, late, x = Completion(note, Failures(0)), threading.Event(), torch.ones(2)
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-    future.add_done_callback(lambda _: late.wait(60))  # runs before the monitor's
-    work = torch._C._distributed_c10d._create_work_from_future(future)
-    completion.listen()
-    try:
-        completion.issued(None, work, "call", [x], waited_for=False)
-        followed = work.get_future()
-        backend = threading.Thread(target=future.set_result, args=([x],))
-        backend.start()
-        while not followed.done():
-            pass
-        completion.read_completed()  # the step ends
-        assert read == ["call"]
-    finally:
-        late.set()
-        backend.join()
-        completion.remove()
-    assert read == ["call"]
+
+@pytest.fixture
+def call() -> Iterator[LateCall]:
+    one = LateCall()
+    yield one
+    one.end()
+
+
+def test_a_step_that_ends_before_the_callback_reads_the_outputs_once(call: LateCall) -> None:
+    call.completion.read_completed()
+    assert call.read == [2.0]
+    call.end()
+    assert call.read == [2.0]
+
+
+FOLLOWERS: dict[str, Callable[[LateCall], object]] = {
+    "callback": lambda call: call.future.add_done_callback(lambda _: call.x.mul_(3)),
+    "what follows": lambda call: call.future.then(lambda _: call.x.mul_(3)).wait(),
+    "what follows several": lambda call: (torch.futures.collect_all([call.future]).wait(), call.x.mul_(3)),
+    "after it was polled": lambda call: call.work.is_completed() and call.x.mul_(3),
+}
+
+
+@pytest.mark.parametrize("follower", FOLLOWERS)
+def test_outputs_that_are_changed_without_a_wait_are_read_before(follower: str, call: LateCall) -> None:
+    FOLLOWERS[follower](call)
+    call.work.wait()
+    assert call.x.tolist() == [3.0, 3.0]
+    assert call.read == [2.0]
+
+
+@pytest.mark.parametrize("follower", ["callback", "what follows", "what follows several"])
+def test_outputs_that_could_not_be_read_before_they_were_changed_are_not_read(follower: str, call: LateCall) -> None:
+    call.busy = True
+    FOLLOWERS[follower](call)
+    call.busy = False
+    call.work.wait()
+    assert call.x.tolist() == [3.0, 3.0]
+    assert call.read == []
