@@ -26,6 +26,7 @@ from monitor.report.optimizer import UPDATES_KIND, clipping, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
 from monitor.report.spike_links import RATE
 from monitor.report.spikes import SPIKES, spikes
+from monitor.report.trained_weights import trained_weights
 from monitor.series import CLIPPED_NORM, GRAD_NORM, HEALTH_KIND, REPLICA_KIND, RUN_KIND
 from monitor.stats.loads import LOAD_KIND
 
@@ -397,6 +398,7 @@ CHECKS: Final = (
     CheckEntry(SPIKES, spikes, "TrainerMon.log(loss=...)"),
     *(CheckEntry(one.check, partial(within, one), one.look) for one in GROUPS),
     CheckEntry("Load of experts", load_of_experts, '"recording_l2_features": true and l2_targets'),
+    CheckEntry("Weights are trained", trained_weights, '"wg_distribution": true'),
     CheckEntry("Clipping", clipping, '"wg_distribution": true, where the loop clips'),
     CheckEntry("Updates of layers", updates_of_layers, f'"update_ratio": true, and more than {WARM_UP} steps'),
     CheckEntry("Monitoring itself", _monitor, "manifest.json of each rank", False, False),
@@ -436,7 +438,9 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     if lacking:
         says = f"Nothing wrong was found in {rows}, but a healthy run needs more than was looked at: {', '.join(lacking)}."
         return Verdict(NOT_LOOKED_AT, says, without, Place())
-    return Verdict(GOOD, f"Healthy: nothing wrong was found in {rows} and {len(facts.axis.steps):,} steps.", without, Place())
+    healthy = f"Healthy: nothing wrong was found in {rows} and {len(facts.axis.steps):,} steps."
+    noted = [one.finding.then for one in checks if one.state == GOOD]
+    return Verdict(GOOD, " ".join(filter(None, [healthy, *noted])), without, Place())
 
 
 _ONLY_SEEN: Final = ("Sudden changes", "Loss", "Total gradient norm")

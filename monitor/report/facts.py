@@ -223,18 +223,18 @@ def _left_out(facts: Facts) -> int:
 def ended_early(facts: Facts) -> dict[str, int]:
     """The kinds of which no rank has rows at the last steps, and of each the last step with rows."""
     last = {kind: rows.spans[-1].last for kind, rows in {**facts.kinds, **facts.others}.items() if kind in _REGULAR}
-    return {kind: step for kind, step in last.items() if (_regular_steps(facts, kind) > step).sum() >= 2}
+    return {kind: step for kind, step in last.items() if (regular_steps(facts, kind) > step).sum() >= 2}
 
 
 def lacking_steps(facts: Facts) -> dict[str, Ints]:
     """The kinds of which no rank has rows at some steps, and has some before and after them."""
     read = {kind: rows.steps for kind, rows in facts.kinds.items() if kind in _REGULAR and len(rows.steps)}
-    due = {kind: _regular_steps(facts, kind) for kind in read}
+    due = {kind: regular_steps(facts, kind) for kind in read}
     lacking = {kind: np.setdiff1d(due[kind][(due[kind] > of[0]) & (due[kind] < of[-1])], of) for kind, of in read.items()}
     return {kind: of for kind, of in lacking.items() if len(of)}
 
 
-def _regular_steps(facts: Facts, kind: str) -> Ints:
+def regular_steps(facts: Facts, kind: str) -> Ints:
     """Recorded steps in which the optimizer stepped, and in which ``intervals`` ask for the kind.
 
     If the configuration was changed while the run recorded, the steps of a kind with an interval are not known, and there are

@@ -173,6 +173,7 @@ class KindHistory:
     Attributes:
         grid: Of each series and column the greatest cell of all ranks and steps.
         pair_series, pair_rank: Of each pair, the number of its series and of its rank.
+        last: Of each pair, the last step with a row.
         deviations: Of each pair the greatest that was judged; ``at`` has its step, ``value`` and ``typical`` what was compared.
         events: Of each pair, the first value that is not finite or changes suddenly: by step and then in order of execution.
             Beyond a bound only the first of each series is kept.
@@ -201,6 +202,7 @@ class KindHistory:
         self.grid: Codes = np.zeros((0, axis.bins), np.uint8)
         self.pair_series: Ints = np.zeros(0, np.int64)
         self.pair_rank: Ints = np.zeros(0, np.int64)
+        self.last: Ints = np.zeros(0, np.int64)
         self._pair_of = np.full(0, -1, np.int32)
         self._held: Values = np.zeros((WINDOW, 0), np.float32)
         self._seen = np.zeros(0, np.bool_)
@@ -258,6 +260,7 @@ class KindHistory:
         there = np.bincount(time, minlength=len(steps) * micro_steps) > 0
         times = np.flatnonzero(there)
         pairs = self._pairs(series, rank)
+        self.last[pairs] = step  # of equal pairs, numpy keeps what comes last
         own = np.unique(self.pair_series * self._ranks + self.pair_rank, return_index=True)[1]
         column = np.empty(len(own), np.int64)
         column[own] = np.arange(len(own))
@@ -290,7 +293,7 @@ class KindHistory:
         self._held = np.append(self._held[-window:], added, axis=1)
         self._seen, self._has_event = (np.append(one, np.zeros(len(series), np.bool_)) for one in (self._seen, self._has_event))
         self.deviations = np.append(self.deviations, np.full(len(series), -1, np.float32))
-        self.at = np.append(self.at, np.full(len(series), -1, np.int64))
+        self.at, self.last = (np.append(one, np.full(len(series), -1, np.int64)) for one in (self.at, self.last))
         self.value, self.typical = (np.append(one, np.full(len(series), np.nan)) for one in (self.value, self.typical))
         if self.cells is None or self.values is None or count * self._axis.bins > self._most_kept:
             self.cells = self.values = None

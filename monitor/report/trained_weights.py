@@ -1,0 +1,57 @@
+"""Which weights have no gradients, or have none any more. It is no fault by itself: a training may freeze weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from monitor.report.facts import Facts, regular_steps
+from monitor.report.findings import GOOD, NOT_LOOKED_AT, CheckFinding
+from monitor.series import PARAMETER_KINDS
+
+LOOKED_AT: Final = ("grad_reduced", "grad_unreduced")
+"""Kinds of gradients. One is looked at, the first that was recorded."""
+
+SILENT_STEPS: Final = 16
+"""Recorded steps without a gradient after which a weight is named. Our choice: an expert may have no token for a few steps."""
+
+MOST_NAMED: Final = 3
+_IF_FROZEN: Final = "That is right if they were frozen; if not, look for what cut them off from the loss."
+
+
+def trained_weights(facts: Facts) -> CheckFinding:
+    """Whether every weight had a gradient in the last steps."""
+    kind = next((one for one in LOOKED_AT if one in facts.kinds), "")
+    steps = regular_steps(facts, kind).tolist() if kind else []
+    if len(steps) < SILENT_STEPS:
+        return CheckFinding(NOT_LOOKED_AT, f"There are not {SILENT_STEPS} steps of which gradients are known to be recorded.")
+    last = _last_steps(facts, kind)
+    weights = {name for one in PARAMETER_KINDS if one in facts.kinds for name in facts.kinds[one].names}
+    never = sorted(weights - last.keys()) if weights >= last.keys() else []
+    every = len(last) + len(never)
+    ended = [name for name, step in last.items() if step < steps[-SILENT_STEPS]]
+    says, noted = "", ""
+    if ended:
+        first = min(last[name] for name in ended)
+        since = next(step for step in steps if step > first)
+        says = f"Since step {since}, no gradient was recorded of {_some(ended, every)}. "
+        noted = says + _IF_FROZEN
+    if never:
+        says += f"No gradient at all was recorded of {_some(never, every)}."
+    return CheckFinding(
+        GOOD, says.strip() or f"All {every:,} weights had a gradient in the last {SILENT_STEPS} steps.", then=noted
+    )
+
+
+def _last_steps(facts: Facts, kind: str) -> dict[str, int]:
+    """The last step of any rank with a gradient of each weight, in order of execution."""
+    names, history = facts.kinds[kind].names, facts.histories[kind]
+    last: dict[str, int] = {}
+    for series, step in sorted(zip(history.pair_series.tolist(), history.last.tolist(), strict=True)):
+        last[names[series]] = max(step, last.get(names[series], -1))
+    return last
+
+
+def _some(names: Sequence[str], every: int) -> str:
+    more = ", ..." if len(names) > MOST_NAMED else ""
+    return f"{len(names):,} of {every:,} weights ({', '.join(names[:MOST_NAMED])}{more})"

@@ -1,0 +1,77 @@
+"""What a report says of weights without gradients: frozen ones, those of an expert that is chosen now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import pytest
+from recorded_job import RecordedRank
+from reported_job import modelled
+from sink_rows import Measured
+
+from monitor.report.checks import CheckResult, Verdict
+from monitor.report.findings import GOOD, NOT_LOOKED_AT, CheckFinding
+from monitor.report.trained_weights import SILENT_STEPS
+
+STEPS = 64
+WEIGHTS = [f"h.{layer}.weight" for layer in range(4)]
+Trains = Callable[[int, str], bool]
+"""Whether a weight has a gradient in a step."""
+
+
+def recorded(
+    base: Path, trains: Trains, kinds: Collection[str] = ("param_origin", "grad_reduced"), steps: int = STEPS
+) -> tuple[list[CheckResult], Verdict]:
+    one = RecordedRank(base)
+    for step in range(steps):
+        trained = [Measured(name) for name in WEIGHTS if trains(step, name)]
+        one.write(step, {kind: [*map(Measured, WEIGHTS)] if kind == "param_origin" else trained for kind in kinds})
+    one.close()
+    _, checks, verdict = modelled(base)
+    return checks, verdict
+
+
+def finding(checks: list[CheckResult]) -> CheckFinding:
+    return next(one.finding for one in checks if one.name == "Weights are trained")
+
+
+@pytest.mark.parametrize("kind", ["grad_reduced", "grad_unreduced"])
+def test_a_layer_frozen_in_the_middle_is_named_and_no_fault(kind: str, tmp_path: Path) -> None:
+    checks, verdict = recorded(tmp_path, lambda step, name: name != WEIGHTS[1] or step < 30, ("param_origin", kind))
+    assert finding(checks).state == GOOD
+    assert finding(checks).says == "Since step 30, no gradient was recorded of 1 of 4 weights (h.1.weight)."
+    assert verdict.state == GOOD, verdict.says
+    assert "Since step 30, no gradient was recorded of 1 of 4 weights (h.1.weight)" in verdict.says
+
+
+def test_layers_frozen_one_after_the_other_are_named_from_the_first_step_on(tmp_path: Path) -> None:
+    checks, verdict = recorded(tmp_path, lambda step, name: step < 30 + 4 * WEIGHTS.index(name) or name == WEIGHTS[-1])
+    assert finding(checks).says.startswith(
+        "Since step 30, no gradient was recorded of 3 of 4 weights (h.0.weight, h.1.weight, "
+    )
+    assert verdict.state == GOOD, verdict.says
+
+
+def test_weights_that_never_had_a_gradient_are_counted(tmp_path: Path) -> None:
+    checks, verdict = recorded(tmp_path, lambda _, name: name != WEIGHTS[2])
+    assert finding(checks).says == "No gradient at all was recorded of 1 of 4 weights (h.2.weight)."
+    assert verdict.state == GOOD, verdict.says
+    assert "h.2.weight" not in verdict.says  # it is usual: most weights of a fine-tuning are frozen
+
+
+@pytest.mark.parametrize(
+    "trains",
+    [lambda _step, _name: True, lambda step, name: name != WEIGHTS[1] or step % (SILENT_STEPS - 1) == 0],
+    ids=["all", "an expert"],
+)
+def test_weights_that_are_trained_now_and_then_are_trained(trains: Trains, tmp_path: Path) -> None:
+    checks, verdict = recorded(tmp_path, trains)
+    assert finding(checks) == CheckFinding(GOOD, f"All 4 weights had a gradient in the last {SILENT_STEPS} steps.")
+    assert "gradient" not in verdict.says
+
+
+@pytest.mark.parametrize(("kinds", "steps"), [(("param_origin",), STEPS), (("grad_reduced",), SILENT_STEPS - 1)])
+def test_without_gradients_or_steps_no_one_has_looked(kinds: Collection[str], steps: int, tmp_path: Path) -> None:
+    checks, _ = recorded(tmp_path, lambda _step, _name: True, kinds, steps)
+    assert finding(checks).state == NOT_LOOKED_AT
