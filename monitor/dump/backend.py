@@ -14,6 +14,7 @@ import numpy as np
 
 from monitor.dump.values import TensorLeaf
 from monitor.failures import Failures
+from monitor.recording.arguments import flag
 from monitor.recording.backend import Autograd, Removable
 from monitor.recording.tensor_paths import TensorPaths
 
@@ -155,12 +156,18 @@ LARGEST = (1 << 32) - 1
 """The greatest seed that numpy accepts."""
 
 
-def seed_python(seed: int) -> None:
+def seed_python(seed: int, **flags: bool) -> None:
     """Seed the generators of Python and numpy, and the hashes of processes that this process starts.
+
+    Args:
+        flags: What else ``seed_all`` was given, checked here.
 
     Raises:
         ValueError: ``seed`` is no whole number from 0 to 2^32 - 1.
+        TypeError: A flag is neither True nor False.
     """
+    for name, value in flags.items():
+        flag(value, name)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= LARGEST:
         raise ValueError(f"seed is {seed!r}: expected a whole number from 0 to {LARGEST}.")
     random.seed(seed)

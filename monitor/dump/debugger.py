@@ -78,6 +78,7 @@ class Debugger:
         self._reader = self._backend.new_reader(checksums=self.config.checksums)
         self._custom: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._step = 0
+        self._step_came: bool | None = None  # None until something could be dumped
         self._sessions: dict[str, Session] = {}
         self._gradients: dict[str, ParameterGradients] = {}
         self._compiled_gradients: dict[str, ParameterGradients] = {}
@@ -304,13 +305,14 @@ class Debugger:
 
     def _is_chosen(self) -> bool:
         if self.config.step and self._step not in self.config.step:
+            self._step_came = bool(self._step_came)
             return False
+        self._step_came = True
         rank = self._rank()
         if not self.config.rank or (rank or 0) in self.config.rank:
             return True
         if rank is None:
-            chosen = ", ".join(map(str, self.config.rank[:8])) + (", …" if len(self.config.rank) > 8 else "")
-            said = f"the configuration chooses rank {chosen}. This process has no rank, so it counts as rank 0"
+            said = f"the configuration chooses rank {_some(self.config.rank)}. This process has no rank, so it counts as rank 0"
             self._failures.advise("no rank", f"{said}: nothing is dumped. Correct `rank`, or pass rank_id to start().")
         return False
 
@@ -375,11 +377,20 @@ class Debugger:
         self._drop_inherited_session()
         if self._sessions:
             self.step()
+        if self._step_came is False:
+            chosen, self._step_came = _some(self.config.step), None
+            said = f"the configuration chooses step {chosen}, which did not come, so nothing was dumped"
+            advice = f"Steps count from 0 or set_init_step(), step() ends each, and the next would be {self._step}."
+            self._failures.advise("no step", f"{said}. {advice}")
         self._writer.close()
 
 
 def _recovery(directory: Path) -> str:
     return f"The records are kept in {directory}: free disk space there, and run trainermon dump-recover {directory}."
+
+
+def _some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
 
 
 def _no_model() -> None:

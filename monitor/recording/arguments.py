@@ -52,6 +52,17 @@ def given(optimizer: Any, expected: str) -> Any:
     return optimizer
 
 
+def flag(value: Any, name: str) -> bool:
+    """An argument that is True or False.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if value not in (True, False):
+        raise TypeError(f"{name} is {value!r}: expected True or False.")
+    return bool(value)
+
+
 def optimizers_in(given: Any, leaf: Callable[[Any, str], T], unwrapped: Callable[[Any], Any]) -> tuple[T, ...]:
     """The optimizers inside sequences, dictionaries and containers, in order, each once.
 

@@ -20,7 +20,7 @@ from monitor.coordinator.output import base_directory, prepare
 from monitor.coordinator.ownership import Ownership, no_rank_monitored
 from monitor.failures import LOGGER, EarlierFailure, Failures, giving_way_to
 from monitor.forwarding.forwarding import forwarding_of, forwarding_to
-from monitor.recording.arguments import count, given
+from monitor.recording.arguments import count, flag, given
 from monitor.recording.attached_model import AttachmentSpec, ModelNames
 from monitor.recording.backend import FrameworkAdapter, RecordingBackend
 from monitor.recording.deprecated import DeprecatedMethods
@@ -56,6 +56,7 @@ class ModelMonitor(DeprecatedMethods):
 
     Raises:
         ConfigError: The configuration cannot be used. The message names the field, the value and what is allowed.
+        TypeError: ``params_have_main_grad`` is neither True nor False.
         OutputError: The output directory cannot be created or written.
 
     Attributes:
@@ -100,7 +101,7 @@ class ModelMonitor(DeprecatedMethods):
         self._config_path = path
         self._base = prepare(base)
         self._process_group = process_group
-        self._main_grad = params_have_main_grad
+        self._main_grad = flag(params_have_main_grad, "params_have_main_grad")
         self._failures = Failures(self._backend.job.place().rank)
         self._ops = self._known(self._config.ops)
         self._warn_if_no_activations()

@@ -83,6 +83,12 @@ def test_a_process_group_that_is_none_is_named(tmp_path: Path) -> None:
         monitor.set_monitor(model, 1, SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.usefixtures("output")
+def test_a_text_is_no_flag(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="params_have_main_grad is 'False': expected True or False"):
+        TrainerMon(config_at(tmp_path / "c.json"), params_have_main_grad="False")
+
+
 def test_what_fails_while_it_attaches_leaves_no_hook_and_a_run_that_has_ended(output: Output, tmp_path: Path) -> None:
     class Refusing(nn.Linear):
         def register_forward_hook(self, *_: Any, **__: Any) -> Any:

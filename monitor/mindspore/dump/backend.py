@@ -238,8 +238,9 @@ def seed_all(seed: int = 1234, mode: bool = False, rm_dropout: bool = False) -> 
 
     Raises:
         ValueError: ``seed`` is no whole number from 0 to 2^32 - 1, numpy's limit.
+        TypeError: ``mode`` or ``rm_dropout`` is neither True nor False.
     """
-    seed_python(seed)
+    seed_python(seed, mode=mode, rm_dropout=rm_dropout)
     ms.set_seed(seed)
     ms.manual_seed(seed)
     if mode:

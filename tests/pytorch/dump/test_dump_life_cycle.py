@@ -109,6 +109,19 @@ def test_only_the_steps_that_are_chosen_are_recorded(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "out") == ["step1", "step3", "step4"]
 
 
+@pytest.mark.parametrize(("last", "said"), [(2, 1), (4, 0)])
+def test_steps_that_never_come_are_said_once(last: int, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    debugger = configured(tmp_path, step=[3])
+    for _ in range(last):
+        debugger.start()
+        debugger.step()
+    for _ in range(2):
+        debugger.close()
+    told = "the configuration chooses step 3, which did not come, so nothing was dumped. Steps count from 0 or "
+    assert caplog.text.count(told) == said
+    assert caplog.text.count("and the next would be 2") == said
+
+
 def test_steps_are_counted_from_where_a_run_continues(tmp_path: Path) -> None:
     debugger = PrecisionDebugger(dump_path=tmp_path, step=[7])
     debugger.set_init_step(7)

@@ -135,6 +135,12 @@ def test_compilers_still_take_what_drops(tmp_path: Path, nursery: Nursery) -> No
     assert ended.status == 0, ended.err
 
 
+@pytest.mark.parametrize("name", ["mode", "rm_dropout"])
+def test_a_flag_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is 'False': expected True or False"):
+        seed_all(**{name: "False"})
+
+
 @pytest.mark.parametrize("seed", [-1, 1 << 32, 1.5, True])
 def test_a_seed_that_is_none_is_refused(seed: object) -> None:
     with pytest.raises(ValueError, match="expected a whole number from 0 to 4294967295"):
