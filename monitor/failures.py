@@ -87,11 +87,16 @@ class Failures:
 
     Safe to call from any thread, and in a process that was forked while another thread was inside a method. It takes no lock:
     two threads that report a new cause at the same moment may both log it.
+
+    Attributes:
+        counts: How often each cause came.
+        messages: Of each cause, what was logged.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.counts: Counter[str] = Counter()
+        self.messages: dict[str, str] = {}
         self._advised: set[str] = set()
         self._deferred: EarlierFailure | None = None
         self._reraised: BaseException | None = None
@@ -118,6 +123,7 @@ class Failures:
     def _once(self, cause: str, message: str, error: BaseException | None) -> None:
         self.counts[cause] += 1
         if self.counts[cause] == 1:
+            self.messages[cause] = message.strip()[:MOST_CHARACTERS]
             LOGGER.warning("[rank %d] %s", self.rank, message.strip())
             if error is not None:
                 LOGGER.debug("[rank %d] traceback of the above", self.rank, exc_info=error)

@@ -24,7 +24,7 @@ from monitor.coordinator.rank_facts import MOST_CHARACTERS, Note, RankFacts, fix
 from monitor.coordinator.series_file import MOST_EDGES, Flow, Measured, SeriesFile
 from monitor.coordinator.thinning import DiskBound, ThinnedSteps, ThinningRule
 from monitor.failures import Failures
-from monitor.series import SeriesTable
+from monitor.series import SeriesTable, encodable
 from monitor.stats.table import Status, StepRows
 
 MOST_NOTES: Final = 256
@@ -221,11 +221,13 @@ class Earlier:
         timeline: The outcome of the steps so far.
         runs: The known runs, oldest first.
         failures: The number of failures of each cause.
+        said: What was logged at the first failure of each cause.
     """
 
     timeline: Timeline = field(default_factory=Timeline)
     runs: tuple[schema.EarlierRun, ...] = ()
     failures: Mapping[str, int] = field(default_factory=dict)
+    said: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     wrong_bits: tuple[schema.WrongBits, ...] = ()
 
@@ -237,7 +239,7 @@ class Earlier:
         shared = schema.EarlierRun.model_fields.keys() & schema.ManifestRecord.model_fields.keys()
         last = schema.EarlierRun(**{name: getattr(record, name) for name in shared})
         runs = (*record.resumed, last)[-MOST_EARLIER_RUNS:]
-        earlier = cls(Timeline.restored(record), runs, record.failures, record.notes, record.wrong_bits)
+        earlier = cls(Timeline.restored(record), runs, record.failures, record.said, record.notes, record.wrong_bits)
         return earlier.ended()
 
     def ended(self) -> Earlier:
@@ -454,13 +456,16 @@ class Manifest:
         self._series_on_disk = table.name
 
     def _record(self, fields: dict[str, Any], table: SeriesFile | None) -> schema.ManifestRecord:
+        failures = _most_frequent(Counter(self._earlier.failures) + self._counted())
+        said = {**self._failures.messages, **self._earlier.said}
         return schema.ManifestRecord(
             **self._fixed,
             **fields,
             saved=_now(),
             closed=self._closed,
             series=schema.SeriesReference(file=table.name, count=table.count) if table else None,
-            failures=_most_frequent(Counter(self._earlier.failures) + self._counted()),
+            failures=failures,
+            said={cause: encodable(said[cause]) for cause in failures if cause in said},
             notes=dict(self._notes),
             wrong_bits=(*self._wrong_before(fields["first_step"]), *self._wrong_bits.copy()),
             resumed=self._earlier.runs,

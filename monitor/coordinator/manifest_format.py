@@ -545,6 +545,7 @@ class ManifestRecord(StrictRecord):
         lost: By sink, steps that it could not write, by reason. Other sinks may have them.
         thinned: Steps that were removed from the files later.
         failures: The number of failures of each cause.
+        said: What was logged at the first failure of each cause.
         notes: What a reader must know of the numbers and the numbers do not show.
         closed: True once the run has ended and everything was written.
         recording: How many recordings the process had begun before this one.
@@ -586,6 +587,7 @@ class ManifestRecord(StrictRecord):
     lost: dict[str, dict[str, StepsRecord]]
     thinned: ThinnedRecord = ThinnedRecord()
     failures: dict[str, Natural]
+    said: dict[str, str] = {}
     configurations: tuple[ConfigurationRecord, ...] = ()
     undecided_since: Natural | None = None
     wrong_bits: tuple[WrongBits, ...] = ()
@@ -604,10 +606,8 @@ class ManifestRecord(StrictRecord):
 
     def to_json(self) -> bytes:
         """JSON with one line per field, readable in a pager."""
-        fields = self.model_dump(mode="json")
-        return (
-            "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()) + "\n}\n"
-        ).encode()
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.model_dump(mode="json").items()]
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
 def checks_replicas(config: Mapping[str, Any]) -> bool:

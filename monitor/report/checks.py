@@ -348,13 +348,13 @@ def _monitor(facts: Facts) -> CheckFinding:
     if not facts.manifests:
         return CheckFinding(NOT_LOOKED_AT, "The manifests of the ranks are not beside the merged set.")
     failed = [
-        f"rank {rank}: {cause} ({count})" for rank, one in facts.manifests.items() for cause, count in one.failures.items()
+        f"rank {rank}, {_times(count)}: {one.said.get(cause, cause).rstrip('.')}"
+        for rank, one in facts.manifests.items()
+        for cause, count in one.failures.items()
     ]
-    return (
-        CheckFinding(BAD, f"The monitor warned or failed, its log says why: {_few(failed, len(failed))}.")
-        if failed
-        else CheckFinding(GOOD, "It had no warning and no failure.")
-    )
+    if not failed:
+        return CheckFinding(GOOD, "It had no warning and no failure.")
+    return CheckFinding(BAD, f"The monitor warned or failed. {capitalized(_few(failed, len(failed)))}.")
 
 
 class CheckEntry(NamedTuple):
@@ -470,6 +470,10 @@ def _earliest(one: CheckResult) -> tuple[bool, float]:
 
 
 # --- Parts of sentences.
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
 
 
 def _few(texts: Sequence[str], count: int) -> str:

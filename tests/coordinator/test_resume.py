@@ -367,17 +367,21 @@ class TestManifest:
     def test_failures_add_up_and_notes_stay_until_they_are_replaced(self, tmp_path):
         first = Rank(tmp_path)
         for cause, key in (("disk", "scaled"), ("disk", "clipped")):
-            first.failures.warn(cause, "said")
+            first.failures.warn(cause, "it is full")
             first.manifest.note(key, "by the first")
         second = resumed(first)
-        second.failures.warn("disk", "said")
-        second.failures.warn("network", "said")
+        second.failures.warn("disk", "it is full again")
+        second.failures.report("network", OSError("of \udce9"))
         second.manifest.note("clipped", "by the second")
         saved = second.saved()
         assert (saved.failures, saved.notes) == (
-            {"disk": 3, "network": 1},
+            {"disk": 3, "network: OSError": 1},
             {"scaled": "by the first", "clipped": "by the second"},
         )
+        assert saved.said == {
+            "disk": "it is full",
+            "network: OSError": "network failed: OSError('of \\udce9'). Training continues.",
+        }
 
     def test_the_series_of_earlier_runs_can_still_be_read(self, tmp_path):
         first = Rank(tmp_path)

@@ -70,7 +70,8 @@ class RecordedRank:
         formats = [format] if isinstance(format, str) else list(format)
         used = {"ndigits": ndigits, "ops": list(ops), **config}
         facts = RankFacts(JobIdentity(job, TIMESTAMP, launch=launch), rank, world_size, groups or {}, {}, used, "", formats)
-        self.manifest = Manifest(self.directory, facts, self.series, Failures(rank), earlier)
+        self.failures = Failures(rank)
+        self.manifest = Manifest(self.directory, facts, self.series, self.failures, earlier)
         context = SinkContext(self.directory, rank, self.series, ndigits, steps_per_record, 1e-8)
         self._sinks = [SINKS[one](context) for one in formats]
 

@@ -17,7 +17,7 @@ from sink_rows import Measured
 
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ConfigurationRecord
 from monitor.report.checks import CheckResult
-from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding
 from monitor.report.history import DIFFERS, NAN, Axis, KindHistory
 from monitor.sinks.files import StepSpan
 from monitor.stats.partials import COUNT, SUM, SUMSQ
@@ -52,6 +52,18 @@ def test_a_nan_or_an_infinity_that_no_op_shows_is_not_called_absent(
             assert (verdict.place.step, verdict.place.kind, verdict.place.name) == (9, "grad_unreduced", "w")
         else:
             assert verdict.state == NOT_LOOKED_AT or state == GOOD
+
+
+def test_warnings_and_failures_of_the_monitor_are_told_with_their_reasons(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path)
+    one.write(0, {"grad_unreduced": [Measured("w")]})
+    for _ in range(2):
+        one.failures.warn("moments", "This optimizer keeps no moments: choose another.")
+    one.close()
+    with reported(tmp_path) as (_, checks, _verdict):
+        (check,) = [check for check in checks if check.name == "Monitoring itself"]
+    says = "The monitor warned or failed. Rank 0, 2 times: This optimizer keeps no moments: choose another."
+    assert check.finding == CheckFinding(BAD, says)
 
 
 @pytest.mark.parametrize(("update", "state"), [(0.25, GOOD), (np.nan, NOT_LOOKED_AT)])
