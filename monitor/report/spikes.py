@@ -39,6 +39,17 @@ _LASTS: Final = 0.3
 _ZERO: Final = 1e-30
 """A number that was zero has no band: a part of a loss that begins to count, for example."""
 _OF_DATA: Final = (spike_links.BATCH, spike_links.RANK_DATA)
+_FEWEST_OF_A_CYCLE: Final = 4
+"""Jumps at the same distance that make a cycle."""
+_SHARE_OF_A_CYCLE: Final = 0.6
+"""The part of the values that are due which must be jumps."""
+_HIGH: Final = 2.0
+"""Deviations of those before the first jump."""
+_ALIKE: Final = 1.5
+"""A factor within which the values of a cycle are alike."""
+_MOST_TRIED: Final = 16
+"""The first jumps, among which cycles are looked for."""
+_IF_PLANNED: Final = "That is right if these steps have other data."
 MOST_EXPLAINED: Final = 3
 """Jumps of which each is explained. They are separate if ``LEVEL`` steps between them are in their bands."""
 
@@ -68,18 +79,27 @@ def spikes(facts: Facts) -> CheckFinding:
     without += f" {' and '.join(early)} had values that are not finite before there was a band: not looked at." if early else ""
     if not judged:
         return CheckFinding(NOT_LOOKED_AT, without.strip() or _too_few(named))
-    every = [one for name, each in judged.items() for one in jumps(name, *each, skipped)]
-    found, small = _separate(facts, every)
-    if not found:
-        apart = f", but for {_those_of_small_batches(small)}" if small else ""
-        return CheckFinding(GOOD, f"{' and '.join(sorted(judged))} stayed in the band of the values before{apart}.{without}")
     rates = {name: each for name, each in numbers.items() if name.startswith(LEARNING_RATE)}
     first_loss = next((name for name in named if name != GRAD_NORM), "")
+    every, cycles = list[Spike](), list[str]()
+    for name, each in judged.items():
+        out = [*jumps(name, *each, skipped)]
+        for cycle in cycles_of(*each, out):
+            if explain(Around(facts, cycle.jumps[0], first_loss, rates, judged)).cause in ("", *_OF_DATA):
+                out = [one for one in out if one not in cycle.jumps]
+                cycles.append(cycle.said)
+        every += out
+    found, small = _separate(facts, every)
+    cyclic = f"{' '.join(cycles)} {_IF_PLANNED}" if cycles else ""
+    if not found:
+        apart = f", but for {_those_of_small_batches(small)}" if small else ""
+        says = f"{' and '.join(sorted(judged))} stayed in the band of the values before{apart}.{without} {cyclic}".rstrip()
+        return CheckFinding(GOOD, says, then=cyclic)
     explained = [explain(Around(facts, one, first_loss, rates, judged)) for one in found[:MOST_EXPLAINED]]
     first = explained[0]
     more = f" {_more(found[1:])}" if len(found) > 1 else ""
     listed = tuple(map(_for_programs, explained))
-    return CheckFinding(BAD, f"{first.says}{more}", first.place, _then(first), listed)
+    return CheckFinding(BAD, f"{first.says}{more} {cyclic}".rstrip(), first.place, _then(first), listed)
 
 
 def _those_of_small_batches(count: int) -> str:
@@ -178,6 +198,49 @@ def _separate(facts: Facts, found: Sequence[Spike]) -> tuple[list[Spike], int]:
     return kept, small
 
 
+class Cycle(NamedTuple):
+    """Jumps of a number that come back at the same distance, in recorded steps."""
+
+    jumps: Sequence[Spike]
+    distance: int
+
+    @property
+    def said(self) -> str:
+        one = self.jumps[0]
+        times = np.median([jump.value / jump.level for jump in self.jumps])
+        since = f"in each {self.distance}th recorded step since step {one.step}"
+        return f"{_called(one)} is about {times:.2g} times as high {since}."
+
+
+def cycles_of(steps: Ints, values: Numbers, found: Sequence[Spike]) -> Iterator[Cycle]:
+    """The jumps that come back at the same distance, such as those of a task whose turn it is. They have done so since the
+    first value that is judged: those before the first jump were high, too. A jump that is far above the others is none.
+    """
+    high = bands.bands_of(values[:, None], _NARROWEST_OF_LOSS).deviations[:, 0] >= _HIGH
+    first, at = bands.LEVEL + _WARM_UP, {int(np.searchsorted(steps, one.step)): one for one in found}
+    early = sorted(at)[:_MOST_TRIED]
+    for distance in sorted({later - one for one in early for later in early if later - one > 1}):
+        for phase in sorted({one % distance for one in early}):
+            due = range(first + (phase - first) % distance, len(steps), distance)
+            fewest = max(_FEWEST_OF_A_CYCLE, _SHARE_OF_A_CYCLE * len(due))
+            out = [one for one in due if one in at] if len(at) >= fewest else []
+            if len(out) < fewest or not high[due.start : out[0] : distance].all():
+                continue
+            cycle = Cycle(_alike([at[one] for one in out]), distance)
+            at = {place: one for place, one in at.items() if one not in cycle.jumps}
+            yield cycle
+
+
+def _alike(found: Sequence[Spike]) -> list[Spike]:
+    """Those whose values are about the same, or at most twice as far from their levels as the others in logarithms: levels
+    fall while the data that makes jumps stays as hard.
+    """
+    values = np.array([one.value for one in found])
+    heights = np.log(values / [one.level for one in found])
+    alike = (values <= _ALIKE * np.median(values)) | (heights <= 2 * np.median(heights))
+    return [one for one, is_alike in zip(found, alike.tolist(), strict=True) if is_alike]
+
+
 # --- The cause of a jump.
 
 
@@ -269,8 +332,11 @@ def _is_rival(around: Around, own: Evidence | None, chosen: Evidence) -> bool:
 
 def _says(around: Around) -> str:
     spike = around.spike
-    what = {GRAD_NORM: "The total gradient norm", "loss": "The loss"}.get(spike.name, f"The number {spike.name}")
-    return f"{what} was {spike.value:.4g} in step {spike.step}, {spike.level:.4g} before"
+    return f"{_called(spike)} was {spike.value:.4g} in step {spike.step}, {spike.level:.4g} before"
+
+
+def _called(one: Spike) -> str:
+    return {GRAD_NORM: "The total gradient norm", "loss": "The loss"}.get(one.name, f"The number {one.name}")
 
 
 def _cannot_tell(links: Sequence[Link]) -> str:

@@ -205,6 +205,51 @@ def test_other_data_from_a_step_on_is_not_one_batch(tmp_path: Path) -> None:
     assert "the data of all ranks, the code, a buffer or the loss function may have changed" in spikes.says
 
 
+def harder(steps: Callable[[int], bool], spoiled: int = -1) -> Batch:
+    """Batches without a rule in some steps, and one that is bad."""
+
+    def batch(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if step == spoiled:
+            return 20 * x, y.flip(0)
+        return (x, torch.randint(0, 6, (len(x),))) if steps(step) else (x, y)
+
+    return batch
+
+
+@pytest.mark.parametrize("phases", [(3,), (3, 4)])
+def test_other_data_at_regular_intervals_is_no_fault_and_is_told(phases: tuple[int, ...], tmp_path: Path) -> None:
+    train(tmp_path / "out", batch=harder(lambda step: step % 10 in phases), steps=100)
+    with reported(tmp_path / "out") as (_, checks, verdict):
+        spikes = next(one.finding for one in checks if one.name == "Spikes")
+    assert (spikes.state, verdict.state) == (GOOD, GOOD)
+    told = re.findall(r"The loss is about 1\.\d times as high in each 10th recorded step since step (\d+)\.", verdict.says)
+    assert sorted(int(step) % 10 for step in told) == [*phases]
+    assert verdict.says.endswith("That is right if these steps have other data.")
+
+
+def test_a_fault_beside_other_data_at_regular_intervals_is_told_as_ever(tmp_path: Path) -> None:
+    train(tmp_path / "out", batch=harder(lambda step: step % 10 == 3, spoiled=56), steps=100)
+    spikes = found(tmp_path / "out")
+    assert (spikes.state, len(spikes.listed)) == (BAD, 1)
+    assert ", because the batch stands out in step 56 (batch 'shard-7:56' on rank 0)" in spikes.says
+
+
+@pytest.mark.parametrize("since", [0, 40])
+def test_a_fault_that_comes_back_at_regular_intervals_is_a_fault(since: int, tmp_path: Path) -> None:
+    def saves(step: int, model: nn.Module, _optimizer: Any) -> None:
+        if step % 10 == 3 and not since:  # a checkpoint that is saved changes a weight
+            with torch.no_grad():
+                scaled(model)
+        elif step % 10 == 4 and not since:
+            with torch.no_grad():
+                model.get_parameter("2.weight").div_(20)
+
+    train(tmp_path / "out", saves, harder(lambda step: step % 10 == 3 and step >= (since or 1000)), steps=100)
+    spikes = found(tmp_path / "out")
+    assert spikes.state == BAD
+    assert spikes.listed[0]["cause"] == ("" if since else "weights")
+
+
 @pytest.mark.parametrize("field", ["param_distribution", "mv_distribution"])
 def test_what_only_some_steps_have_is_not_known(field: str, tmp_path: Path) -> None:
     train(tmp_path / "out", batch=bad, **{**EVERYTHING, "intervals": {field: AT // 2}})
