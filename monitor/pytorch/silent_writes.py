@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 
 from monitor.pytorch.hooks import TorchCallPatch
@@ -16,6 +17,13 @@ from monitor.recording.patches import CallListener, CallPatch
 
 WAIT: Final = TorchCallPatch(dist.Work, "wait")
 """One patch for this process, since callers look the method up in the class."""
+WAIT_FOR_FUTURE: Final = TorchCallPatch(torch._C.Future, "wait")
+NOT_WAITED_FOR: Final = (
+    TorchCallPatch(dist.Work, "is_completed"),
+    TorchCallPatch(dist.Work, "synchronize"),
+    TorchCallPatch(torch._C.Future, "done"),
+)
+"""Methods that end a call for the program without a wait, unless they return False."""
 
 _WRITING: Final = ("allreduce", "alltoall_base", "broadcast", "recv", "recv_anysource", "reduce", "scatter")
 """Methods of process groups that write to their arguments and raise no version. Others raise it, or do not write."""
@@ -29,7 +37,7 @@ class SilentWrites(CallListener):
     def __init__(self, written: Callable[[], None]) -> None:
         self._written = written
         self._patches: list[CallPatch] = []
-        for patch in (WAIT, *_OF_GROUPS):
+        for patch in (WAIT, WAIT_FOR_FUTURE, *NOT_WAITED_FOR, *_OF_GROUPS):
             self._follow(patch)
         self._has_triton = False
         self.look_again()

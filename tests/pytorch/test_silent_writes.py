@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,29 @@ WRITES: dict[str, Callable[[Tensor, int], object]] = {
 }
 
 
+ENDS: dict[str, Callable[[dist.Work], object]] = {
+    "wait": lambda work: work.wait(),
+    "wait of the future": lambda work: work.get_future().wait(),
+    "wait of several futures": lambda work: torch.futures.wait_all([work.get_future()]),
+    "wait of what follows": lambda work: work.get_future().then(bool).wait(),
+    "polled": lambda work: until(work.is_completed),
+    "future polled": lambda work: until(work.get_future().done),
+}
+"""The ways to learn that a call has ended."""
+
+
+def until(ended: Callable[[], bool]) -> None:
+    while not ended():
+        time.sleep(0.001)
+
+
+class Look(nn.Module):
+    """Passes its input on while a collective writes to it, and is called once more when the collective has ended."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Parallel(nn.Module):
     """A layer of which each rank has a part. It changes what its own layer has returned, and returns that."""
 
@@ -34,12 +58,21 @@ class Parallel(nn.Module):
         super().__init__()
         self.inner = nn.Linear(4, 4)
         self.write = write
+        self.look = Look()
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
         with torch.no_grad():
             self.write(y)
         return y
+
+    def look_and_end(self, end: Callable[[dist.Work], object], rank: int, x: Tensor) -> None:
+        if rank:
+            time.sleep(0.1)
+        work = dist.all_reduce(x, async_op=True)
+        self.look(x)
+        assert work is not None
+        end(work)
 
 
 def norms(output: Output, model: nn.Module, x: Tensor) -> tuple[dict[str, float], float]:
@@ -62,6 +95,10 @@ def run_rank(rank: int, directory: str) -> None:
     for name, write in WRITES.items():
         model = seeded(lambda write=write: Parallel(partial(write_by, write, rank)))
         found[name] = norms(output, model, torch.full((2, 4), 1.0 + rank, dtype=torch.float64))
+    for name, end in ENDS.items():
+        looks = seeded(lambda: Parallel(bool))
+        looks.write = partial(looks.look_and_end, end, rank)
+        found[name] = norms(output, looks, torch.full((2, 4), 1.0 + rank, dtype=torch.float64))
     torch.save(found, Path(directory) / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -99,6 +136,15 @@ def test_what_a_collective_has_written_is_in_the_next_row(name: str, found: list
         assert recorded[".output"] == pytest.approx(result, rel=1e-12)
         changed.append(recorded[".output"] != recorded["inner.output"])
     assert any(changed)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_was_read_before_a_collective_has_ended_is_read_again(name: str, found: list[Found]) -> None:
+    for rank in found:
+        recorded, result = rank[name]
+        assert recorded[".output"] == pytest.approx(result, rel=1e-12)
+    recorded, _ = found[0][name]
+    assert recorded["look.output"] != recorded[".output"]  # the other rank was late
 
 
 def test_what_a_kernel_of_triton_has_written_is_in_the_next_row(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from monitor.failures import Failures
 from monitor.pytorch.collectives.operators import Method, Overload, TorchOperator, issuers, methods, operators, wait_operator
 from monitor.pytorch.hooks import NO_BACKWARD, TorchCallPatch, untraced, when_backward_ends
-from monitor.pytorch.silent_writes import WAIT
+from monitor.pytorch.silent_writes import NOT_WAITED_FOR, WAIT, WAIT_FOR_FUTURE
 from monitor.recording import patches
 from monitor.recording.patches import CallListener
 
@@ -297,8 +297,10 @@ INTERCEPTION: Final = CollectiveInterception()
 # versions show whether they were changed by then.
 #
 # The program may change outputs without a wait: in a callback, which torch runs at once where the future is complete, even
-# before the callback of the monitor, which waits for the backend's thread; or once ``is_completed`` returns True. Then
-# outputs are read at that moment if they are complete, and a later read trusts their versions alone.
+# before the callback of the monitor, which waits for the backend's thread; or once ``is_completed`` or ``done`` returns True.
+# Then outputs are read at that moment if they are complete, and a later read trusts their versions alone.
+#
+# Several threads may wait for a call. Reading lets other threads run, so each of them waits until the outputs were read.
 
 Call = Any
 """A listener's key for a call."""
@@ -309,14 +311,13 @@ read them. Does not raise.
 """
 
 GET_FUTURE: Final = TorchCallPatch(dist.Work, "get_future")
-WAIT_FOR_FUTURE: Final = TorchCallPatch(torch._C.Future, "wait")
 BEGIN_GROUP: Final = TorchCallPatch(dist.ProcessGroup, "_start_coalescing")
 END_GROUP: Final = TorchCallPatch(dist.ProcessGroup, "_end_coalescing")
-NOT_WAITED_FOR: Final = (TorchCallPatch(dist.Work, "is_completed"), TorchCallPatch(dist.Work, "synchronize"))
 PATCHES: Final = (WAIT, GET_FUTURE, WAIT_FOR_FUTURE, BEGIN_GROUP, END_GROUP, *NOT_WAITED_FOR)
 """One set for this process, since callers look the methods up in the class."""
 
 ADD_CALLBACK: Final = torch._C.Future.add_done_callback
+IS_DONE: Final = torch._C.Future.done
 FOLLOWED: Final = (
     TorchCallPatch(torch._C.Future, "add_done_callback"),
     TorchCallPatch(torch._C.Future, "then"),
@@ -351,12 +352,14 @@ class _Outputs:
         self._tensors: Sequence[Tensor] | None = tensors
         self._versions = [None if one.is_inference() else one._version for one in tensors]
         self._read = read
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may wait for the same call
         self.followed = False
 
     def waited_for(self) -> None:
-        """Called on the thread that waited, which has not changed them yet."""
-        self._once(self._versions if self.followed else ())
+        """Called on the thread that waited, which has not changed them yet. It may change them afterwards."""
+        with self._lock:
+            self._once(self._versions if self.followed else ())
+            self._tensors = None
 
     def done(self, future: Any) -> None:
         """Called on a thread of the backend."""
@@ -434,7 +437,7 @@ class Completion(CallListener):
     def read_completed(self) -> None:
         """Read complete outputs whose callback has not run yet."""
         for outputs, future in list(self._by_future.values()):
-            if future.done():
+            if IS_DONE(future):
                 outputs.done(future)
 
     def _read_when_done(self, work: Any, outputs: _Outputs) -> None:
@@ -493,11 +496,14 @@ class Completion(CallListener):
         waited_for = patch not in NOT_WAITED_FOR
         if result is False and not waited_for:
             return
-        for one in self._pending.pop(of, ()):
+        for one in self._pending.get(of, ()):
             if waited_for:
                 one.waited_for()
+            elif isinstance(of, torch._C.Future):
+                self._follow(of, one)
             else:
                 self._read_when_done(of, one)
+        self._pending.pop(of, None)  # after reading, so that another thread that waits finds them until then
 
 
 class _Followers(CallListener):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -196,6 +197,7 @@ class TorchCollectives(TorchCollectiveListener):
         self._failures = failures
         self._calls: TorchOperatorCalls | None = None
         self._functional: OrderedDict[int, _Awaited] = OrderedDict()
+        self._reading = threading.RLock()  # threads that wait for the same result may change it once one of them has read it
         self._step_ended = failures.guarded("ending a step of communication", self._end_step)
         self._completion = Completion(self._outputs_there, failures)
 
@@ -244,7 +246,7 @@ class TorchCollectives(TorchCollectiveListener):
     def tensor_waited_for(self, tensor: Tensor) -> None:
         if self._functional:
             try:
-                with unseen():
+                with unseen(), self._reading:
                     self._tensor_waited_for(tensor)
             except Exception as error:
                 self._failures.report("reading the outputs of a communication operator", error)

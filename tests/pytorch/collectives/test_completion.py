@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from monitor.failures import Failures
-from monitor.pytorch.collectives.interception import Completion
+from monitor.pytorch.collectives.interception import IS_DONE, Completion
 
 
 class LateCall:
@@ -21,11 +22,13 @@ class LateCall:
         future: What the program has asked the work for.
         read: The sums of the outputs that were read.
         busy: Whether nothing can be read now, as while another thread reads.
+        reading: Called when outputs are about to be read.
     """
 
     def __init__(self) -> None:
         self.read: list[float] = []
         self.busy = False
+        self.reading: Callable[[], object] = bool
         self.x = torch.ones(2)
         self.late = threading.Event()
         self.completion = Completion(self._note, Failures(0))
@@ -37,7 +40,7 @@ class LateCall:
         self.future = self.work.get_future()
         self._backend = threading.Thread(target=mine.set_result, args=([self.x],))
         self._backend.start()
-        while not self.future.done():
+        while not IS_DONE(self.future):
             pass
 
     def end(self) -> None:
@@ -48,6 +51,7 @@ class LateCall:
     def _note(self, _call: Any, outputs: Sequence[torch.Tensor], versions: Sequence[int | None]) -> bool:
         if self.busy or (versions and [one._version for one in outputs] != versions):
             return False
+        self.reading()
         self.read.append(outputs[0].sum().item())
         return True
 
@@ -71,6 +75,7 @@ FOLLOWERS: dict[str, Callable[[LateCall], object]] = {
     "what follows": lambda call: call.future.then(lambda _: call.x.mul_(3)).wait(),
     "what follows several": lambda call: (torch.futures.collect_all([call.future]).wait(), call.x.mul_(3)),
     "after it was polled": lambda call: call.work.is_completed() and call.x.mul_(3),
+    "after its future was polled": lambda call: call.future.done() and call.x.mul_(3),
 }
 
 
@@ -90,3 +95,34 @@ def test_outputs_that_could_not_be_read_before_they_were_changed_are_not_read(fo
     call.work.wait()
     assert call.x.tolist() == [3.0, 3.0]
     assert call.read == []
+
+
+@pytest.mark.parametrize("wait", [lambda call: call.work.wait(), lambda call: call.future.wait()], ids=["work", "future"])
+def test_a_second_thread_that_waits_changes_outputs_after_they_were_read(
+    wait: Callable[[LateCall], object], call: LateCall
+) -> None:
+    first_reads, second_is_through = threading.Event(), threading.Event()
+
+    def reading() -> None:
+        first_reads.set()
+        second_is_through.wait(0.5)
+
+    def wait_and_change() -> None:
+        first_reads.wait(20)
+        wait(call)
+        call.x.numpy()[:] = 3.0  # no new version, as of the next collective
+        second_is_through.set()
+
+    call.reading = reading
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(wait_and_change)
+        wait(call)
+        second.result(20)
+    assert call.x.tolist() == [3.0, 3.0]
+    assert call.read == [2.0]
+
+
+def test_a_signal_handler_may_wait_for_the_call_whose_outputs_are_being_read(call: LateCall) -> None:
+    call.reading = lambda: setattr(call, "reading", bool) or call.work.wait()
+    call.work.wait()
+    assert set(call.read) == {2.0}
