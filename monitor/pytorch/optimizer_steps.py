@@ -273,7 +273,7 @@ class OptimizerSteps(CallListener):
         given = optimizers_in(optimizer)
         for one in given:
             self._adopt_if_monitored(one)
-        self._called.clear()
+        self._called.difference_update(given)  # another thread may be in the step of another one
         for one in self._monitored(given):
             if scaler.is_enabled() and scaler._scale is not None:
                 index, late = self._scalers.setdefault(scaler, len(self._scalers)), not _has_unscaled(scaler, optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -326,3 +327,27 @@ class TestThePatch:
                 scale.step(optimizer)
         assert {row.step for row in output.rows("grad_reduced")} == {0}
         assert steps(output, "skipped") == []
+
+
+def test_the_scaler_of_another_model_on_another_thread_ends_no_step(output: Output) -> None:
+    model, other = small_model(), small_model()
+    optimizer, its = (SGD(one.parameters(), lr=0.1) for one in (model, other))
+    scale, other_scale = scaler(), scaler()
+
+    def step_other(*_: Any) -> None:
+        thread = threading.Thread(target=train, args=(other, its, other_scale, [False]))
+        thread.start()
+        thread.join()
+
+    expected: Rows = {}
+    with attached(output, model, optimizer, **GRADIENTS):
+        optimizer.register_step_pre_hook(step_other)
+        for step in range(3):
+            backward(model, scale)
+            expected |= copies(model, step)
+            scale.step(optimizer)
+            scale.update()
+            optimizer.zero_grad()
+    assert_rows(output, "grad_unreduced", expected)
+    assert steps(output, "written") == [0, 1, 2]
+    assert steps(output, "skipped") == []
