@@ -160,6 +160,9 @@ class CellHooks:
         hooks.add(_Added(root.begins, before))
         hooks.add(_Added(root.ends, after))
 
+    def is_alone(self, root: nn.Cell) -> bool:
+        return not self.is_running(root, 2)
+
     def is_running(self, root: nn.Cell, calls: int) -> bool:
         """Whether that many calls of the root are on this thread's stack, or compiled code has called it."""
         if REPLAYING.get():

@@ -67,7 +67,9 @@ class GradientReductions:
         self.follows = self._seen is not None or self._framework.follows_backward
 
     def forward_begins(self) -> None:
-        """A forward of training begins."""
+        """A forward of a module in training mode begins. Without gradients it is no training, and may run beside it."""
+        if not torch.is_grad_enabled():
+            return
         self._framework.forward_begins()
         self._listen()
         if self._seen is not None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,18 @@ def _rehearsal() -> CodeType | None:
     return getattr(getattr(stage, "_forward_metadata_inference", None), "__code__", None)
 
 
+_CALLS: Final[CodeType] = nn.Module._call_impl.__code__
+
+
+def _calls_on_stack(root: nn.Module) -> int:
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None:
+        count += frame.f_code is _CALLS and frame.f_locals.get("self") is root
+        frame = frame.f_back
+    return count
+
+
 class CompilableHooks:
     """The hooks of a collector's modules, and their counterparts in compiled code (``CallHooks``)."""
 
@@ -111,6 +123,12 @@ class CompilableHooks:
         self._observed_roots: list[operators.ObservedHook] = []
         self._silent_writes: SilentWrites | None = None
         operators.HOOK_GUARDS.hold(self)
+
+    def is_alone(self, root: nn.Module) -> bool:
+        """False in compiled code, whose calls are not on the stack. Torch calls hooks after an exception, but not after an
+        interrupt, or another exception that is no ``Exception``.
+        """
+        return _calls_on_stack(root) == 1
 
     def hook_module(
         self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
@@ -263,9 +281,9 @@ class CompiledRoot:
 
     def ends(self, _tag: Tensor) -> int | None:
         """The micro-step, if the call that ends trains."""
-        tracked = self._collector.in_tracked_root(self._chunk)
+        tracked, micro_step = self._collector.in_tracked_root(self._chunk), self._collector.micro_step(self._chunk)
         self._after(self._collector.roots[self._chunk], (), {}, None)
-        return self._collector.clock.forward[self._chunk] if tracked else None
+        return micro_step if tracked else None
 
     def sees(self, *_: Any) -> None:
         """Ignored: the modules' own hooks read inputs and outputs."""

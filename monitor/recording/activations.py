@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, Protocol, final
 
 from monitor.failures import Failures
 from monitor.recording.backend import HookSet, RecordingBackend, Removable, Target
 from monitor.recording.gradient_edges import SeveralThreadsError, follow_inputs, follow_result, on_several_threads, slots_of
 from monitor.recording.module_calls import ADVICE, ALL, NOTHING, Calls, GradientGate, Left, ModuleCall, Repetitions
 from monitor.recording.recorder import RecordedSeries, Recorder, SeenModule
+from monitor.recording.root_forwards import RootForwards
 from monitor.recording.step_clock import Clock
 from monitor.recording.tensor_paths import HiddenError, TensorPath, hidden_result
 from monitor.selection import ModuleSelection, TensorChoice
@@ -20,18 +21,6 @@ from monitor.series import Series
 
 MOST_FORWARDS: Final = 1024
 """Training forwards of a step that have rows, if the step was not said to have more."""
-
-
-class OpenRoot(NamedTuple):
-    """A root forward that has begun.
-
-    Attributes:
-        tracked: Whether it is part of training.
-        handled: The exception being handled when it began: a loop may retry in its ``except`` clause.
-    """
-
-    tracked: bool
-    handled: BaseException | None
 
 
 class CallsOfStep(Protocol):
@@ -50,6 +39,11 @@ class CallHooks(Protocol):
     @property
     def is_running(self) -> Callable[[Any, int], bool] | None:
         """Whether that many calls of a root are on the stack. None if hooks are called after a forward that raised, too."""
+
+    def is_alone(self, root: Any) -> bool:
+        """Whether the call of a root that begins now is known to be its only one on the stack. An earlier one may have ended
+        without a hook.
+        """
 
     def hook_module(
         self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
@@ -184,7 +178,7 @@ class ModuleWatcher:
             self._was_called = True
             self.collector.remember(self)
         if not repeating:
-            return ModuleCall(self.calls.begin(self._clock.micro_step(self.chunk)), True)
+            return ModuleCall(self.calls.begin(self.collector.micro_step(self.chunk)), True)
         place = self.calls.repeat()
         return None if place is None else ModuleCall(place, False)
 
@@ -304,8 +298,6 @@ class ModuleCollector:
     """All watched modules of one attachment, and the root hooks that count micro-steps.
 
     Attributes:
-        tracking: For each chunk, whether calls count. Off during a root forward outside training (evaluation, no_grad, the
-            shape inference of a pipeline stage).
         threads: The threads that have called modules in this step.
         roots: The roots by chunk.
         due: Whether activations are recorded in the step in progress.
@@ -330,10 +322,8 @@ class ModuleCollector:
         self.failures = failures
         self.gate = self._new_gate()
         self.depth, self.nodes = 0, dict[Any, Any]()
-        self.tracking = [True] * clock.chunks
         self.threads: set[int] = set()
         self.roots: dict[int, Any] = {}
-        self._open_roots: list[list[OpenRoot]] = [[] for _ in range(clock.chunks)]
         self._watchers: list[ModuleWatcher] = []
         self._called: list[CallsOfStep] = []
         self._leaves: dict[Target, set[int]] = {}
@@ -344,6 +334,8 @@ class ModuleCollector:
         self._until_step_ends: list[Removable] = []
         self._adapter = backend.modules.new_hooks(self)
         self.repetitions, self._is_running = self._adapter.repetitions, self._adapter.is_running
+        by_thread = self._is_running is None
+        self._forwards = [RootForwards(clock, failures, by_thread=by_thread) for _ in range(clock.chunks)]
         self._trains, self._repeating = backend.modules.trains, backend.modules.repeating
         self._current_pass = backend.autograd.engine.current_pass
 
@@ -386,11 +378,17 @@ class ModuleCollector:
 
     def counts(self, chunk: int, module: Any) -> bool:
         """Whether a call of a module that begins now belongs to training. The call may be a recomputation."""
-        if self._is_running is not None and self._open_roots[chunk]:
+        forwards = self._forwards[chunk]
+        if self._is_running is not None and forwards.mine:
             if self._is_running(self.roots[chunk], 1):
-                return self.tracking[chunk]  # also for calls that are not recorded: the backward may repeat them
+                return forwards.train  # also for calls that are not recorded: the backward may repeat them
             self._forward_raised(chunk)
-        return self.tracking[chunk] and self._trains(module)
+        return forwards.train and self._trains(module)
+
+    def micro_step(self, chunk: int) -> int:
+        """The micro-step of a call of a module that begins now."""
+        mine = self._forwards[chunk].mine
+        return mine[-1].micro_step if mine and mine[-1].tracked else self.clock.micro_step(chunk)
 
     def remember(self, watcher: CallsOfStep) -> None:
         """Register a watcher whose module is called for the first time in this step."""
@@ -419,8 +417,8 @@ class ModuleCollector:
         while self._until_step_ends:
             self._until_step_ends.pop().remove()
         self.threads.clear()
-        for calls in self._open_roots:
-            calls.clear()
+        for forwards in self._forwards:
+            forwards.end_step()
         for watcher in self._called:
             watcher.forget_step()
         self._called.clear()
@@ -444,19 +442,19 @@ class ModuleCollector:
 
     def root_begins(self, chunk: int, root: Any, _args: Any = (), _kwargs: Any = None) -> None:
         """Called before the root's forward."""
-        if self._is_running is not None and self._open_roots[chunk] and not self._is_running(root, 2):
-            self._forward_raised(chunk)  # of the two, one is the call that begins now
+        if self._forwards[chunk].mine and self._adapter.is_alone(root):
+            self._forward_raised(chunk)
         self.before_forward()
-        counted = self.recorder.active or self.clock.learning
-        if not counted or self._repeating() or root is not self.roots.get(chunk):
+        if self._repeating() or root is not self.roots.get(chunk):
             return
         self.threads.add(get_ident())
-        self.tracking[chunk] = self._adapter.root_trains(root) and self._has_room(chunk)
-        if self.tracking[chunk] and not self.in_tracked_root(chunk):
+        counted = self.recorder.active or self.clock.learning
+        tracked = counted and self._adapter.root_trains(root) and self._has_room(chunk)
+        if tracked and not self.in_tracked_root(chunk):
             self.clock.forward_begins(chunk)
             self.recorder.micro_step_begins(chunk, self.clock.micro_steps)
             self._check_micro_step(self.clock.forward[chunk])
-        self._open_roots[chunk].append(OpenRoot(self.tracking[chunk], sys.exc_info()[1]))
+        self._forwards[chunk].begin(tracked=tracked, micro_step=self.clock.forward[chunk])
 
     def _has_room(self, chunk: int) -> bool:
         """Whether the step may have another forward: a step that no optimizer ends must not take ever more memory."""
@@ -468,41 +466,43 @@ class ModuleCollector:
         return False
 
     def in_tracked_root(self, chunk: int) -> bool:
-        """Whether a training forward of the root is open. A nested one does not begin a micro-step: Lightning runs a training
-        step as the forward of its module, which calls the module again.
+        """Whether a training forward of the root is open on this thread. A nested one does not begin a micro-step: Lightning
+        runs a training step as the forward of its module, which calls the module again.
         """
-        return any(call.tracked for call in self._open_roots[chunk])
+        return any(call.tracked for call in self._forwards[chunk].mine)
 
     def root_ends(self, chunk: int, root: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Called after the root's forward. If it raised, the exception is being handled."""
-        if not self._open_roots[chunk] or self._repeating() or root is not self.roots[chunk]:
+        forwards = self._forwards[chunk]
+        if not forwards.mine or self._repeating() or root is not self.roots[chunk]:
             return
-        call = self._open_roots[chunk].pop()
-        self.tracking[chunk] = self._open_roots[chunk][-1].tracked if self._open_roots[chunk] else True
-        if not call.tracked:
+        call = forwards.mine.pop()
+        if not forwards.is_current(call):
             return
         if sys.exc_info()[1] is call.handled:
-            self._follow_backward(chunk, result)
+            self._follow_backward(chunk, call.micro_step, result)
         elif not self.in_tracked_root(chunk):
-            self._restart_micro_step(chunk)
+            self._restart_micro_step(chunk, call.micro_step)
 
-    def _follow_backward(self, chunk: int, result: Any) -> None:
-        begins = partial(self.backward_begins, chunk, self.clock.forward[chunk])
+    def _follow_backward(self, chunk: int, micro_step: int, result: Any) -> None:
+        begins = partial(self.backward_begins, chunk, micro_step)
         for leaf in self.backend.tensors.paths.outputs(result):
             self._adapter.backward_begins(leaf.tensor, begins)
 
     def _forward_raised(self, chunk: int) -> None:
-        """Close the open forwards of a root, which raised, in a framework that calls no hook then."""
-        tracked = self.in_tracked_root(chunk)
-        self._open_roots[chunk].clear()
-        self.tracking[chunk] = True
+        """Close the open forwards of a root, which raised, and no hook was called."""
+        forwards = self._forwards[chunk]
+        tracked = [one for one in forwards.mine if forwards.is_current(one)]
+        forwards.mine.clear()
         if tracked:
-            self._restart_micro_step(chunk)
+            self._restart_micro_step(chunk, tracked[0].micro_step)
 
-    def _restart_micro_step(self, chunk: int) -> None:
-        """Undo a micro-step whose forward failed. If the loop continues, the next forward takes its number."""
-        micro_step = self.clock.forward[chunk]
-        self.clock.forward[chunk] -= 1
+    def _restart_micro_step(self, chunk: int, micro_step: int) -> None:
+        """Undo a micro-step whose forward failed. If the loop continues, the next forward takes its number, unless another
+        thread has begun a later one.
+        """
+        if self.clock.forward[chunk] == micro_step:
+            self.clock.forward[chunk] -= 1
         self.forget_graph()
         for watcher in self._called:
             watcher.restart(chunk, micro_step)

@@ -165,11 +165,10 @@ class Attachment:
         self.at_boundary: Callable[[int], object] = _no_change
         self.expected: set[str] = set()
         self.last_collected: int | None = None
-        self.names, self.collected = names, collected
+        self.names, self.collected, self._scaling_said = names, collected, ""
         self._scaling: dict[str, RecordedSeries] = {}
         self._turns, self._others = phases.OptimizerTurns(), phases.OtherOptimizers()
         self._now: phases.OptimizerTurn | None = None
-        self._scaling_said = ""
         self._numbers: RunNumbers | None = None
         self.begun = self._has_forwards = self._any_turn = self._unheld_reported = self.has_unheld = False
         self.sealer = StepSealer(host, self.clock, watch, dataflow_written=collected > 0)
@@ -291,7 +290,7 @@ class Attachment:
         trains = self._backend.modules.trains(root)
         self.begun, self._has_forwards = self.begun or trains, self._has_forwards or trains
         self._others.forwards += trains and root is self.watch.chunks[0]
-        if not self._steps.evaluating:
+        if not self._steps.evaluating and self._turns.on_this_thread:
             self.collectors.all(phases.Collector.end_turn, None)  # data of a step that raised
         if trains and self._recorder.active:
             self.collectors.each(phases.Collector.forward_begins)
@@ -364,7 +363,11 @@ class Attachment:
             self._others.stepped(old, new, stepped)
 
     def settled(self) -> int:
-        """End the step if another optimizer has stepped it. Returns the number of the step in progress."""
+        """End the step if another optimizer has stepped it, or if its end was interrupted. Returns the number of the step in
+        progress.
+        """
+        if self._turns.begun and self._turns.complete(self._steps.optimizers):
+            self._end_step(self._turns.status)
         parts = self._backend.modules.parts
         if said := self._others.in_place(
             self.clock, lambda: (p for one in self.watch.chunks for _, p in parts(one).parameters)
@@ -374,12 +377,12 @@ class Attachment:
         return self.clock.step
 
     def _begin_turn(self, optimizer: Any) -> None:
-        """End the step in progress if ``optimizer`` has had its turn in it."""
+        """End the step in progress if ``optimizer`` has had its turn in it. If all have had theirs, its end was interrupted."""
         self._now = None
         self._others.clear()
-        if self._turns.taken(optimizer):
-            missing = next((one for one in self._steps.optimizers if not self._turns.taken(one)), None)
-            self._failures.warn("optimizers of a step", self._held.left_out(optimizer, missing, self._steps.optimizers))
+        if self._turns.begin(optimizer):
+            for missing in [one for one in self._steps.optimizers if not self._turns.taken(one)][:1]:
+                self._failures.warn("optimizers of a step", self._held.left_out(optimizer, missing, self._steps.optimizers))
             self._end_step(self._turns.status, before_a_turn=True)
 
     def _end_turn(self, optimizer: Any, *, skipped: bool) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Final, NamedTuple, Protocol, final
 
 from monitor.failures import Failures
@@ -13,6 +14,26 @@ from monitor.recording.step_clock import Clock
 from monitor.series import Placement
 
 ADVICE = "The rows of this module are missing."
+
+
+@final
+class OpenCalls:
+    """An entry for each call that has begun and not ended."""
+
+    def __init__(self) -> None:
+        self._by_thread: dict[int, list[Any]] = {}
+
+    @property
+    def mine(self) -> list[Any]:
+        """Those of this thread, one within another."""
+        return self._by_thread.setdefault(get_ident(), [])
+
+    def __iter__(self) -> Iterator[Any]:
+        """All, the innermost of each thread first."""
+        return (entry for entries in list(self._by_thread.values()) for entry in reversed(entries))
+
+    def clear(self) -> None:
+        self._by_thread.clear()
 
 
 class CallIndex(NamedTuple):

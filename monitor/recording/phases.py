@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, final
 
 from monitor.config import MonitorConfig
@@ -192,8 +193,19 @@ class OptimizerTurns:
     """
 
     def __init__(self) -> None:
+        self._thread = get_ident()
         self._stepped: set[int] = set()
         self._skipped: set[int] = set()
+
+    @property
+    def on_this_thread(self) -> bool:
+        """Whether this thread has begun the latest turn. In a turn, other threads may evaluate the model."""
+        return self._thread == get_ident()
+
+    def begin(self, optimizer: Any) -> bool:
+        """A turn begins on this thread. Returns whether the optimizer has had one in the step."""
+        self._thread = get_ident()
+        return self.taken(optimizer)
 
     def taken(self, optimizer: Any) -> bool:
         return id(optimizer) in self._stepped or id(optimizer) in self._skipped

@@ -55,8 +55,10 @@ class ObservedReductions:
 
     def set_window(self, is_open: bool) -> None:
         """Set whether reductions of gradients may come now: no forward is running. An evaluation's forward reports its end
-        only.
+        only, maybe on another thread than training.
         """
+        if is_open and get_ident() != self._thread:
+            return
         self._window = is_open
         self._writes.leave()
         if not is_open:

@@ -32,12 +32,12 @@ class ActivationWatcher(watchers.FeatureWatcher):
     def _before(self, module: Any, _args: Any, _kwargs: Any) -> None:
         place = self._open_call(module)
         if place is not None:
-            self._open[-1] = place
+            self._open.mine[-1] = place
 
     def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
-        if not self._open or module is not self._module:
+        if not self._open.mine or module is not self._module:
             return
-        place = self._open.pop()
+        place = self._open.mine.pop()
         if place is None or result is None:  # there is no result if forward raised
             return
         try:

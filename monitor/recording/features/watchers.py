@@ -14,7 +14,7 @@ from monitor.recording.attached_model import Attached, ModelNames, NamedModule, 
 from monitor.recording.backend import HookSet, Shown
 from monitor.recording.features import reading
 from monitor.recording.features.reading import NO_LOGITS, NO_SCORES, ONE_EXPERT, FeatureReading, MisfitError, Routing, Spread
-from monitor.recording.module_calls import CallIndex, Calls
+from monitor.recording.module_calls import CallIndex, Calls, OpenCalls
 from monitor.recording.recorder import RecordedSeries
 from monitor.selection import Ambiguous, Unmatched, ambiguity_notice, unmatched_text
 from monitor.series import WATCHED_KINDS, Placement, Series
@@ -160,7 +160,7 @@ class FeatureWatcher(ABC):
         self._due = self._recorder.due("recording_l2_features")
         self._calls = Calls(self._modules.repetitions())
         self._watched: dict[tuple[int, str], RecordedSeries] = {}
-        self._open: list[Any] = []
+        self._open = OpenCalls()
 
     @abstractmethod
     def attach(self, hooks: HookSet) -> None:
@@ -207,13 +207,13 @@ class FeatureWatcher(ABC):
         if not self.called:
             self.called = True
             self._modules.remember(self)
-        return self._calls.begin(self._clock.micro_step(self._chunk))
+        return self._calls.begin(self._modules.micro_step(self._chunk))
 
     def _open_call(self, module: Any) -> CallIndex | None:
         """As ``_begin``, for a watcher that keeps an entry in ``_open`` until the call has ended; None without a feature."""
         if not self._due.now or module is not self._module:  # as ``_is_watched``
             return None
-        self._open.append(None)
+        self._open.mine.append(None)
         return self._begin(module)
 
     def _record(self, place: CallIndex, numbers: Mapping[int, Any], x: Any, part: str = "") -> None:
@@ -277,7 +277,7 @@ class AttentionWatcher(FeatureWatcher):
             self._around_forward(hooks, "reading Q and K", self._before, self._after)
 
     def forget_step(self) -> None:
-        for entry in reversed(self._open):
+        for entry in self._open:
             if entry is not None:
                 entry.search.leave()
         super().forget_step()
@@ -303,7 +303,7 @@ class AttentionWatcher(FeatureWatcher):
             search = searching(self._failures.guarded("reading Q and K", self._measured, of=self.name), self._misfit)
             version = None if given is None else given.version
             tokens = self._tokens(args, kwargs) if given is None else given.measured.shape
-            self._open[-1] = _OpenSearch(search, place, given, version, reason, tokens)
+            self._open.mine[-1] = _OpenSearch(search, place, given, version, reason, tokens)
             search.enter()  # `_after` leaves it
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
@@ -321,9 +321,9 @@ class AttentionWatcher(FeatureWatcher):
 
     def _after(self, module: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Also called when forward raised, then without a result."""
-        if not self._open or module is not self._module:
+        if not self._open.mine or module is not self._module:
             return
-        entry: _OpenSearch | None = self._open.pop()
+        entry: _OpenSearch | None = self._open.mine.pop()
         if entry is None:
             return
         ended = entry.search.saw
@@ -434,9 +434,9 @@ class LogitWatcher(FeatureWatcher):
             return
         weight = self._reading.matrix_of(module)
         experts = reading.rows_for(weight, partial(self._reading.tokens_of, args, kwargs))
-        self._open[-1] = place, experts, None
+        self._open.mine[-1] = place, experts, None
         if not self._returns_logits and weight is not None and experts is not None:
-            self._open[-1] = place, experts, self._formed(module, args, kwargs, weight)
+            self._open.mine[-1] = place, experts, self._formed(module, args, kwargs, weight)
 
     def _formed(self, module: Any, args: Any, kwargs: Any, weight: Any) -> _Formed | None:
         """The sums, computed from the tokens that the router receives; None if they or a whole weight are missing."""
@@ -450,9 +450,9 @@ class LogitWatcher(FeatureWatcher):
             return _Formed(sums, logits, bias is not None and not reading.has_correction(module))
 
     def _after(self, module: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if not self._open or module is not self._module:
+        if not self._open.mine or module is not self._module:
             return
-        call = self._open.pop()
+        call = self._open.mine.pop()
         if call is None or result is None:  # there is no result if forward raised
             return
         place, experts, formed = call
