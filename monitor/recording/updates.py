@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, Final, Protocol, final
 
 from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import HEALTH_KIND
 from monitor.stats.partials import COUNT, SUM, SUMSQ
+
+WITHIN_ANOTHER: Final = (
+    "An optimizer began its step before another one had ended its own, on another thread or in a hook. The first parameter of "
+    "the other one is {name}: its update_ratio and optimizer_health have no rows in such steps. Step one after the other."
+)
 
 
 class WeightCopies(Protocol):
@@ -35,7 +40,7 @@ class WeightsBefore:
 
     def __init__(self, attached: Attached, copies: WeightCopies) -> None:
         self.copies = copies
-        self._framework = attached.framework
+        self._framework, self._failures = attached.framework, attached.failures
         self._turn: OptimizerTurn | None = None
         self._users: set[str] = set()
         self._kept: dict[NamedParameter, Any] = {}
@@ -43,6 +48,8 @@ class WeightsBefore:
     def begin(self, turn: OptimizerTurn, user: str) -> None:
         """An optimizer is about to step. Copies of an earlier turn are dropped."""
         if turn is not self._turn:
+            if first := next(iter(self._kept), None):
+                self._failures.warn("steps within steps", WITHIN_ANOTHER.format(name=first.name))
             self.drop()
             self._turn = turn
         self._users.add(user)

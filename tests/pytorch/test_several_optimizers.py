@@ -877,3 +877,21 @@ def test_a_monitor_that_is_closed_in_a_hook_of_all_optimizers_leaves_a_hook_that
         handle.remove()
     train(model, other, 2, X)
     assert {row.step for row in output.rows("grad_reduced")} == {0}
+
+
+def test_a_step_within_that_of_another_optimizer_is_said(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    outer, inner = (torch.optim.SGD(model[name].parameters(), lr=0.1) for name in "ab")
+    with attached(output, model, [outer, inner], update_ratio=True):
+        within = outer.register_step_pre_hook(lambda *_: inner.step())
+        for nested in (True, False):
+            (model["a"](torch.ones(1, 2)) + model["b"](torch.ones(1, 2))).sum().backward()
+            outer.step()
+            if nested:
+                within.remove()
+            else:
+                inner.step()
+    rows = {(row.name, row.step) for row in output.rows("update_ratio")}
+    every = {(f"{name}.{part}", step) for name in "ab" for part in ("weight", "bias") for step in range(2)}
+    assert every - rows == {("a.weight", 0), ("a.bias", 0)}
+    assert sum("a.weight" in line and "began its step before" in line for line in warnings_in(caplog)) == 1
