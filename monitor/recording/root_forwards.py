@@ -57,8 +57,9 @@ class RootForwards:
         """Whether a call of a module by this thread belongs to training. Evaluations and the rehearsal of a pipeline stage do
         not. A thread without a forward of its own may work for those of other threads.
         """
-        if mine := self.mine:
-            return self.is_current(mine[-1])
+        if mine := self._open.get(self._thread()):  # not by `mine`: each call of a module comes here
+            root = mine[-1]
+            return root.tracked and (root.step == self._clock.step or self.is_current(root))
         others = [self.is_current(calls[-1]) for calls in list(self._open.values()) if calls]
         if any(others) and not all(others):
             self._failures.warn("calls among threads", AMONG_THREADS)
