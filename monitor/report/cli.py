@@ -84,7 +84,7 @@ def monitor_report(
     """
     errors = Console(stderr=True)
     try:
-        path = _path(run, output, as_json)
+        path = _path(run, output, job, as_json)
         how = How(whole=whole, names=names or (), limits=None if limits is None else Limits.read(limits))
         other = _other(run, against, how, [one for one in (other_job, job) if one is not None])
         with bars(quiet=as_json) as progress, facts.facts_of(run, job, events, workers, progress) as found:
@@ -109,8 +109,8 @@ def monitor_report(
     raise typer.Exit(CLEAN if verdict.state == GOOD else FLAWED)
 
 
-def _path(run: str, output: Path | None, as_json: bool) -> Path | None:
-    """Where the page goes; None if none is written.
+def _path(run: str, output: Path | None, job: str | None, as_json: bool) -> Path | None:
+    """Where the page goes; None if none is written. Of one of several jobs it has a name of its own.
 
     Raises:
         ValueError: It is a directory.
@@ -119,7 +119,8 @@ def _path(run: str, output: Path | None, as_json: bool) -> Path | None:
         raise ValueError(f"{output} is a directory. Name a file: -o {output / REPORT_FILE}")
     if output is not None or as_json:
         return output
-    return Path(REPORT_FILE) if is_url(run) else Path(run) / REPORT_FILE
+    name = f"report-{Path(job).name[:8]}.html" if job else REPORT_FILE
+    return Path(name) if is_url(run) else Path(run) / name
 
 
 def _other(run: str, against: Path | None, how: How, jobs: Sequence[str]) -> OtherRun | None:

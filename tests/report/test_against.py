@@ -296,6 +296,9 @@ def test_two_jobs_of_one_directory_are_compared(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(app, [*map(str, both), "--against-job", "11", "--json"])
     (differing,) = json.loads(outcome.output)["against"]["differing"]
     assert (outcome.exit_code, differing["step"], differing["relative"]) == (1, 0, 0.5)
+    for job in ("11", "22"):
+        reported(tmp_path, "--job", job)
+    assert sorted(page.name for page in tmp_path.glob("*.html")) == ["report-11.html", "report-22.html"]
 
 
 def test_rounding_of_the_precision_has_the_colour_of_the_same() -> None:
