@@ -455,7 +455,7 @@ class MindSporeOperatorCalls(NoLateRows):
                 for x in tensors:
                     on_host(x)  # waits for the tensor, which must happen without the lock
             lock = self._recorder.lock
-            if not lock.acquire(timeout=LOCK_SECONDS):
+            if not lock.take(LOCK_SECONDS):
                 return False
             try:
                 return self._recorder.active and self._read(call, tensors)

@@ -527,6 +527,7 @@ class Pipeline(Generic[S]):
             return
         if self._writer.closing:
             self._dropped_steps.add(step, CLOSED)
+            self._failures.warn(CLOSED, f"Step {step} has no rows: the monitor was closed while the step ended.")
             return
         try:
             self._writer.put(step, sealed, urgent=not self._ring.may_batch)

@@ -366,7 +366,7 @@ class Attachment:
         """End the step if another optimizer has stepped it, or if its end was interrupted. Returns the number of the step in
         progress.
         """
-        if self._turns.begun and self._turns.complete(self._steps.optimizers):
+        if self._recorder.active and self._turns.begun and self._turns.complete(self._steps.optimizers):
             self._end_step(self._turns.status)
         parts = self._backend.modules.parts
         if said := self._others.in_place(

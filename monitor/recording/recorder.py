@@ -6,7 +6,7 @@ A hook calls ``Recorder.record``, which is the method of the framework's ``Tenso
 
 from __future__ import annotations
 
-import threading
+from _thread import RLock
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
@@ -80,6 +80,31 @@ def _settled() -> None:
     """Readers that write the numbers of a row when they note it have nothing to settle."""
 
 
+class InterruptedReadingError(RuntimeError):
+    """A signal handler ends a step on the thread whose reading of a tensor it has interrupted."""
+
+
+@final
+class RowsLock(RLock):  # type: ignore[misc]  # final in stubs only
+    """The lock of the live table. A signal handler, which runs on a thread that may have it, does not wait for that thread.
+
+    ``with`` acquires it in C: an interrupt cannot come between that and the block.
+    """
+
+    def refuse_handlers(self) -> None:
+        """Raises ``InterruptedReadingError`` on the thread that has it."""
+        if self._is_mine:
+            raise InterruptedReadingError("a signal handler has interrupted the reading of a tensor")
+
+    def take(self, seconds: float) -> bool:
+        """Whether the lock was acquired within so many seconds. Not on the thread that has it."""
+        return not self._is_mine and self.acquire(timeout=seconds)
+
+    @property
+    def _is_mine(self) -> bool:
+        return bool(self._is_owned())  # type: ignore[attr-defined]
+
+
 @final
 class LiveRows:
     """The rows of every series in the live table.
@@ -94,7 +119,7 @@ class LiveRows:
 
     def __init__(self, series: SeriesTable, new_memory: NewMemory) -> None:
         self.table = StatsTable(series)
-        self.lock = threading.Lock()
+        self.lock = RowsLock()
         self.slots: dict[tuple[Series, Device, tuple[int, ...]], RowSlot] = {}
         self.settle: Callable[[], None] = _settled
         self._blocks: dict[tuple[Series, int, Device, tuple[int, ...]], RowSlot] = {}
@@ -388,6 +413,7 @@ class Recorder:
 
     def seal(self, into: SealedTable) -> None:
         """Copy the table into ``into`` and begin a new step."""
+        self.lock.refuse_handlers()
         self.reader.rows.settle()
         with self.lock:
             self.late.enter()
@@ -398,6 +424,7 @@ class Recorder:
 
     def forget(self, first: int, last: int) -> None:
         """Remove the rows that were written in the ``first`` to the ``last`` write of the step in progress."""
+        self.lock.refuse_handlers()
         with self.lock:
             self._forgotten += max(0, last - first + 1)
             for page in self.table.pages:
@@ -409,6 +436,7 @@ class Recorder:
 
     def kinds_now(self) -> dict[str, KindRows]:
         """The rows of the step in progress so far. Waits for the device."""
+        self.lock.refuse_handlers()
         self.reader.rows.settle()
         with self.lock:
             self.late.enter()
@@ -416,6 +444,7 @@ class Recorder:
 
     def discard(self) -> None:
         """Discard the step in progress, and begin a new one."""
+        self.lock.refuse_handlers()
         try:
             self.reader.rows.settle()
         finally:

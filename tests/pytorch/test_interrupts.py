@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 from observing import ACTIVATIONS, drawn, seeded
 from torch import Tensor, nn
-from watching import Output, assert_rows, attached
+from watching import EVERYTHING, Output, assert_rows, attached, warnings_in
 
 from monitor.recording.attachment import Attachment
+from monitor.stats.table import StatsTable
+from monitor.stats.torch.memory import write_numbers
 
 EXCEPTIONS = [RuntimeError, KeyboardInterrupt, asyncio.CancelledError]
 
@@ -65,20 +68,29 @@ def test_a_forward_that_is_repeated_has_the_rows_of_the_last_one(
     assert rows[0] == rows[1]
 
 
-def interrupted_at(function: Any, call: Callable[[], object]) -> None:
-    """Call ``call``, and interrupt it as Ctrl-C does when it enters ``function``."""
+def interrupt() -> None:
+    """What Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def interrupted_at(function: Any, call: Callable[[], object], handle: Callable[[], object] = interrupt) -> bool:
+    """Call ``call``. When it enters ``function``, a signal comes whose handler calls ``handle``. Returns whether it came."""
+    came = []
 
     def trace(frame: Any, _event: str, _arg: Any) -> None:
         if frame.f_code is function.__code__:
             sys.settrace(None)
-            raise KeyboardInterrupt
+            came.append(True)
+            signal.raise_signal(signal.SIGINT)
 
+    signal.signal(signal.SIGINT, lambda *_: handle())
     sys.settrace(trace)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            call()
+        call()
     finally:
         sys.settrace(None)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return bool(came)
 
 
 @pytest.mark.parametrize("forwards", [True, False])
@@ -97,7 +109,8 @@ def test_an_interrupt_before_the_end_of_a_step_mixes_it_with_no_other(
                 p.grad = torch.full_like(p, step + 1.0) if p.grad is None else p.grad
             expected |= {(name, step, None): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             if step == 1:
-                interrupted_at(Attachment._end_step, optimizer.step)
+                with pytest.raises(KeyboardInterrupt):
+                    interrupted_at(Attachment._end_step, optimizer.step)
             else:
                 optimizer.step()
     assert_rows(output, "grad_reduced", expected)
@@ -106,3 +119,24 @@ def test_an_interrupt_before_the_end_of_a_step_mixes_it_with_no_other(
     for kind in ("param_origin", "param_updated"):
         assert [(row.name, row.step, row.micro_step) for row in output.rows(kind)] == [*expected]
     assert not any(record.levelname == "WARNING" for record in caplog.records if "failed" in record.getMessage())
+
+
+@pytest.mark.parametrize("reading", [StatsTable.layout_of, StatsTable.note, write_numbers, StatsTable.seal])
+def test_a_signal_handler_may_close_the_monitor_while_a_tensor_is_read(
+    output: Output, caplog: pytest.LogCaptureFixture, reading: Any
+) -> None:
+    model = seeded(lambda: nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        model(drawn(2, 4, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+
+    with attached(output, model, optimizer, **EVERYTHING, update_ratio=True, mg_direction=True) as monitor:
+        step()
+        step()
+        assert interrupted_at(reading, step, monitor.close)
+        step()
+    assert output.manifest()["steps"]["written"]["count"] == 2
+    assert {row.step for row in output.rows("param_updated")} == {0, 1}
+    assert any("interrupted" in line or "Step 2 has no rows" in line for line in warnings_in(caplog))

@@ -76,7 +76,7 @@ class TorchOperatorCalls:
             Whether all tensors were read. Otherwise none has a row.
         """
         lock = self._recorder.lock
-        if not lock.acquire(timeout=LOCK_SECONDS):
+        if not lock.take(LOCK_SECONDS):
             return False
         try:
             if len(tensors) == 1 and not versions and self._recorder.active and self._staging.add(tensors[0]):
