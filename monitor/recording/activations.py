@@ -13,8 +13,7 @@ from monitor.recording.backend import HookSet, RecordingBackend, Removable, Targ
 from monitor.recording.gradient_edges import SeveralThreadsError, follow_inputs, follow_result, on_several_threads, slots_of
 from monitor.recording.module_calls import ADVICE, ALL, NOTHING, Calls, GradientGate, Left, ModuleCall, Repetitions
 from monitor.recording.recorder import RecordedSeries, Recorder, SeenModule
-from monitor.recording.root_forwards import RootForwards
-from monitor.recording.step_clock import Clock
+from monitor.recording.step_clock import Clock, RootForwards
 from monitor.recording.tensor_paths import HiddenError, TensorPath, hidden_result
 from monitor.selection import ModuleSelection, TensorChoice
 from monitor.series import Series
