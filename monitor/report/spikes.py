@@ -208,7 +208,7 @@ class Cycle(NamedTuple):
     def said(self) -> str:
         one = self.jumps[0]
         times = np.median([jump.value / jump.level for jump in self.jumps])
-        since = f"in each {self.distance}th recorded step since step {one.step}"
+        since = f"every {self.distance} recorded steps since step {one.step}"
         return f"{_called(one)} is about {times:.2g} times as high {since}."
 
 

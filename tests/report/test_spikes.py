@@ -222,7 +222,7 @@ def test_other_data_at_regular_intervals_is_no_fault_and_is_told(phases: tuple[i
     with reported(tmp_path / "out") as (_, checks, verdict):
         spikes = next(one.finding for one in checks if one.name == "Spikes")
     assert (spikes.state, verdict.state) == (GOOD, GOOD)
-    told = re.findall(r"The loss is about 1\.\d times as high in each 10th recorded step since step (\d+)\.", verdict.says)
+    told = re.findall(r"The loss is about 1\.\d times as high every 10 recorded steps since step (\d+)\.", verdict.says)
     assert sorted(int(step) % 10 for step in told) == [*phases]
     assert verdict.says.endswith("That is right if these steps have other data.")
 
