@@ -21,15 +21,13 @@ _IF_FROZEN: Final = "That is right if they were frozen; if not, look for what cu
 
 def trained_weights(facts: Facts) -> CheckFinding:
     """Whether every weight had a gradient in the last steps."""
-    kind = next((one for one in LOOKED_AT if one in facts.kinds), "")
-    steps = regular_steps(facts, kind).tolist() if kind else []
+    last, steps = _last_steps(facts)
     if len(steps) < SILENT_STEPS:
         return CheckFinding(NOT_LOOKED_AT, f"There are not {SILENT_STEPS} steps of which gradients are known to be recorded.")
-    last = _last_steps(facts, kind)
     weights = {name for one in PARAMETER_KINDS if one in facts.kinds for name in facts.kinds[one].names}
     never = sorted(weights - last.keys()) if weights >= last.keys() else []
     every = len(last) + len(never)
-    ended = [name for name, step in last.items() if step < steps[-SILENT_STEPS]]
+    ended = [*without_gradients(facts)]
     says, noted = "", ""
     if ended:
         first = min(last[name] for name in ended)
@@ -43,13 +41,22 @@ def trained_weights(facts: Facts) -> CheckFinding:
     )
 
 
-def _last_steps(facts: Facts, kind: str) -> dict[str, int]:
-    """The last step of any rank with a gradient of each weight, in order of execution."""
-    names, history = facts.kinds[kind].names, facts.histories[kind]
+def without_gradients(facts: Facts) -> dict[str, int]:
+    """The weights whose gradients ended, each with the last step in which it had one, in order of execution."""
+    last, steps = _last_steps(facts)
+    return {name: step for name, step in last.items() if step < steps[-SILENT_STEPS]} if len(steps) >= SILENT_STEPS else {}
+
+
+def _last_steps(facts: Facts) -> tuple[dict[str, int], list[int]]:
+    """The last step of any rank with a gradient of each weight, in order of execution; and the steps that should have some."""
+    kind = next((one for one in LOOKED_AT if one in facts.kinds), "")
     last: dict[str, int] = {}
+    if not kind:
+        return last, []
+    names, history = facts.kinds[kind].names, facts.histories[kind]
     for series, step in sorted(zip(history.pair_series.tolist(), history.last.tolist(), strict=True)):
         last[names[series]] = max(step, last.get(names[series], -1))
-    return last
+    return last, regular_steps(facts, kind).tolist()
 
 
 def _some(names: Sequence[str], every: int) -> str:

@@ -11,8 +11,9 @@ from reported_job import modelled
 from sink_rows import Measured
 
 from monitor.report.checks import CheckResult, Verdict
-from monitor.report.findings import GOOD, NOT_LOOKED_AT, CheckFinding
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding
 from monitor.report.trained_weights import SILENT_STEPS
+from monitor.stats.partials import COUNT, SUM, SUMSQ
 
 STEPS = 64
 WEIGHTS = [f"h.{layer}.weight" for layer in range(4)]
@@ -69,6 +70,21 @@ def test_weights_that_are_trained_now_and_then_are_trained(trains: Trains, tmp_p
     checks, verdict = recorded(tmp_path, trains)
     assert finding(checks) == CheckFinding(GOOD, f"All 4 weights had a gradient in the last {SILENT_STEPS} steps.")
     assert "gradient" not in verdict.says
+
+
+@pytest.mark.parametrize(("is_frozen", "state"), [(True, GOOD), (False, BAD)])
+def test_a_frozen_weight_may_stop_changing_and_one_with_a_gradient_may_not(is_frozen: bool, state: str, tmp_path: Path) -> None:
+    one, weights = RecordedRank(tmp_path), [*WEIGHTS, "head.weight", "embedding.weight"]
+    for step in range(STEPS):
+        stopped = WEIGHTS[1] if step >= 30 else ""
+        ratios = {name: 0.0 if name == stopped else 1e-3 for name in weights}
+        gradients = [Measured(name) for name in weights if not (is_frozen and name == stopped)]
+        updates = [Measured(name, numbers={COUNT: 8, SUM: ratio**2, SUMSQ: 1.0}) for name, ratio in ratios.items()]
+        one.write(step, {"grad_reduced": gradients, "update_ratio": updates})
+    one.close()
+    _, checks, _ = modelled(tmp_path)
+    found = {check.name: check.state for check in checks}
+    assert (found["Sudden changes"], found["Updates of layers"]) == (state, state)
 
 
 @pytest.mark.parametrize(("kinds", "steps"), [(("param_origin",), STEPS), (("grad_reduced",), SILENT_STEPS - 1)])
