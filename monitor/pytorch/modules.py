@@ -281,7 +281,7 @@ class CompiledRoot:
 
     def ends(self, _tag: Tensor) -> int | None:
         """The micro-step, if the call that ends trains."""
-        tracked, micro_step = self._collector.in_tracked_root(self._chunk), self._collector.micro_step(self._chunk)
+        tracked, micro_step = self._collector.in_tracked_root(self._chunk), self._collector.forwards[self._chunk].micro_step
         self._after(self._collector.roots[self._chunk], (), {}, None)
         return micro_step if tracked else None
 

@@ -177,7 +177,7 @@ class ModuleWatcher:
             self._was_called = True
             self.collector.remember(self)
         if not repeating:
-            return ModuleCall(self.calls.begin(self.collector.micro_step(self.chunk)), True)
+            return ModuleCall(self.calls.begin(self.collector.forwards[self.chunk].micro_step), True)
         place = self.calls.repeat()
         return None if place is None else ModuleCall(place, False)
 
@@ -297,6 +297,7 @@ class ModuleCollector:
     """All watched modules of one attachment, and the root hooks that count micro-steps.
 
     Attributes:
+        forwards: The forwards of each chunk that are under way.
         threads: The threads that have called modules in this step.
         roots: The roots by chunk.
         due: Whether activations are recorded in the step in progress.
@@ -334,7 +335,7 @@ class ModuleCollector:
         self._adapter = backend.modules.new_hooks(self)
         self.repetitions, self._is_running = self._adapter.repetitions, self._adapter.is_running
         by_thread = self._is_running is None
-        self._forwards = [RootForwards(clock, failures, by_thread=by_thread) for _ in range(clock.chunks)]
+        self.forwards = [RootForwards(clock, chunk, failures, by_thread=by_thread) for chunk in range(clock.chunks)]
         self._trains, self._repeating = backend.modules.trains, backend.modules.repeating
         self._current_pass = backend.autograd.engine.current_pass
 
@@ -377,17 +378,12 @@ class ModuleCollector:
 
     def counts(self, chunk: int, module: Any) -> bool:
         """Whether a call of a module that begins now belongs to training. The call may be a recomputation."""
-        forwards = self._forwards[chunk]
+        forwards = self.forwards[chunk]
         if self._is_running is not None and forwards.mine:
             if self._is_running(self.roots[chunk], 1):
                 return forwards.train  # also for calls that are not recorded: the backward may repeat them
             self._forward_raised(chunk)
         return forwards.train and self._trains(module)
-
-    def micro_step(self, chunk: int) -> int:
-        """The micro-step of a call of a module that begins now."""
-        mine = self._forwards[chunk].mine
-        return mine[-1].micro_step if mine and mine[-1].tracked else self.clock.micro_step(chunk)
 
     def remember(self, watcher: CallsOfStep) -> None:
         """Register a watcher whose module is called for the first time in this step."""
@@ -416,7 +412,7 @@ class ModuleCollector:
         while self._until_step_ends:
             self._until_step_ends.pop().remove()
         self.threads.clear()
-        for forwards in self._forwards:
+        for forwards in self.forwards:
             forwards.end_step()
         for watcher in self._called:
             watcher.forget_step()
@@ -441,7 +437,7 @@ class ModuleCollector:
 
     def root_begins(self, chunk: int, root: Any, _args: Any = (), _kwargs: Any = None) -> None:
         """Called before the root's forward."""
-        if self._forwards[chunk].mine and self._adapter.is_alone(root):
+        if self.forwards[chunk].mine and self._adapter.is_alone(root):
             self._forward_raised(chunk)
         self.before_forward()
         if self._repeating() or root is not self.roots.get(chunk):
@@ -453,7 +449,7 @@ class ModuleCollector:
             self.clock.forward_begins(chunk)
             self.recorder.micro_step_begins(chunk, self.clock.micro_steps)
             self._check_micro_step(self.clock.forward[chunk])
-        self._forwards[chunk].begin(tracked=tracked, micro_step=self.clock.forward[chunk])
+        self.forwards[chunk].begin(tracked=tracked, micro_step=self.clock.forward[chunk])
 
     def _has_room(self, chunk: int) -> bool:
         """Whether the step may have another forward: a step that no optimizer ends must not take ever more memory."""
@@ -468,11 +464,11 @@ class ModuleCollector:
         """Whether a training forward of the root is open on this thread. A nested one does not begin a micro-step: Lightning
         runs a training step as the forward of its module, which calls the module again.
         """
-        return any(call.tracked for call in self._forwards[chunk].mine)
+        return any(call.tracked for call in self.forwards[chunk].mine)
 
     def root_ends(self, chunk: int, root: Any, _args: Any, _kwargs: Any, result: Any) -> None:
         """Called after the root's forward. If it raised, the exception is being handled."""
-        forwards = self._forwards[chunk]
+        forwards = self.forwards[chunk]
         if not forwards.mine or self._repeating() or root is not self.roots[chunk]:
             return
         call = forwards.mine.pop()
@@ -490,7 +486,7 @@ class ModuleCollector:
 
     def _forward_raised(self, chunk: int) -> None:
         """Close the open forwards of a root, which raised, and no hook was called."""
-        forwards = self._forwards[chunk]
+        forwards = self.forwards[chunk]
         tracked = [one for one in forwards.mine if forwards.is_current(one)]
         forwards.mine.clear()
         if tracked:

@@ -184,8 +184,8 @@ class RootForwards:
         by_thread: Whether each ends on the thread on which it began. Otherwise all threads count as one.
     """
 
-    def __init__(self, clock: Clock, failures: Failures, *, by_thread: bool) -> None:
-        self._clock, self._failures = clock, failures
+    def __init__(self, clock: Clock, chunk: int, failures: Failures, *, by_thread: bool) -> None:
+        self._clock, self._chunk, self._failures = clock, chunk, failures
         self._thread = get_ident if by_thread else _any_thread
         self._open: dict[int, list[OpenRoot]] = {}
 
@@ -207,6 +207,12 @@ class RootForwards:
         if any(others) and not all(others):
             self._failures.warn("calls among threads", AMONG_THREADS)
         return all(others)
+
+    @property
+    def micro_step(self) -> int:
+        """The micro-step of a call of a module by this thread that begins now."""
+        mine = self._open.get(self._thread())
+        return mine[-1].micro_step if mine and mine[-1].tracked else max(0, self._clock.forward[self._chunk])
 
     def begin(self, *, tracked: bool, micro_step: int) -> None:
         """A forward begins on this thread."""

@@ -207,7 +207,7 @@ class FeatureWatcher(ABC):
         if not self.called:
             self.called = True
             self._modules.remember(self)
-        return self._calls.begin(self._modules.micro_step(self._chunk))
+        return self._calls.begin(self._modules.forwards[self._chunk].micro_step)
 
     def _open_call(self, module: Any) -> CallIndex | None:
         """As ``_begin``, for a watcher that keeps an entry in ``_open`` until the call has ended; None without a feature."""
