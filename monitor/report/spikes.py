@@ -214,10 +214,12 @@ class Cycle(NamedTuple):
 
 def cycles_of(steps: Ints, values: Numbers, found: Sequence[Spike]) -> Iterator[Cycle]:
     """The jumps that come back at the same distance, such as those of a task whose turn it is. They have done so since the
-    first value that is judged: those before the first jump were high, too. A jump that is far above the others is none.
+    first value that is judged: those before the first jump were high, too. A jump that is far above the others is none, nor is
+    a value that is not finite.
     """
     high = bands.bands_of(values[:, None], _NARROWEST_OF_LOSS).deviations[:, 0] >= _HIGH
-    first, at = bands.LEVEL + _WARM_UP, {int(np.searchsorted(steps, one.step)): one for one in found}
+    first, finite = bands.LEVEL + _WARM_UP, [one for one in found if np.isfinite(one.value)]
+    at = {int(np.searchsorted(steps, one.step)): one for one in finite}
     early = sorted(at)[:_MOST_TRIED]
     for distance in sorted({later - one for one in early for later in early if later - one > 1}):
         for phase in sorted({one % distance for one in early}):

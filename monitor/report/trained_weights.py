@@ -30,9 +30,9 @@ def trained_weights(facts: Facts) -> CheckFinding:
     ended = [*without_gradients(facts)]
     says, noted = "", ""
     if ended:
-        first = min(last[name] for name in ended)
-        since = next(step for step in steps if step > first)
-        says = f"Since step {since}, no gradient was recorded of {_some(ended, every)}. "
+        since = sorted({next(step for step in steps if step > last[name]) for name in ended})
+        when = f"steps {since[0]} to {since[-1]}" if len(since) > 1 else f"step {since[0]}"
+        says = f"Since {when}, no gradient was recorded of {_some(ended, every)}. "
         noted = says + _IF_FROZEN
     if never:
         says += f"No gradient at all was recorded of {_some(never, every)}."
@@ -48,10 +48,12 @@ def without_gradients(facts: Facts) -> dict[str, int]:
 
 
 def _last_steps(facts: Facts) -> tuple[dict[str, int], list[int]]:
-    """The last step of any rank with a gradient of each weight, in order of execution; and the steps that should have some."""
+    """The last step of any rank with a gradient of each weight, in order of execution; and the steps that should have some.
+    There are none if the configuration was changed, which may have left weights out.
+    """
     kind = next((one for one in LOOKED_AT if one in facts.kinds), "")
     last: dict[str, int] = {}
-    if not kind:
+    if not kind or any(len(one.configurations) > 1 for one in facts.manifests.values()):
         return last, []
     names, history = facts.kinds[kind].names, facts.histories[kind]
     for series, step in sorted(zip(history.pair_series.tolist(), history.last.tolist(), strict=True)):

@@ -24,7 +24,7 @@ from monitor.report.cli import app
 from monitor.report.facts import facts_of
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding
 from monitor.report.spike_links import Around, Spike, replicas
-from monitor.report.spikes import jumps, weighed
+from monitor.report.spikes import cycles_of, jumps, weighed
 from monitor.stats.partials import COUNT, SUM
 
 STEPS, AT = 44, 34
@@ -225,6 +225,15 @@ def test_other_data_at_regular_intervals_is_no_fault_and_is_told(phases: tuple[i
     told = re.findall(r"The loss is about 1\.\d times as high every 10 recorded steps since step (\d+)\.", verdict.says)
     assert sorted(int(step) % 10 for step in told) == [*phases]
     assert verdict.says.endswith("That is right if these steps have other data.")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite_at_regular_intervals_are_faults(value: float) -> None:
+    steps = np.arange(200)
+    values = np.where(steps % 30 == 3, value, np.random.default_rng(0).lognormal(0, 0.01, 200))
+    found = [*jumps("loss", steps, values, np.zeros(0, np.int64))]
+    assert [one.step for one in found] == [33, 63, 93, 123, 153, 183]
+    assert [*cycles_of(steps, values, found)] == []
 
 
 def test_a_fault_beside_other_data_at_regular_intervals_is_told_as_ever(tmp_path: Path) -> None:

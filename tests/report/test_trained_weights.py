@@ -10,6 +10,7 @@ from recorded_job import RecordedRank
 from reported_job import modelled
 from sink_rows import Measured
 
+from monitor.coordinator.manifest_format import MANIFEST_FILE, ConfigurationRecord, read_manifest
 from monitor.report.checks import CheckResult, Verdict
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding
 from monitor.report.trained_weights import SILENT_STEPS
@@ -46,11 +47,10 @@ def test_a_layer_frozen_in_the_middle_is_named_and_no_fault(kind: str, tmp_path:
     assert "Since step 30, no gradient was recorded of 1 of 4 weights (h.1.weight)" in verdict.says
 
 
-def test_layers_frozen_one_after_the_other_are_named_from_the_first_step_on(tmp_path: Path) -> None:
+def test_layers_frozen_one_after_the_other_are_named_with_the_first_and_the_last_step(tmp_path: Path) -> None:
     checks, verdict = recorded(tmp_path, lambda step, name: step < 30 + 4 * WEIGHTS.index(name) or name == WEIGHTS[-1])
-    assert finding(checks).says.startswith(
-        "Since step 30, no gradient was recorded of 3 of 4 weights (h.0.weight, h.1.weight, "
-    )
+    says = "Since steps 30 to 38, no gradient was recorded of 3 of 4 weights (h.0.weight, h.1.weight, h.2.weight)."
+    assert finding(checks).says == says
     assert verdict.state == GOOD, verdict.says
 
 
@@ -85,6 +85,17 @@ def test_a_frozen_weight_may_stop_changing_and_one_with_a_gradient_may_not(is_fr
     _, checks, _ = modelled(tmp_path)
     found = {check.name: check.state for check in checks}
     assert (found["Sudden changes"], found["Updates of layers"]) == (state, state)
+
+
+def test_weights_that_another_configuration_may_have_left_out_are_not_judged(tmp_path: Path) -> None:
+    recorded(tmp_path, lambda step, name: name != WEIGHTS[1] or step < 30)
+    (manifest,) = tmp_path.rglob(MANIFEST_FILE)
+    start = ConfigurationRecord(number=0, origin="start", from_step=0, since=0, on=True, digest="0" * 16, changed="")
+    changed = start.model_copy(update={"number": 1, "origin": "file", "from_step": 30, "since": 30})
+    manifest.write_bytes(read_manifest(manifest).model_copy(update={"configurations": (start, changed)}).to_json())
+    _, checks, verdict = modelled(tmp_path)
+    assert finding(checks).state == NOT_LOOKED_AT
+    assert "gradient" not in verdict.says
 
 
 @pytest.mark.parametrize(("kinds", "steps"), [(("param_origin",), STEPS), (("grad_reduced",), SILENT_STEPS - 1)])
