@@ -37,9 +37,8 @@ class Output:
         self.base = base
 
     def directories(self) -> list[Path]:
-        """The rank directories, in order of rank."""
-        found = [path for path in self.base.iterdir() if "-rank" in path.name]
-        return sorted(found, key=lambda path: (int(path.name.split("-rank")[1].split("-")[0]), path.name))
+        """The rank directories, in order of rank, and those of one rank as they were made."""
+        return sorted((path for path in self.base.iterdir() if "-rank" in path.name), key=_order)
 
     def directory(self) -> Path:
         """The only rank directory."""
@@ -67,3 +66,11 @@ class Output:
         found = {(row.name, row.step, row.micro_step): row.values[op] for row in rows}
         assert len(found) == len(rows)
         return found
+
+
+def _order(directory: Path) -> tuple[int, str, int, str]:
+    """Rank, second, and of recordings that one process began in the same second their number."""
+    second, _, rest = directory.name.partition("-rank")
+    manifest = directory / "manifest.json"
+    number = json.loads(manifest.read_text()).get("recording", 0) if manifest.exists() else 0
+    return int(rest.split("-")[0]), second, number, directory.name
