@@ -44,6 +44,13 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> None:
+    """Nothing is compiled yet: torch no longer compiles a function that earlier tests have had compiled eight times."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Output:
     """A base directory that this test's monitors write to."""

@@ -50,9 +50,7 @@ Wrap = Callable[[nn.Module], Called]
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch._dynamo.reset()
     yield
-    torch._dynamo.reset()
     torch.use_deterministic_algorithms(False)
 
 

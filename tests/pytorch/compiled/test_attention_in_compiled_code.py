@@ -247,7 +247,6 @@ def test_a_graph_that_breaks_inside_is_compiled_as_without_the_monitor(
 
 
 def test_two_monitors_of_one_model_both_have_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
     net = model(written_out)().double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     outputs = [Output(tmp_path / name) for name in ("first", "second")]

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 TEXT = (Path(__file__).parents[3] / "docs" / "compiled.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
@@ -15,7 +14,6 @@ TEXT = (Path(__file__).parents[3] / "docs" / "compiled.md").read_text(encoding="
 def test_the_example_has_the_rows_of_eager_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path / "output"))
-    torch._dynamo.reset()
 
     exec(compile(EXAMPLE, "compiled.md", "exec"), {})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +12,6 @@ from evidence import sampled
 from networks import AroundTorchsOwn, Attention, Checkpointed, Forked, InPlace, Interrupted, NoLayer, OneLayer, Shared
 from observing import seeded
 from watching import EVERYTHING, Output, attached, train
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def assert_rows_are_those_of_eager_code(make: Make, way: Compile, output: Output, **options: Any) -> Trained:
