@@ -449,7 +449,7 @@ class ModuleCollector:
             self.clock.forward_begins(chunk)
             self.recorder.micro_step_begins(chunk, self.clock.micro_steps)
             self._check_micro_step(self.clock.forward[chunk])
-        self.forwards[chunk].begin(tracked=tracked, micro_step=self.clock.forward[chunk])
+        self.forwards[chunk].begin(tracked=tracked)
 
     def _has_room(self, chunk: int) -> bool:
         """Whether the step may have another forward: a step that no optimizer ends must not take ever more memory."""

@@ -381,7 +381,7 @@ class Attachment:
         self._now = None
         self._others.clear()
         if self._turns.begin(optimizer):
-            for missing in [one for one in self._steps.optimizers if not self._turns.taken(one)][:1]:
+            if (missing := next((one for one in self._steps.optimizers if not self._turns.taken(one)), None)) is not None:
                 self._failures.warn("optimizers of a step", self._held.left_out(optimizer, missing, self._steps.optimizers))
             self._end_step(self._turns.status, before_a_turn=True)
 

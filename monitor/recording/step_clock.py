@@ -212,11 +212,11 @@ class RootForwards:
     def micro_step(self) -> int:
         """The micro-step of a call of a module by this thread that begins now."""
         mine = self._open.get(self._thread())
-        return mine[-1].micro_step if mine and mine[-1].tracked else max(0, self._clock.forward[self._chunk])
+        return mine[-1].micro_step if mine and mine[-1].tracked else self._clock.micro_step(self._chunk)
 
-    def begin(self, *, tracked: bool, micro_step: int) -> None:
-        """A forward begins on this thread."""
-        self.mine.append(OpenRoot(tracked, sys.exc_info()[1], self._clock.step, micro_step))
+    def begin(self, *, tracked: bool) -> None:
+        """A forward begins on this thread. If it is part of training, its micro-step has begun."""
+        self.mine.append(OpenRoot(tracked, sys.exc_info()[1], self._clock.step, self._clock.micro_step(self._chunk)))
 
     def is_current(self, root: OpenRoot) -> bool:
         """Whether a forward is part of the training of the step in progress."""

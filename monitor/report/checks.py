@@ -26,7 +26,7 @@ from monitor.report.optimizer import UPDATES_KIND, clipping, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
 from monitor.report.spike_links import RATE
 from monitor.report.spikes import SPIKES, spikes
-from monitor.report.trained_weights import trained_weights, without_gradients
+from monitor.report.trained_weights import is_frozen, trained_weights, without_gradients
 from monitor.series import CLIPPED_NORM, GRAD_NORM, HEALTH_KIND, REPLICA_KIND, RUN_KIND
 from monitor.stats.loads import LOAD_KIND
 
@@ -98,28 +98,28 @@ def row_events(facts: Facts, *, only_infinite: bool = False) -> list[RowEvent]:
     Args:
         only_infinite: Only the first value of each kind that is not finite.
     """
-    found, frozen = [], without_gradients(facts)
+    found, ended = [], without_gradients(facts)
     for number, (kind, history) in enumerate(facts.histories.items()):
         names = facts.kinds[kind].names
         late = (kind not in _FIRST_IN_A_STEP, number)
         found += [
             (one.step, late, one.micro_step, one.series, RowEvent(kind, names[one.series], facts.ranks[one.rank], one))
             for one in (filter(None, [history.first_infinite]) if only_infinite else history.events)
-            if _is_fault(kind, names[one.series], one) and not _is_frozen(kind, names[one.series], one, frozen)
+            if _is_fault(kind, names[one.series], one, ended)
         ]
     return [one[-1] for one in sorted(found)]
 
 
-def _is_fault(kind: str, name: str, one: Sudden) -> bool:
-    """Whether a sudden change is a fault. Schedules change ratios of updates, and data changes the load of experts."""
+def _is_fault(kind: str, name: str, one: Sudden, ended: Mapping[str, int]) -> bool:
+    """Whether a sudden change is a fault. Schedules change ratios of updates, and data changes the load of experts.
+
+    Args:
+        ended: The weights whose gradients ended, with their last steps. They are not updated any more.
+    """
     if kind in (UPDATES_KIND, LOAD_KIND):  # schedules end at zero, too, but not before the last step
-        return not math.isfinite(one.value) or (kind == UPDATES_KIND and not one.value)
+        stopped = kind == UPDATES_KIND and not one.value and not is_frozen(ended, name, one.step)
+        return not math.isfinite(one.value) or stopped
     return not math.isfinite(one.value) or may_not_jump(kind, name)
-
-
-def _is_frozen(kind: str, name: str, one: Sudden, frozen: Mapping[str, int]) -> bool:
-    """Whether a weight is not updated any more because it has no gradient any more."""
-    return kind == UPDATES_KIND and not one.value and name in frozen and one.step > frozen[name]
 
 
 def may_not_jump(kind: str, name: str) -> bool:

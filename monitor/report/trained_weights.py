@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
+
+import numpy as np
 
 from monitor.report.facts import Facts, regular_steps
 from monitor.report.findings import GOOD, NOT_LOOKED_AT, CheckFinding
@@ -47,17 +49,27 @@ def without_gradients(facts: Facts) -> dict[str, int]:
     return {name: step for name, step in last.items() if step < steps[-SILENT_STEPS]} if len(steps) >= SILENT_STEPS else {}
 
 
+def is_frozen(ended: Mapping[str, int], name: str, step: int) -> bool:
+    """Whether a weight has no gradient any more in ``step``.
+
+    Args:
+        ended: What ``without_gradients`` found.
+    """
+    return step > ended.get(name, step)
+
+
 def _last_steps(facts: Facts) -> tuple[dict[str, int], list[int]]:
     """The last step of any rank with a gradient of each weight, in order of execution; and the steps that should have some.
     There are none if the configuration was changed, which may have left weights out.
     """
     kind = next((one for one in LOOKED_AT if one in facts.kinds), "")
-    last: dict[str, int] = {}
     if not kind or any(len(one.configurations) > 1 for one in facts.manifests.values()):
-        return last, []
+        return {}, []
     names, history = facts.kinds[kind].names, facts.histories[kind]
-    for series, step in sorted(zip(history.pair_series.tolist(), history.last.tolist(), strict=True)):
-        last[names[series]] = max(step, last.get(names[series], -1))
+    series, of_pair = np.unique(history.pair_series, return_inverse=True)
+    latest = np.full(len(series), -1, np.int64)
+    np.maximum.at(latest, of_pair, history.last)
+    last = {names[one]: step for one, step in zip(series.tolist(), latest.tolist(), strict=True)}
     return last, regular_steps(facts, kind).tolist()
 
 

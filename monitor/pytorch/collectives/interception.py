@@ -489,14 +489,14 @@ class Completion(CallListener):
                 self._follow(result, one)  # before the caller can add a callback, so the monitor's runs first
             self._pending[result] = pending
         else:
-            self._usable(patch, of, result)
+            self._usable(patch, of, result, pending)
 
-    def _usable(self, patch: patches.CallPatch, of: Any, result: Any) -> None:
+    def _usable(self, patch: patches.CallPatch, of: Any, result: Any, pending: Sequence[_Outputs]) -> None:
         """The program may use outputs from now on, unless ``result`` says that they are not complete."""
         waited_for = patch not in NOT_WAITED_FOR
         if result is False and not waited_for:
             return
-        for one in self._pending.get(of, ()):
+        for one in pending:
             if waited_for:
                 one.waited_for()
             elif isinstance(of, torch._C.Future):
