@@ -40,6 +40,9 @@ def _logger() -> logging.Logger:
 LOGGER: Final = _logger()
 MOST_CHARACTERS: Final = 500
 
+NOTHING_OF: Final = "nothing of "
+"""What a cause begins with that is no failure: a kind of rows was asked for, which this training does not have."""
+
 
 class EarlierFailure(BaseException):
     """An operation of the training program has failed, and the monitor's read of another tensor received the error.

@@ -14,7 +14,7 @@ from typing import Final
 from monitor.anomalies.rules import BOUNDS, AnomalyBounds
 from monitor.config import MonitorConfig
 from monitor.coordinator.estimate import Bounds, KindLoad, estimate
-from monitor.failures import LOGGER, Failures
+from monitor.failures import LOGGER, NOTHING_OF, Failures
 from monitor.formats import Histogram
 from monitor.recording.attached_model import AttachmentSpec, ModelNames, NamedParameter
 from monitor.recording.backend import RecordingBackend
@@ -93,7 +93,7 @@ class MissingKinds:
         late = [one for one in missing if self._steps[one.kinds[0]] >= one.after]
         for one in late:
             if not self._has_failed(one):
-                self._failures.warn(f"nothing of {one.kinds[0]}", _message(one, rows.step, self._noted(one)))
+                self._failures.warn(f"{NOTHING_OF}{one.kinds[0]}", _message(one, rows.step, self._noted(one)))
         self._expected = [one for one in missing if one not in late]
 
     def _noted(self, one: ExpectedKinds) -> str:

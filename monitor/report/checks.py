@@ -15,6 +15,7 @@ from monitor.anomalies.ranking.origins import notes_a_change
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.coordinator.manifest_format import THINNED
+from monitor.failures import NOTHING_OF
 from monitor.report.bounds import beyond, first_beyond, within
 from monitor.report.data_of_ranks import data_of_ranks
 from monitor.report.facts import NOT_JUDGED, TOTAL_KIND, Facts, ended_early, lacking_steps
@@ -352,14 +353,18 @@ def _total_norm(facts: Facts) -> CheckFinding:
 def _monitor(facts: Facts) -> CheckFinding:
     if not facts.manifests:
         return CheckFinding(NOT_LOOKED_AT, "The manifests of the ranks are not beside the merged set.")
-    failed = [
-        f"rank {rank}, {_times(count)}: {one.said.get(cause, cause).rstrip('.')}"
-        for rank, one in facts.manifests.items()
-        for cause, count in one.failures.items()
-    ]
-    if not failed:
-        return CheckFinding(GOOD, "It had no warning and no failure.")
-    return CheckFinding(BAD, f"The monitor warned or failed. {capitalized(_few(failed, len(failed)))}.")
+    failed: list[str] = []
+    lacking: list[str] = []
+    for rank, one in facts.manifests.items():
+        for cause, count in one.failures.items():
+            said = f"rank {rank}, {_times(count)}: {one.said.get(cause, cause).rstrip('.')}"
+            (lacking if cause.startswith(NOTHING_OF) else failed).append(said)
+    if failed:
+        return CheckFinding(BAD, f"The monitor warned or failed. {capitalized(_few(failed + lacking, len(failed + lacking)))}.")
+    if lacking:
+        says = f"Not all that was asked for has rows. {capitalized(_few(lacking, len(lacking)))}."
+        return CheckFinding(NOT_LOOKED_AT, says, then=says)
+    return CheckFinding(GOOD, "It had no warning and no failure.")
 
 
 class CheckEntry(NamedTuple):
@@ -444,7 +449,7 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
         says = f"Nothing wrong was found in {rows}, but a healthy run needs more than was looked at: {', '.join(lacking)}."
         return Verdict(NOT_LOOKED_AT, says, without, Place())
     healthy = f"Healthy: nothing wrong was found in {rows} and {len(facts.axis.steps):,} steps."
-    noted = [one.finding.then for one in checks if one.state == GOOD]
+    noted = [one.finding.then for one in checks]
     return Verdict(GOOD, " ".join(filter(None, [healthy, *noted])), without, Place())
 
 

@@ -23,7 +23,7 @@ class CheckFinding(NamedTuple):
     """What a check found.
 
     Attributes:
-        then: What to do next, if it is bad. If it is good, what the verdict of a healthy run says, too.
+        then: What to do next, if it is bad. Otherwise what the verdict of a healthy run says, too.
         listed: Entries for programs.
     """
 

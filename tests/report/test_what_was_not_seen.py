@@ -9,13 +9,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from pyarrow import compute
 from pyarrow.parquet import read_table, write_table
 from recorded_job import FORMATS, RecordedRank, merged
 from reported_job import NAMES, STEPS, WHEN, cells, modelled, record, reported
 from sink_rows import Measured
+from torch import nn
 
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ConfigurationRecord
+from monitor.pytorch import TrainerMon
 from monitor.report.checks import CheckResult
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding
 from monitor.report.history import DIFFERS, NAN, Axis, KindHistory
@@ -64,6 +67,25 @@ def test_warnings_and_failures_of_the_monitor_are_told_with_their_reasons(tmp_pa
         (check,) = [check for check in checks if check.name == "Monitoring itself"]
     says = "The monitor warned or failed. Rank 0, 2 times: This optimizer keeps no moments: choose another."
     assert check.finding == CheckFinding(BAD, says)
+
+
+def test_a_kind_that_the_training_does_not_have_is_told_and_makes_no_run_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGD without momentum keeps no moments."""
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path))
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with TrainerMon({"wg_distribution": True, "mv_distribution": True}) as monitor:
+        monitor.set_monitor(model, 1, optimizer)
+        for _ in range(20):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with reported(tmp_path) as (_, checks, verdict):
+        assert state_of(checks, "Monitoring itself") == NOT_LOOKED_AT
+    assert verdict.state == GOOD
+    assert "Not all that was asked for has rows. Rank 0, once: mv_distribution is on, and the steps" in verdict.says
 
 
 @pytest.mark.parametrize(("update", "state"), [(0.25, GOOD), (np.nan, NOT_LOOKED_AT)])

@@ -448,7 +448,8 @@ def is_partial(x: Tensor) -> bool:
 
 
 BETWEEN_GRAPHS: Final = (
-    "it is called between graphs of torch.compile: it is the compiled module itself, or a graph breaks in it"
+    "it is called between graphs of torch.compile: it is the compiled module itself, a graph breaks in it, or torch no longer "
+    "compiles what calls it"
 )
 
 
