@@ -362,7 +362,7 @@ def _monitor(facts: Facts) -> CheckFinding:
     if failed:
         return CheckFinding(BAD, f"The monitor warned or failed. {capitalized(_few(failed + lacking, len(failed + lacking)))}.")
     if lacking:
-        says = f"Not all that was asked for has rows. {capitalized(_few(lacking, len(lacking)))}."
+        says = f"Some of the requested kinds have no rows. {capitalized(_few(lacking, len(lacking)))}."
         return CheckFinding(NOT_LOOKED_AT, says, then=says)
     return CheckFinding(GOOD, "It had no warning and no failure.")
 
