@@ -20,6 +20,7 @@ from statistics import median
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FRAGMENT = 30
 """Lines of code of a module that is hardly worth a file."""
 
@@ -217,7 +218,7 @@ def _last_name(node: ast.expr) -> str:
 def main(arguments: list[str]) -> None:
     given = [argument for argument in arguments if argument != "-v"]
     package = Path(given[0]) if given else ROOT / "monitor"
-    found = ratios_of(package, [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+    found = ratios_of(package, DOCUMENTS)
     print(f"modules                     {len(found.modules)}")
     print(f"lines of code               {found.code}")
     print(f"median of a module          {found.median_lines:g}")
