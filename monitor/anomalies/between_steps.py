@@ -27,8 +27,18 @@ KINDS: Final = (
 MOST_SAID: Final = 10
 """Warnings of a run about each of these. Loops may write to some weights in every step, so each tensor is named once."""
 
+OF_A_LOOP: Final = 3
+"""Steps before which most tensors had been written. Then the loop does so, and is not compared any more: rounding may leave all
+but a few as they were.
+"""
+
+WRITTEN: Final = "written between steps"
+"""What the name of the manifest's note ends with that says so."""
+
 NAMED: Final = 5
 """Tensors that a warning names."""
+
+NOT_COMPARED: Final = "From there on {what} are not compared with what the step before left, and memory that is corrupted there is not found."
 
 _FEW: Final = 3
 """So few tensors are never called most of them."""
@@ -67,10 +77,12 @@ class _Interval:
         self._began, self._places = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._said: set[int] = set()
         self._warnings = 0
-        self._said_of_most = False
+        self._written = 0
 
     def look(self, step: int, rows: Mapping[str, CheckedRows]) -> None:
         began, left = rows.get(self._began_with, NO_ROWS), rows.get(self._left_kind, NO_ROWS)
+        if self._written == OF_A_LOOP:
+            return
         if len(began.series) and step == self._step + 1:
             self._compare(step, began)
         if not np.array_equal(left.series, self._left.series):
@@ -103,10 +115,13 @@ class _Interval:
         what = f"{len(changed):,} of {of:,} {self._what} are in step {step} not what the optimizer left in step {step - 1}"
         causes = _CAUSES if self._what == WEIGHTS else _CAUSES_OF_MOMENTS
         if of >= _FEW and 2 * len(changed) > of:
-            if not self._said_of_most:
-                self._said_of_most = True
+            self._written += 1
+            if self._written == 1:
                 said = f"{what}: so many at once that something wrote them, such as {causes}. Said once."
                 self._alerts.note(f"{self._what} before step {step}", said, logging.WARNING)
+            elif self._written == OF_A_LOOP:
+                said = f"Before {OF_A_LOOP} steps up to step {step}, most {self._what} had been written: the loop does so. "
+                self._alerts.note(f"{self._what} {WRITTEN}", said + NOT_COMPARED.format(what=self._what))
             return
         fresh = {
             one: call_id for one, call_id in zip(changed.tolist(), call_ids.tolist(), strict=True) if one not in self._said

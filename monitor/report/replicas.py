@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from monitor.anomalies.between_steps import WRITTEN
 from monitor.anomalies.odd_copies import suspect, who
 from monitor.coordinator.manifest_format import checks_replicas
 from monitor.report.facts import Facts
@@ -50,6 +51,9 @@ def unchanged_between_steps(facts: Facts) -> CheckFinding:
     """Whether weights and moments were what the step before had left, as each rank found while training ran."""
     if said := _said_while_running(facts, "between steps"):
         return said
+    written = [str(text) for one in facts.manifests.values() for about, text in one.notes.items() if about.endswith(WRITTEN)]
+    if written:
+        return CheckFinding(NOT_LOOKED_AT, written[0])
     asked = [one.config for one in facts.manifests.values() if checks_replicas(one.config)]
     several = len(facts.axis.steps) > 1 and "while_running" in facts.told.get("bits", {})
     if not asked or not several or not facts.told["rows"].get("param_updated"):

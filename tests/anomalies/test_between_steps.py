@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rule_parts import Measured, Rank
 
-from monitor.anomalies.between_steps import MOST_SAID
+from monitor.anomalies.between_steps import MOST_SAID, WRITTEN
 from monitor.anomalies.bit_checks import BitChecks
 from monitor.anomalies.corruption import CorruptionAlerts
 from monitor.coordinator.manifest_format import WrongBits
@@ -97,10 +97,27 @@ def test_the_model_of_a_weight_is_named_if_the_rank_has_several(checked: Checked
 
 
 def test_most_weights_at_once_were_written_which_is_said_once(checked: Checked) -> None:
-    for step in range(4):
+    for step in range(3):
         checked.step(step, weights(10 * step), weights(10 * step + 1))
     (text,) = checked.notes.values()
     assert "5 of 5 weights are in step 1 not what the optimizer left in step 0: so many at once that something wrote" in text
+
+
+def test_a_loop_that_writes_most_weights_is_accused_of_nothing_where_it_writes_few(checked: Checked) -> None:
+    """SAM adds to the weights and subtracts the same. Rounding decides which of them are as before."""
+    for step in range(4):
+        checked.step(step, weights(10 * step), weights(10 * step + 1))
+    checked.step(4, weights(31, b=0.5), weights(32))
+    first, then = checked.notes
+    assert (first, then) == ("weights before step 1", f"weights {WRITTEN}")
+    assert "Before 3 steps up to step 3, most weights had been written: the loop does so." in checked.notes[then]
+
+
+def test_a_weight_that_has_changed_is_named_after_two_checkpoints_were_loaded(checked: Checked) -> None:
+    for step in range(3):
+        checked.step(step, weights(10 * step), weights(10 * step + 1))
+    checked.step(3, weights(21, c=0.5), weights(22))
+    assert list(checked.notes) == ["weights before step 1", "param_origin before step 3"]
 
 
 def test_a_weight_that_changes_in_every_step_is_named_once_and_does_not_hide_another(checked: Checked) -> None:

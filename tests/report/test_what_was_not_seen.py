@@ -88,6 +88,28 @@ def test_a_kind_that_the_training_does_not_have_is_told_and_makes_no_run_bad(
     assert "Some of the requested kinds have no rows. Rank 0, once: mv_distribution is on, and the steps" in verdict.says
 
 
+def test_weights_that_the_loop_writes_in_every_step_were_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SAM adds to the weights before each step, and subtracts the same: some of them are as before, by rounding."""
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with TrainerMon({"param_distribution": True, "replica_check": True}) as monitor:
+        monitor.set_monitor(model, 1, optimizer)
+        for step in range(30):
+            with torch.no_grad():
+                for number, p in enumerate(model.parameters()):
+                    p.add_(0.01 if step < 4 or number == step % 4 else 0.0)
+            model(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with reported(tmp_path) as (_, checks, verdict):
+        assert state_of(checks, "Unchanged between steps") == NOT_LOOKED_AT
+    assert verdict.state == GOOD
+
+
 @pytest.mark.parametrize(("update", "state"), [(0.25, GOOD), (np.nan, NOT_LOOKED_AT)])
 def test_a_ratio_of_a_weight_of_zeros_is_not_missed_where_the_norm_of_its_update_is_known(
     update: float, state: str, tmp_path: Path
