@@ -94,7 +94,7 @@ class KindReader:
         unseen: Number of rows of elements without a value of ``op``.
         read: Number of all rows.
         steps: Steps of which a rank has rows, ascending.
-        of_one: Numbers of the series of tensors of one element. Of numbers of the run nothing is known.
+        of_one: Numbers of the series that may pass zero: those of tensors of one element, and numbers of the run that were below it.
         masks: Number of rows of additive masks. They are not judged: -Inf is no fault there.
     """
 
@@ -242,14 +242,17 @@ class KindReader:
         if not len(rows):
             return
         series = self._numbered(rows, steps)
-        if "count" in rows.column_names and self.kind != RUN_KIND:
+        values = rows[self.op].to_numpy().astype(np.float64, copy=False)
+        if self.kind == RUN_KIND:
+            self.of_one.update(series[values < 0].tolist())
+        elif "count" in rows.column_names:
             self.of_one.update(series[rows["count"].to_numpy() == 1].tolist())
         known = np.array(self.source.ranks)
         rank = rows["rank"].to_numpy()
         place = np.searchsorted(known, rank)
         micro_step = rows["micro_step"]
         micro = micro_step.fill_null(-1).to_numpy() if micro_step.null_count < len(rows) else np.full(len(rows), -1)
-        history.add(rows["step"].to_numpy(), micro, series, place, rows[self.op].to_numpy().astype(np.float64, copy=False))
+        history.add(rows["step"].to_numpy(), micro, series, place, values)
 
     def _numbered(self, rows: pa.Table, steps: range) -> Ints:
         """Of each row the number of its series. New series are numbered in order of execution."""

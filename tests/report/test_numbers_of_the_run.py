@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,11 @@ from monitor.pytorch import TrainerMon
 from monitor.report.findings import BAD, GOOD
 
 
-def numbers_of_the_run(folder: Path, loss: float) -> None:
+def numbers_of_the_run(folder: Path, losses: Mapping[int, float]) -> None:
     """Add a loss, and the norm of gradients before and after clipping, to a merged set."""
     of_step = {"loss": np.linspace(4, 2, STEPS), "grad_norm": np.linspace(3, 1, STEPS)}
-    of_step["loss"][WHEN] = loss
+    for step, loss in losses.items():
+        of_step["loss"][step] = loss
     of_step["grad_norm_clipped"] = np.minimum(of_step["grad_norm"], 2.0)
     rows = [(step, rank, name) for step in range(STEPS) for rank in range(2) for name in of_step]
     known = {"kind": ["run"] * len(rows), "step": [one[0] for one in rows], "rank": [one[1] for one in rows]}
@@ -37,7 +39,7 @@ def numbers_of_the_run(folder: Path, loss: float) -> None:
 def test_loss_and_norm_have_curves_and_clipped_steps_are_marked(loss: float, tmp_path: Path) -> None:
     record(tmp_path)
     merged(tmp_path)
-    numbers_of_the_run(tmp_path / "merged", loss)
+    numbers_of_the_run(tmp_path / "merged", {WHEN: loss})
     model, checks, verdict = modelled(tmp_path / "merged")
     states = {one.name: one.state for one in checks}
     assert [one["name"] for one in model.data["run"]] == ["loss", "grad_norm", "grad_norm_clipped"]
@@ -48,6 +50,15 @@ def test_loss_and_norm_have_curves_and_clipped_steps_are_marked(loss: float, tmp
         assert verdict.says.startswith(f"First came loss on rank 0 in step {WHEN}: its value is ")
         assert model.data["at"] == WHEN
     assert "run" not in [one["name"] for one in model.data["kinds"]]
+
+
+@pytest.mark.parametrize(("first", "state"), [(-2.0, GOOD), (2.0, BAD)])
+def test_a_loss_that_was_below_zero_may_pass_it(first: float, state: str, tmp_path: Path) -> None:
+    record(tmp_path)
+    merged(tmp_path)
+    numbers_of_the_run(tmp_path / "merged", {0: first, WHEN: 1e-3})
+    _, checks, _verdict = modelled(tmp_path / "merged")
+    assert next(one.state for one in checks if one.name == "Loss") == state
 
 
 @pytest.mark.parametrize("fault", [False, True])
