@@ -38,7 +38,9 @@ WRITTEN: Final = "written between steps"
 NAMED: Final = 5
 """Tensors that a warning names."""
 
-NOT_COMPARED: Final = "From there on {what} are not compared with what the step before left, and memory that is corrupted there is not found."
+NOT_COMPARED: Final = (
+    "From there on {what} are not compared with what the step before left, and memory that is corrupted there is not found."
+)
 
 _FEW: Final = 3
 """So few tensors are never called most of them."""

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from monitor.anomalies.bounds import Bound, BoundGroup
+from monitor.anomalies.overflows import SCALED_KINDS
 from monitor.query.sources import RowChoice
 from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
@@ -57,6 +59,8 @@ def beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyon
         wanted = ("step", "rank", "name", GLOBAL_NAME, column)
         rows = facts.source.rows(RowChoice(kind, steps=range(span.first, span.last + 1), columns=wanted))
         rows = rows.filter(rows[column].is_valid())
+        if kind in SCALED_KINDS:
+            rows = rows.filter(pa.array(~np.isin(rows["step"].to_numpy(), facts.overflows)))
         if bound.ends:
             rows = rows.filter([name.endswith(bound.ends) for name in rows["name"].to_pylist()])
         values = rows[column].to_numpy().astype(float)

@@ -148,9 +148,13 @@ def _alerts(facts: Facts) -> CheckFinding:
     ranking = facts.ranking
     if ranking is None:
         return CheckFinding(NOT_LOOKED_AT, facts.why_not_ranked)
-    if ranking.events:
+    if ranking.events > ranking.overflows:
         one = ranking.first_origin or ranking.ranked[0]
         return CheckFinding(BAD, f"{counts(ranking)}.", place_of(one, facts))
+    if ranking.events:
+        return CheckFinding(
+            GOOD, f"{counts(ranking)}, all of gradients in steps that the optimizer skipped: the loss scale was too high."
+        )
     if ranking.is_well:
         return CheckFinding(GOOD, advice(ranking))
     return CheckFinding(NOT_LOOKED_AT, " ".join([advice(ranking), *notes(ranking)]))
@@ -201,7 +205,17 @@ def _finite(facts: Facts) -> CheckFinding:
         return CheckFinding(NOT_LOOKED_AT, f"Not all can be seen: {_few(unseen, len(unseen))}." if unseen else _NO_NUMBER)
     masks = sum(one.masks for one in every.values())
     but = f", but for {masks:,} rows of inputs that are masks of 0 and -Inf" if masks else ""
-    return CheckFinding(GOOD, f"No NaN and no infinity in {sum(facts.told['rows'].values()):,} rows{but}.")
+    skipped = _skipped(facts)
+    says = f"No NaN and no infinity in {sum(facts.told['rows'].values()):,} rows{but}. {skipped}".strip()
+    return CheckFinding(GOOD, says, then=skipped)
+
+
+def _skipped(facts: Facts) -> str:
+    """What is said of steps in which a loss scale was too high."""
+    if not len(facts.overflows):
+        return ""
+    number = "1 step" if len(facts.overflows) == 1 else f"{len(facts.overflows):,} steps, first"
+    return f"The optimizer skipped {number} {facts.overflows[0]}: the loss scale was too high, and gradients were not finite."
 
 
 _NO_NUMBER: Final = "The run has no rows with a number."
@@ -433,7 +447,7 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     is_of_bits = bool(
         of_bits and first_event is not None and (first_event.rule in ADVICE or _before(first_event.step, of_bits))
     )
-    if facts.ranking is not None and facts.ranking.events and not is_of_bits:
+    if facts.ranking is not None and facts.ranking.events > facts.ranking.overflows and not is_of_bits:
         says, then = found_first(facts.ranking)
         return Verdict(BAD, says, then, bad[0].finding.place)
     if bad:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
 
+from monitor.anomalies.overflows import overflows_among, steps_in
 from monitor.anomalies.ranking.loading import NothingReadError, folder_of
 from monitor.anomalies.ranking.ranking import Ranking, ranking_of
 from monitor.bars import Progress, silent
@@ -23,7 +24,7 @@ from monitor.merge.report import ranges_of
 from monitor.query.opened import Lacking, open_source, total_norms
 from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order
 from monitor.report.bands import Numbers
-from monitor.report.history import WINDOW, Axis, Ints, KindHistory, SuddenBound
+from monitor.report.history import WINDOW, Axis, Exempt, Ints, KindHistory, SuddenBound
 from monitor.report.kind_reader import VALUE, KindReader, spans_of
 from monitor.series import CLIPPED_NORM, DIRECTION_KIND, GRAD_NORM, KIND_TABLE, KINDS, REPLICA_KIND, RUN_KIND
 
@@ -107,6 +108,15 @@ class Facts:
         number: int = self.told[what]["count"]
         return number
 
+    def steps_of(self, what: str) -> Ints:
+        """Steps of the merge's report, ascending."""
+        return steps_in(ranges_of(self.told[what]))
+
+    @cached_property
+    def overflows(self) -> Ints:
+        """Steps that the optimizer skipped because the loss scale was too high, ascending."""
+        return overflows_among(self.steps_of("skipped_steps"), self.steps_of("steps"))
+
 
 @contextmanager
 def facts_of(
@@ -167,8 +177,9 @@ def _read(source: MergedSet, path: str, base: Path, manifests: Mapping[int, Mani
     facts.others = {kind: one for kind, one in every.items() if not one.op}
     facts.axis = _axis(told, _series_about(facts))
     facts.measured, facts.left_out = _measured(base, told), _left_out(facts)
+    overflows = facts.overflows.tolist()
     for kind, rows in facts.kinds.items():
-        bounds = MOST_KEPT, MOST_EVENTS, SuddenBound.of(kind), rows.of_one
+        bounds = MOST_KEPT, MOST_EVENTS, SuddenBound.of(kind), Exempt(rows.of_one, rows.scaled, overflows)
         facts.histories[kind] = KindHistory(facts.axis, len(facts.ranks), *bounds)
         rows.feed(facts.histories[kind], progress=progress)
         _mark_differing(facts, kind, facts.histories[kind])
@@ -240,9 +251,7 @@ def regular_steps(facts: Facts, kind: str) -> Ints:
     If the configuration was changed while the run recorded, the steps of a kind with an interval are not known, and there are
     none.
     """
-    ranges = ranges_of(facts.told["steps"]), ranges_of(facts.told["skipped_steps"])
-    every, skipped = ([np.arange(one.start, one.stop, one.step) for one in each] for each in ranges)
-    steps: Ints = np.setdiff1d(np.concatenate(every), np.concatenate([np.zeros(0, np.int64), *skipped]))
+    steps: Ints = np.setdiff1d(facts.steps_of("steps"), facts.steps_of("skipped_steps"))
     asked = {"start_step": 0, "step_interval": 1, "intervals": {}, **facts.first}
     interval = asked["intervals"].get(_FIELDS.get(kind, ""), 1)
     if interval == 1:
@@ -276,7 +285,8 @@ def _read_total_norm(facts: Facts) -> None:
     own = facts.kinds.get(RUN_KIND)
     if (own is not None and (0, GRAD_NORM) in own.series) or NORMS_OF not in facts.source.kinds(whole=True):
         return
-    history = KindHistory(facts.axis, len(facts.ranks), MOST_KEPT, MOST_EVENTS)
+    exempt = Exempt(scaled=[0], overflows=facts.overflows.tolist())
+    history = KindHistory(facts.axis, len(facts.ranks), MOST_KEPT, MOST_EVENTS, exempt=exempt)
     lacking = replace(Lacking.of(facts.told, NORMS_OF), dropped=[])
     for span in spans_of(facts.source, NORMS_OF):
         wanted = ("step", "micro_step", "term", "norm")

@@ -158,6 +158,24 @@ def without_number(rows: pa.Table, op: str, own: Sequence[str]) -> int:
     return int(lacking.sum())
 
 
+class Exempt(NamedTuple):
+    """Series of a kind of which some values are no events.
+
+    Attributes:
+        of_one: The series of tensors of one element, which may grow. Their numbers pass zero when the element changes its
+            sign. So a fall is no change, unless the number stays zero.
+        scaled: The series of gradients, which a loss scale multiplies.
+        overflows: The steps in which this scale was too high. A NaN or infinity of ``scaled`` is no event there.
+    """
+
+    of_one: Collection[int] = ()
+    scaled: Collection[int] = ()
+    overflows: Collection[int] = ()
+
+
+NOTHING_EXEMPT: Final = Exempt()
+
+
 class RowTaker(Protocol):
     """Takes the rows of a kind in order of steps."""
 
@@ -188,16 +206,15 @@ class KindHistory:
         most_kept: int = 0,
         most_events: int = 50,
         bound: SuddenBound = USUAL,
-        of_one: Collection[int] = (),
+        exempt: Exempt = NOTHING_EXEMPT,
     ) -> None:
         """Take no rows yet.
 
         Args:
             most_kept: Cells of all pairs to keep; more, and ``cells`` and ``values`` are None.
-            of_one: The series of tensors of one element, which may grow. Their numbers pass zero when the element changes its
-                sign. So a fall is no change, unless the number stays zero.
+            exempt: Its collections may grow.
         """
-        self._bound, self._of_one = bound, of_one
+        self._bound, self._exempt = bound, exempt
         self._axis, self._ranks, self._most_kept, self._most_events = axis, ranks, most_kept, most_events
         self.grid: Codes = np.zeros((0, axis.bins), np.uint8)
         self.pair_series: Ints = np.zeros(0, np.int64)
@@ -322,7 +339,7 @@ class KindHistory:
         deviation = np.maximum((high - low) / DEVIATIONS_OF, NARROWEST)
         apart = np.abs(logarithm - median)
         apart[(logarithm <= ZERO) & (held[0] <= ZERO)] = 0  # it is zero now and then
-        of_one = np.isin(self.pair_series[own], list(self._of_one))
+        of_one = np.isin(self.pair_series[own], list(self._exempt.of_one))
         apart[of_one & (logarithm > ZERO) & ((logarithm < median) | np.isinf(self._bound.of_one))] = 0
         # Nothing is known of what follows a history of zeros: a weight that begins to be trained, an expert that is chosen.
         judged = finite & (number >= WARM_UP) & ((median > ZERO) | (logarithm <= ZERO))
@@ -335,7 +352,8 @@ class KindHistory:
             self._judge_single_zeros(own, zero, recorded)
         factor = np.where(of_one, self._bound.of_one, self._bound.factor)
         far = judged & (deviations >= SUDDEN) & (apart >= np.log(factor))
-        sudden = (recorded & ~finite) | (far & ~self._is_small(logarithm, median))
+        lost = recorded & ~finite & ~self._is_overflow(step, own)
+        sudden = lost | (far & ~self._is_small(logarithm, median))
         if sudden.any():
             typical = np.where(number >= WARM_UP, np.exp(median.astype(np.float64)), np.nan)
             about = own, step, micro_step, matrix, typical, deviations
@@ -344,7 +362,7 @@ class KindHistory:
             for time, column in np.argwhere(waits)[: self._most_events].tolist():
                 self._single_zeros[int(own[column])] = self._value_at(time, column, *about)
             self._note_events(sudden & (follows | ~zero), *about)
-            infinite = np.argwhere(recorded & ~finite)
+            infinite = np.argwhere(lost)
             self.infinite += len(infinite)
             if len(infinite) and self.first_infinite is None:
                 self.first_infinite = self._value_at(*infinite[0].tolist(), *about)
@@ -352,6 +370,12 @@ class KindHistory:
         kept = self._held[len(step) :, own] if len(step) < len(self._held) else self._held[:0, own]
         self._held[:, own] = np.concatenate([kept, logarithm[-len(self._held) :]])
         self._seen[own] |= recorded.any(axis=0)
+
+    def _is_overflow(self, step: Ints, own: Ints) -> Flags:
+        """Whether the loss scale of a value may have been too high."""
+        steps = np.isin(step, list(self._exempt.overflows))
+        scaled: Flags = np.isin(self.pair_series[own], list(self._exempt.scaled))
+        return steps[:, None] & scaled
 
     def _is_small(self, logarithm: Values, median: Values) -> Flags:
         """Whether a value and its history are small beside the greatest value of its step."""

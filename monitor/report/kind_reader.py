@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow.compute import call_function  # type: ignore[attr-defined]
 
+from monitor.anomalies.overflows import SCALED_KINDS, SCALED_NUMBERS
 from monitor.bars import Progress, silent
 from monitor.query.sources import MergedSet, NameFilter, RankDirectories, RowChoice
 from monitor.report.history import Flags, Ints, RowTaker, without_number
@@ -94,7 +95,9 @@ class KindReader:
         unseen: Number of rows of elements without a value of ``op``.
         read: Number of all rows.
         steps: Steps of which a rank has rows, ascending.
-        of_one: Numbers of the series that may pass zero: those of tensors of one element, and numbers of the run that were below it.
+        of_one: Numbers of the series that may pass zero: those of tensors of one element, and numbers of the run that were
+            below it.
+        scaled: Numbers of the series that a loss scale multiplies.
         masks: Number of rows of additive masks. They are not judged: -Inf is no fault there.
     """
 
@@ -107,6 +110,7 @@ class KindReader:
     read: int = 0
     steps: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     of_one: set[int] = field(default_factory=set)
+    scaled: set[int] = field(default_factory=set)
     masks: int = 0
     _number: dict[tuple[int, str], int] = field(default_factory=dict)
     _known_as: dict[str, set[str]] = field(default_factory=dict)
@@ -243,7 +247,10 @@ class KindReader:
             return
         series = self._numbered(rows, steps)
         values = rows[self.op].to_numpy().astype(np.float64, copy=False)
+        if self.kind in SCALED_KINDS:
+            self.scaled.update(range(len(self.series)))
         if self.kind == RUN_KIND:
+            self.scaled.update(number for number, (_, name) in enumerate(self.series) if name in SCALED_NUMBERS)
             self.of_one.update(series[values < 0].tolist())
         elif "count" in rows.column_names:
             self.of_one.update(series[rows["count"].to_numpy() == 1].tolist())

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
-from monitor.report.history import WARM_UP, Axis, Ints, KindHistory, SuddenBound
+from monitor.report.history import WARM_UP, Axis, Exempt, Ints, KindHistory, SuddenBound
 from monitor.report.kind_reader import KindReader
 from monitor.report.trained_weights import is_frozen, without_gradients
 
@@ -95,7 +95,7 @@ def updates_of_layers(facts: Facts) -> CheckFinding:
         return CheckFinding(NOT_LOOKED_AT, "They were not recorded.")
     rows = KindReader(facts.source, UPDATES_KIND, UPDATES_KIND)
     bound = SuddenBound(OUT_OF_BAND, of_one=math.inf)
-    history = KindHistory(Axis(facts.axis.steps, 1), len(facts.ranks), bound=bound, of_one=rows.of_one)
+    history = KindHistory(Axis(facts.axis.steps, 1), len(facts.ranks), bound=bound, exempt=Exempt(rows.of_one))
     rows.feed(_BesideOthers(history))
     if not history.judged:
         return CheckFinding(NOT_LOOKED_AT, f"There are not {FEWEST} tensors with more than {WARM_UP} recorded values.")

@@ -13,7 +13,7 @@ import pyarrow as pa
 from monitor.merge.execution import MergeError
 from monitor.query.sources import QueryError, RankDirectories, RowChoice
 from monitor.report.facts import NOT_JUDGED
-from monitor.report.history import INFINITE, WINDOW, Axis, Ints, KindHistory, SuddenBound, most_unusual
+from monitor.report.history import INFINITE, WINDOW, Axis, Exempt, Ints, KindHistory, SuddenBound, most_unusual
 from monitor.report.kind_reader import NOT_FINITE, judged_ops, shows_all, without_masks
 from monitor.series import RUN_KIND
 from monitor.sinks.spool import PART
@@ -185,7 +185,7 @@ class RowsNow:
             more = [one for one in ops if one in NOT_FINITE and one != op and rows[one].null_count < len(rows)]
             beside = () if shows_all(kind, [op]) else tuple(more)
             of_one: set[int] = set()
-            history = KindHistory(Axis(np.arange(1), 1), len(self.ranks), bound=SuddenBound.of(kind), of_one=of_one)
+            history = KindHistory(Axis(np.arange(1), 1), len(self.ranks), bound=SuddenBound.of(kind), exempt=Exempt(of_one))
             self._kinds[kind] = _Kind(history, op, beside, of_one=of_one)
         read = self._kinds[kind]
         if not shows_all(kind, (op, *read.beside)):

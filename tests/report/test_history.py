@@ -20,6 +20,7 @@ from monitor.report.history import (
     PARTLY,
     WARM_UP,
     Axis,
+    Exempt,
     KindHistory,
     SuddenBound,
 )
@@ -51,7 +52,7 @@ def test_the_first_values_have_no_history() -> None:
 
 def of_one_element(values: Sequence[float], kind: str) -> KindHistory:
     steps = np.arange(len(values))
-    history = KindHistory(Axis(steps, len(steps)), 1, bound=SuddenBound.of(kind), of_one={0})
+    history = KindHistory(Axis(steps, len(steps)), 1, bound=SuddenBound.of(kind), exempt=Exempt({0}))
     history.add(steps, steps * 0 - 1, steps * 0, steps * 0, np.abs(np.array(values)))
     return history
 

@@ -88,9 +88,45 @@ def test_a_kind_that_the_training_does_not_have_is_told_and_makes_no_run_bad(
     assert "Some of the requested kinds have no rows. Rank 0, once: mv_distribution is on, and the steps" in verdict.says
 
 
-def test_weights_that_the_loop_writes_in_every_step_were_not_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["none", "a scale that never fits", "a batch with a NaN"])
+def test_a_loss_scale_that_is_too_high_at_first_is_no_fault(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=40)
+    config = {
+        "wg_distribution": True,
+        "monitor_mbs_grad": True,
+        "alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True},
+    }
+    with TrainerMon(config) as monitor:
+        monitor.set_monitor(model, 1, optimizer)
+        for step in range(60):
+            if fault == "a scale that never fits" and step >= 40:
+                scaler._scale.fill_(2.0**60)  # as with weights so large that every gradient overflows
+            x = torch.randn(16, 4)
+            if fault == "a batch with a NaN" and step == 30:
+                x[3, 2] = torch.nan
+            with torch.autocast("cpu", torch.float16):
+                loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            monitor.log(loss=loss)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    with reported(tmp_path) as (facts, checks, verdict):
+        assert len(facts.overflows) > 0
+        expected = GOOD if fault == "none" else BAD
+        assert (state_of(checks, "NaN and infinity"), verdict.state) == (expected, expected)
+        assert state_of(checks, "Alert rules") == (BAD if fault == "a scale that never fits" else GOOD)
+        if fault == "none":
+            assert f"The optimizer skipped {len(facts.overflows)} steps, first 0: the loss scale was too high" in verdict.says
+
+
+def test_weights_that_the_loop_writes_in_every_step_were_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SAM adds to the weights before each step, and subtracts the same: some of them are as before, by rounding."""
     monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path))
     torch.manual_seed(0)

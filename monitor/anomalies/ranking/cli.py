@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,11 +14,13 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from monitor.anomalies.events import Event
 from monitor.anomalies.ranking.coverage import StepFilter
-from monitor.anomalies.ranking.loading import NothingReadError, files_in, folder_of
-from monitor.anomalies.ranking.ranking import Ranking, entries_of, ranking_of
+from monitor.anomalies.ranking.loading import Flaw, NothingReadError, RecordingFiles, entries, files_in, folder_of
+from monitor.anomalies.ranking.ranking import Ranked, Ranking, ranking_of
 from monitor.anomalies.ranking.report import advice, counts, listing, notes
 from monitor.cli import Command, Version, one_directory
+from monitor.coordinator.manifest_format import ManifestError
 from monitor.coordinator.output import write_whole
 from monitor.merge.execution import MergeError
 from monitor.terminal import CLEAN, FLAWED, NOTHING, say
@@ -86,9 +89,9 @@ def monitor_rank_anomalies(
 
 
 def _write(ranking: Ranking, output: Path) -> None:
-    entries = {key: event.model_dump(mode="json") for key, event in entries_of(ranking.ranked, ranking.job.flaws).items()}
+    found = {key: event.model_dump(mode="json") for key, event in entries_of(ranking.ranked, ranking.job.flaws).items()}
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(output, (json.dumps(entries, indent=1) + "\n").encode())
+    write_whole(output, (json.dumps(found, indent=1) + "\n").encode())
 
 
 def _print(ranking: Ranking, output: Path, console: Console) -> None:
@@ -133,3 +136,37 @@ def _end(match: re.Match[str]) -> int:
     if not match[2]:
         return int(match[1])
     return int(match[3]) if match[3] else np.iinfo(np.int64).max
+
+
+def entries_of(ranked: Sequence[Ranked], flaws: list[Flaw]) -> dict[str, Event]:
+    """The entries of the files that were ranked, in this order.
+
+    Args:
+        flaws: Files that have changed since they were read are appended.
+    """
+    files: dict[RecordingFiles, dict[str, Event]] = {}
+    found: dict[str, Event] = {}
+    for one in ranked:
+        own = one.member.events.files
+        if own not in files:
+            try:
+                files[own] = entries(own)
+            except ManifestError as error:
+                files[own] = {}
+                flaws.append(Flaw(own.rank, own.label, f"has changed meanwhile: {error}"))
+        key, event = next(((key, event) for key, event in files[own].items() if _is(one, event)), ("", None))
+        if event is not None:
+            found[_free(key, found, own.recording)] = event
+    return found
+
+
+def _is(one: Ranked, event: Event) -> bool:
+    at = event.step, event.micro_step, event.call_id, event.tag_name
+    return at == (one.step, one.micro_step, one.call_id, one.subject.recorded_as.tag(one.member.rank, one.micro_step)) and (
+        event.signal.op == one.op
+    )
+
+
+def _free(key: str, taken: dict[str, Event], recording: int) -> str:
+    """A key that is not taken: two recordings of a process may have the same key."""
+    return f"{key}_recording_{recording}" if key in taken else key

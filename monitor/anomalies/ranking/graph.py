@@ -34,6 +34,9 @@ class Role(IntEnum):
     OTHER = 7
 
 
+SCALED: Final = (Role.BACKWARD, Role.LOCAL_GRADIENT, Role.GRADIENT)
+"""Roles that a loss scale multiplies."""
+
 _ROLES: Final = {kind.name: Role[kind.role] for kind in KIND_TABLE if kind.role}
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.anomalies.listeners import MOST
-from monitor.anomalies.ranking.graph import DataflowGraph, DataflowGraphs, Subject, subject_of
+from monitor.anomalies.overflows import overflows_among, steps_in
+from monitor.anomalies.ranking.graph import SCALED, DataflowGraph, DataflowGraphs, Subject, subject_of
 from monitor.anomalies.ranking.loading import Flaw, RecordingEvents
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
 from monitor.coordinator.output import RankDirectory
@@ -113,6 +114,18 @@ class Member:
     def skipped(self, step: int) -> bool:
         """Whether the optimizer is known to have skipped the step."""
         return self.manifest is not None and self.manifest.steps.skipped.holds(step)
+
+    @cached_property
+    def overflows(self) -> frozenset[int]:
+        """Steps that the optimizer skipped because the loss scale was too high."""
+        if self.manifest is None or not self.manifest.steps.skipped.count:
+            return frozenset()
+        of = self.manifest.steps
+        skipped, written = (
+            steps_in(range(first, last + 1, interval) for first, last, interval in one.ranges)
+            for one in (of.skipped, of.written)
+        )
+        return frozenset(overflows_among(skipped, written).tolist())
 
 
 @dataclass
@@ -388,6 +401,16 @@ class EventTable:
         counts = [number for number, op in enumerate(self.ops) if op in ("nans", "infs")]
         found: Flags = np.isfinite(self.value) & ~np.isin(self.op, counts)
         return found
+
+    @cached_property
+    def overflowed(self) -> Flags:
+        """Whether a gradient was not finite because the loss scale was too high. The optimizer skipped the step."""
+        skipped = np.zeros(len(self), np.bool_)
+        for number, one in enumerate(self.members):
+            if one.overflows:
+                first, end = np.searchsorted(self.member, [number, number + 1])
+                skipped[first:end] = np.isin(self.step[first:end], list(one.overflows))
+        return skipped & ~self.finite & np.isin(self.role, SCALED)
 
     @cached_property
     def stage(self) -> Columns:

@@ -11,15 +11,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from monitor.anomalies.events import Event
 from monitor.anomalies.ranking.coverage import Coverage, StepFilter, coverage_of
 from monitor.anomalies.ranking.graph import ROOT, DataflowGraph, Role, Subject, parent
 from monitor.anomalies.ranking.job import EventTable, Flags, Member, RankedJob, job_of
-from monitor.anomalies.ranking.loading import Flaw, NothingReadError, RecordingFiles, entries, files_in, read_all
+from monitor.anomalies.ranking.loading import Flaw, NothingReadError, files_in, read_all
 from monitor.anomalies.ranking.order import order_of
 from monitor.anomalies.ranking.origins import notes_a_change, origins
 from monitor.anomalies.ranking.step_propagation import IN_PASSES, stage_boundary
-from monitor.coordinator.manifest_format import ManifestError
 from monitor.series import COLLECTIVE_INPUT, COLLECTIVE_OUTPUT, GRADIENT_KINDS, LEFT_BY_STEP, MOMENT_KINDS, Series
 
 # --- How many data-parallel ranks have an event. One rank alone points at its data or device; all ranks at weights or
@@ -235,8 +233,9 @@ class Ranking:
 
     Attributes:
         ranked: The earliest events of the chosen steps, in order.
-        first_origin: The earliest origin among all chosen events.
-        first_not_finite: The earliest chosen event of a tensor with a NaN or an Inf.
+        first_origin: The earliest origin among all chosen events. One of ``overflows`` only if there is no other.
+        first_not_finite: The earliest chosen event of a tensor with a NaN or an Inf, likewise.
+        overflows: Number of events of gradients in steps in which the loss scale was too high.
         events: Number of events in the chosen steps; ``origins``: number of origins among them.
         coverage: How much was judged.
         unordered: Why the order of micro-batches is not known, by recording.
@@ -251,6 +250,7 @@ class Ranking:
     ranks: int
     coverage: Coverage
     unordered: dict[int, str] = field(default_factory=dict)
+    overflows: int = 0
 
     @property
     def is_well(self) -> bool:
@@ -277,8 +277,10 @@ def ranking_of(folder: Path, most: int, step_filter: StepFilter | None = None) -
     order = order_of(table)
     are_origins = origins(job, table, order)
     listed = order.events if step_filter is None else order.events[step_filter(table.step[order.events])]
-    first = listed[are_origins[listed]][:1].tolist()
-    not_finite = listed[~table.finite[listed]][:1].tolist()
+    overflowed = table.overflowed[listed]
+    harmless_last = np.concatenate([listed[~overflowed], listed[overflowed]])
+    first = harmless_last[are_origins[harmless_last]][:1].tolist()
+    not_finite = harmless_last[~table.finite[harmless_last]][:1].tolist()
     described = {
         number: _described(job, table, number, is_origin=bool(are_origins[number]))
         for number in [*listed[:most].tolist(), *first, *not_finite]
@@ -294,6 +296,7 @@ def ranking_of(folder: Path, most: int, step_filter: StepFilter | None = None) -
         len(np.unique(table.rank[listed])),
         coverage_of(job, step_filter),
         order.unknown,
+        int(overflowed.sum()),
     )
 
 
@@ -314,40 +317,6 @@ def _described(job: RankedJob, of: EventTable, number: int, *, is_origin: bool) 
         None if math.isnan(of.mean[number]) else float(of.mean[number]),
         shared(job, of, number),
     )
-
-
-def entries_of(ranked: Sequence[Ranked], flaws: list[Flaw]) -> dict[str, Event]:
-    """The entries of the files that were ranked, in this order.
-
-    Args:
-        flaws: Files that have changed since they were read are appended.
-    """
-    files: dict[RecordingFiles, dict[str, Event]] = {}
-    found: dict[str, Event] = {}
-    for one in ranked:
-        own = one.member.events.files
-        if own not in files:
-            try:
-                files[own] = entries(own)
-            except ManifestError as error:
-                files[own] = {}
-                flaws.append(Flaw(own.rank, own.label, f"has changed meanwhile: {error}"))
-        key, event = next(((key, event) for key, event in files[own].items() if _is(one, event)), ("", None))
-        if event is not None:
-            found[_free(key, found, own.recording)] = event
-    return found
-
-
-def _is(one: Ranked, event: Event) -> bool:
-    at = event.step, event.micro_step, event.call_id, event.tag_name
-    return at == (one.step, one.micro_step, one.call_id, one.subject.recorded_as.tag(one.member.rank, one.micro_step)) and (
-        event.signal.op == one.op
-    )
-
-
-def _free(key: str, taken: dict[str, Event], recording: int) -> str:
-    """A key that is not taken: two recordings of a process may have the same key."""
-    return f"{key}_recording_{recording}" if key in taken else key
 
 
 def _said(flaw: Flaw) -> str:

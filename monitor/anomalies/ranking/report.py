@@ -13,7 +13,7 @@ from rich.text import Text
 
 from monitor.anomalies.corruption import ADVICE
 from monitor.anomalies.ranking.coverage import Coverage, UnjudgedSteps
-from monitor.anomalies.ranking.graph import Role
+from monitor.anomalies.ranking.graph import SCALED, Role
 from monitor.anomalies.ranking.ranking import SHOWN, Cause, Ranked, Ranking, Surroundings, capitalized, listed, name_of
 from monitor.anomalies.ranking.step_propagation import IN_PASSES
 from monitor.anomalies.rules import RULES
@@ -102,6 +102,11 @@ def notes(ranking: Ranking) -> Iterator[str]:
     job = ranking.job
     if ranking.events:
         yield from _of_the_order(ranking)
+    if ranking.events > ranking.overflows > 0:
+        yield (
+            f"{_counted(ranking.overflows, 'event')} of gradients came from a loss scale that was too high. The optimizer "
+            "skipped these steps, so none of these events counts as the first."
+        )
     if job.missing:
         origins = ": a fault that is called an origin may have started there" if ranking.events else ""
         yield f"{listed(job.missing)} wrote no events and judged no step{origins}."
@@ -238,9 +243,6 @@ _SHARED: Final = {
 }
 """Replaces the advice if all replicas have the event: then it is not the fault of one device."""
 
-_SCALED: Final = (Role.BACKWARD, Role.LOCAL_GRADIENT, Role.GRADIENT)
-"""Roles that a loss scale multiplies."""
-
 _KEPT: Final = (Role.ORIGINAL_WEIGHT, Role.MOMENT, Role.UPDATED_WEIGHT)
 """Roles whose replicas are updated with the same gradients: one rank's data cannot spoil one replica."""
 
@@ -306,7 +308,7 @@ def _next(one: Ranked) -> list[str]:
     where = one.location.cause if one.location else Cause.UNKNOWN
     parts = []
     if one.member.skipped(one.step):
-        scaled = one.subject.role in _SCALED
+        scaled = one.subject.role in SCALED
         because = (
             ", as it does where the loss scale is too high: harmless unless it repeats"
             if scaled

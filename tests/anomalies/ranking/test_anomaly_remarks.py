@@ -9,7 +9,7 @@ from played_job import PlayedRank, pipeline, ranked, replicas
 from rich.console import Console
 
 from monitor.anomalies.ranking import report
-from monitor.anomalies.ranking.report import advice, counts, listing
+from monitor.anomalies.ranking.report import advice, counts, listing, notes
 
 ALONE = "only on rank 1 of its 3 data-parallel replicas"
 
@@ -163,6 +163,23 @@ def test_the_last_line_tells_what_was_found_first(tmp_path):
         "First came b.output on rank 0 (gpu7) in step 1, micro-step 0: 3 elements are NaN, inside b, between its input "
         "and its output. "
     )
+
+
+def test_an_overflow_of_the_loss_scale_is_not_what_broke_first(tmp_path):
+    rank = PlayedRank(steps=range(40), skipped=[0]).fire("grad_reduced", "a.x.weight", step=0)
+    said = advice(ranked(tmp_path / "alone", rank))
+    assert "The optimizer skipped step 0, as it does where the loss scale is too high: harmless unless it repeats." in said
+    found = ranked(tmp_path / "then", rank.fire("actv", "b.output", step=30))
+    assert advice(found).startswith("First came b.output on rank 0 (node0) in step 30")
+    assert "1 event of gradients came from a loss scale that was too high" in " ".join(notes(found))
+    assert [one.step for one in found.ranked] == [0, 30]
+
+
+def test_a_loss_scale_that_never_fits_is_what_broke_first(tmp_path):
+    rank = PlayedRank(steps=range(40), skipped=range(20, 40)).fire("grad_reduced", "a.x.weight", step=20)
+    found = ranked(tmp_path, rank.fire("actv", "b.output", step=30))
+    assert advice(found).startswith("First came grad_reduced a.x.weight on rank 0 (node0) in step 20")
+    assert found.overflows == 0
 
 
 def test_of_one_replica_alone_the_device_is_suspect(tmp_path):
