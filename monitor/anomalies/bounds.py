@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.series import HEALTH_KIND
+from monitor.series import HEALTH_KIND, KIND_TABLE
 from monitor.stats.partials import Floats
 
 Flags = NDArray[np.bool_]
@@ -77,6 +77,9 @@ LASTING: Final = 32
 """Recorded steps in a row. In eight healthy trainings of small transformers ``staleness`` was above its bound for 9 at most."""
 OF_NEW_WEIGHTS: Final = 64
 """Recorded values of a weight that may have begun at 0, so that its first updates are as large as itself."""
+_IN_LOW_PRECISION: Final = tuple(kind.name for kind in KIND_TABLE if kind.role != "MOMENT")
+"""Moments stay in float32: those of healthy trainings are mostly too small for float16."""
+
 _FEATURES: Final = '"recording_l2_features": true and l2_targets'
 
 GROUPS: Final = (
@@ -89,8 +92,8 @@ GROUPS: Final = (
             bound
             for name in ("fp16", "bf16")
             for bound in (
-                Bound((), f"overflow_{name}", 1e-9, True, "elements overflow this format"),
-                Bound((), f"underflow_{name}", 0.9, True, "most of its elements become zero in this format"),
+                Bound(_IN_LOW_PRECISION, f"overflow_{name}", 1e-9, True, "elements overflow this format"),
+                Bound(_IN_LOW_PRECISION, f"underflow_{name}", 0.9, True, "most of its elements become zero in this format"),
             )
         ),
     ),

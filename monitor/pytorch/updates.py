@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from monitor.failures import NOTHING_OF
 from monitor.pytorch.frameworks.dtensor import part_like
 from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
@@ -177,10 +178,10 @@ class AdamSteps:
         return AdamMoments(mean, square, corrections[0], corrections[1], biases[1], float(group["eps"]), was_made)
 
     def is_adam(
-        self, optimizer: Optimizer, group: Mapping[str, Any], field: str, needs: str, without: str = "it has no rows"
+        self, optimizer: Optimizer, group: Mapping[str, Any], lacking: str, needs: str, without: str = "it has no rows"
     ) -> bool:
-        """Whether an optimizer is a known Adam. If not, a warning of a configuration field says once what ``needs`` one, and
-        what is missing ``without``.
+        """Whether an optimizer is a known Adam. If not, a warning about ``lacking`` says once what ``needs`` one, and what is
+        missing ``without``.
         """
         name, why = type(optimizer).__name__, ""
         if not any(base.__name__ in ADAMS for base in type(optimizer).__mro__):
@@ -188,7 +189,7 @@ class AdamSteps:
         elif not group.keys() >= HYPERPARAMETERS:  # a class of that name may be any user's
             why = f"the parameter groups of this {name} lack betas or eps"
         if why:
-            self._failures.warn(field, f"{needs}, and {why}: {without}.")
+            self._failures.warn(f"{NOTHING_OF}{lacking}", f"{needs}, and {why}: {without}.")
         return not why
 
 
@@ -230,7 +231,7 @@ class AdamCollector(Collector):
         return self._steps.moments(parameter, stepped, group)
 
     def _is_adam(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-        return self._steps.is_adam(optimizer, group, "ur_distribution", "ur_distribution needs an Adam optimizer")
+        return self._steps.is_adam(optimizer, group, "adam_update", "ur_distribution needs an Adam optimizer")
 
     def _count(self, moments: AdamMoments) -> tuple[ComputedRow, ComputedRow]:
         updates, ratios = (signed(moments.mean, self._reader.host, self._eps) for _ in range(2))
@@ -432,7 +433,7 @@ class TorchStepReading:
         self, parameter: NamedParameter, stepped: SteppedTensor, group: Mapping[str, Any], weight: Tensor
     ) -> AdamMoments | None:
         needs = "optimizer_health: staleness and below_eps need an Adam optimizer"
-        if not group or not self._steps.is_adam(stepped.optimizer, group, "optimizer_health", needs, "their cells are empty"):
+        if not group or not self._steps.is_adam(stepped.optimizer, group, "staleness", needs, "their cells are empty"):
             return None
         moments = self._steps.moments(parameter, stepped, group)
         return moments if moments is not None and _fits(moments.mean, weight) else None

@@ -27,7 +27,7 @@ from monitor.report.optimizer import UPDATES_KIND, clipping, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
 from monitor.report.spike_links import RATE
 from monitor.report.spikes import SPIKES, spikes
-from monitor.report.trained_weights import is_frozen, trained_weights, without_gradients
+from monitor.report.trained_weights import lacked_gradient, trained_weights
 from monitor.series import CLIPPED_NORM, GRAD_NORM, HEALTH_KIND, REPLICA_KIND, RUN_KIND
 from monitor.stats.loads import LOAD_KIND
 
@@ -99,28 +99,26 @@ def row_events(facts: Facts, *, only_infinite: bool = False) -> list[RowEvent]:
     Args:
         only_infinite: Only the first value of each kind that is not finite.
     """
-    found, ended = [], without_gradients(facts)
+    found = []
     for number, (kind, history) in enumerate(facts.histories.items()):
         names = facts.kinds[kind].names
         late = (kind not in _FIRST_IN_A_STEP, number)
         found += [
             (one.step, late, one.micro_step, one.series, RowEvent(kind, names[one.series], facts.ranks[one.rank], one))
             for one in (filter(None, [history.first_infinite]) if only_infinite else history.events)
-            if _is_fault(kind, names[one.series], one, ended)
+            if _is_fault(facts, kind, one)
         ]
     return [one[-1] for one in sorted(found)]
 
 
-def _is_fault(kind: str, name: str, one: Sudden, ended: Mapping[str, int]) -> bool:
-    """Whether a sudden change is a fault. Schedules change ratios of updates, and data changes the load of experts.
-
-    Args:
-        ended: The weights whose gradients ended, with their last steps. They are not updated any more.
-    """
-    if kind in (UPDATES_KIND, LOAD_KIND):  # schedules end at zero, too, but not before the last step
-        stopped = kind == UPDATES_KIND and not one.value and not is_frozen(ended, name, one.step)
-        return not math.isfinite(one.value) or stopped
-    return not math.isfinite(one.value) or may_not_jump(kind, name)
+def _is_fault(facts: Facts, kind: str, one: Sudden) -> bool:
+    """Whether a sudden change is a fault. Schedules change ratios of updates, and data changes the load of experts."""
+    if not math.isfinite(one.value):
+        return True
+    rows = facts.kinds[kind]
+    if kind == UPDATES_KIND:  # schedules end at zero, too, but not before the last step
+        return not one.value and not lacked_gradient(facts, rows, one.series, one.step)
+    return kind != LOAD_KIND and may_not_jump(kind, rows.series[one.series][1])
 
 
 def may_not_jump(kind: str, name: str) -> bool:
@@ -376,7 +374,7 @@ def _monitor(facts: Facts) -> CheckFinding:
     if failed:
         return CheckFinding(BAD, f"The monitor warned or failed. {capitalized(_few(failed + lacking, len(failed + lacking)))}.")
     if lacking:
-        says = f"Some of the requested kinds have no rows. {capitalized(_few(lacking, len(lacking)))}."
+        says = f"Some of the requested rows or numbers are missing. {capitalized(_few(lacking, len(lacking)))}."
         return CheckFinding(NOT_LOOKED_AT, says, then=says)
     return CheckFinding(GOOD, "It had no warning and no failure.")
 

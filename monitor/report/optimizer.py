@@ -13,7 +13,7 @@ from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
 from monitor.report.history import WARM_UP, Axis, Exempt, Ints, KindHistory, SuddenBound
 from monitor.report.kind_reader import KindReader
-from monitor.report.trained_weights import is_frozen, without_gradients
+from monitor.report.trained_weights import lacked_gradient
 
 # --- How often gradients were clipped.
 
@@ -99,12 +99,11 @@ def updates_of_layers(facts: Facts) -> CheckFinding:
     rows.feed(_BesideOthers(history))
     if not history.judged:
         return CheckFinding(NOT_LOOKED_AT, f"There are not {FEWEST} tensors with more than {WARM_UP} recorded values.")
-    ended, names = without_gradients(facts), rows.names
     # A weight that began at 0 has ever smaller ratios.
     found = [
         event
         for event in history.events
-        if event.value > event.typical or (not event.value and not is_frozen(ended, names[event.series], event.step))
+        if event.value > event.typical or (not event.value and not lacked_gradient(facts, rows, event.series, event.step))
     ]
     if not found:
         return CheckFinding(GOOD, f"{history.judged:,} ratios of update to weight are in the usual band of their layer.")

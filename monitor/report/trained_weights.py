@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
+from monitor.query.sources import RowChoice
 from monitor.report.facts import Facts, regular_steps
 from monitor.report.findings import GOOD, NOT_LOOKED_AT, CheckFinding
+from monitor.report.kind_reader import GLOBAL_NAME, KindReader
 from monitor.series import PARAMETER_KINDS
 
 LOOKED_AT: Final = ("grad_reduced", "grad_unreduced")
@@ -49,13 +51,22 @@ def without_gradients(facts: Facts) -> dict[str, int]:
     return {name: step for name, step in last.items() if step < steps[-SILENT_STEPS]} if len(steps) >= SILENT_STEPS else {}
 
 
-def is_frozen(ended: Mapping[str, int], name: str, step: int) -> bool:
-    """Whether a weight has no gradient any more in ``step``.
+def lacked_gradient(facts: Facts, updates: KindReader, series: int, step: int) -> bool:
+    """Whether a weight had no gradient in a step, as far as that is known. Then the optimizer does not change it.
 
     Args:
-        ended: What ``without_gradients`` found.
+        updates: The rows of ``update_ratio``. ``series`` is a number among them.
     """
-    return step > ended.get(name, step)
+    kind = next((one for one in LOOKED_AT if one in facts.kinds), "")
+    if not kind:
+        return False
+    if step not in facts.gradients:
+        rows = facts.source.rows(RowChoice(kind, steps=range(step, step + 1), columns=("name", GLOBAL_NAME)))
+        facts.gradients[step] = frozenset(one[GLOBAL_NAME] or one["name"] for one in rows.to_pylist())
+    if facts.gradients[step]:
+        return updates.series[series][1] not in facts.gradients[step]
+    name = updates.names[series]
+    return step > without_gradients(facts).get(name, step)
 
 
 def _last_steps(facts: Facts) -> tuple[dict[str, int], list[int]]:

@@ -72,13 +72,16 @@ def test_weights_that_are_trained_now_and_then_are_trained(trains: Trains, tmp_p
     assert "gradient" not in verdict.says
 
 
-@pytest.mark.parametrize(("is_frozen", "state"), [(True, GOOD), (False, BAD)])
-def test_a_frozen_weight_may_stop_changing_and_one_with_a_gradient_may_not(is_frozen: bool, state: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [range(30, STEPS), range(30, 33)], ids=["frozen", "an expert without tokens"])
+@pytest.mark.parametrize(("has_gradients", "state"), [(False, GOOD), (True, BAD)])
+def test_a_weight_without_a_gradient_may_stop_changing_and_one_with_a_gradient_may_not(
+    has_gradients: bool, state: str, steps: range, tmp_path: Path
+) -> None:
     one, weights = RecordedRank(tmp_path), [*WEIGHTS, "head.weight", "embedding.weight"]
     for step in range(STEPS):
-        stopped = WEIGHTS[1] if step >= 30 else ""
+        stopped = WEIGHTS[1] if step in steps else ""
         ratios = {name: 0.0 if name == stopped else 1e-3 for name in weights}
-        gradients = [Measured(name) for name in weights if not (is_frozen and name == stopped)]
+        gradients = [Measured(name) for name in weights if has_gradients or name != stopped]
         updates = [Measured(name, numbers={COUNT: 8, SUM: ratio**2, SUMSQ: 1.0}) for name, ratio in ratios.items()]
         one.write(step, {"grad_reduced": gradients, "update_ratio": updates})
     one.close()

@@ -323,6 +323,15 @@ def test_numbers_that_overflow_a_format_are_named(tmp_path: Path) -> None:
                 assert "its overflow_fp16 is 0.5" in verdict.says
 
 
+def test_moments_are_not_judged_as_numbers_of_low_precision(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path, format="csv", ops=("norm", "overflow_fp16"))
+    for step in range(3):
+        one.write(step, {"grad_unreduced": [Measured("w", [1.0])], "exp_avg_sq": [Measured("w", [1e6], magnitudes=True)]})
+    one.close()
+    with reported(tmp_path) as (_, checks, _verdict):
+        assert next(one.state for one in checks if one.name == "Low precision") != BAD
+
+
 @pytest.mark.parametrize("format", ["csv", "hdf5"])
 def test_tensors_are_in_order_of_execution(format: str, tmp_path: Path) -> None:  # noqa: A002
     names = ["z.output", "h.10.output", "h.2.output", "a.output"]

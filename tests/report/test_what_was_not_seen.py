@@ -85,7 +85,7 @@ def test_a_kind_that_the_training_does_not_have_is_told_and_makes_no_run_bad(
     with reported(tmp_path) as (_, checks, verdict):
         assert state_of(checks, "Monitoring itself") == NOT_LOOKED_AT
     assert verdict.state == GOOD
-    assert "Some of the requested kinds have no rows. Rank 0, once: mv_distribution is on, and the steps" in verdict.says
+    assert "Some of the requested rows or numbers are missing. Rank 0, once: mv_distribution is on" in verdict.says
 
 
 @pytest.mark.parametrize("fault", ["none", "a scale that never fits", "a batch with a NaN"])
