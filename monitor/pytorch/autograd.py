@@ -40,7 +40,16 @@ recording: Callable[[], bool] = torch.is_grad_enabled
 
 
 def requires_grad(x: Tensor) -> bool:
-    return x.requires_grad
+    """Whether the gradient of ``x`` has a place in the graph. A view that was made without a graph has none, but its
+    ``requires_grad`` is that of its base.
+    """
+    return x.requires_grad and (x.grad_fn is not None or not x._is_view() or _accumulates(x))
+
+
+def _accumulates(view: Tensor) -> bool:
+    with torch.enable_grad():
+        node = view.view_as(view).grad_fn
+    return node is not None and node.next_functions[0][0] is not None
 
 
 def made_since(x: Tensor, start: int) -> bool:

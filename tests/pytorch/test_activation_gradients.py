@@ -303,6 +303,37 @@ def test_views_have_gradients_of_their_own(output: Output) -> None:
     assert ("halves.left.input", "norm") not in found
 
 
+class Codebook(nn.Module):
+    """Passes a view of its weight on that was made without a graph. It says that it requires a gradient, and gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Linear(4, 4)
+        self.distance = nn.Bilinear(4, 4, 4)
+        self.same = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            codes = self.codes.weight[:3]
+        return self.same(codes).sum() * self.distance(self.codes(x), codes)
+
+
+def test_a_view_that_was_made_without_a_graph_leaves_other_inputs_their_rows(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = seeded(Codebook)
+    first = model.codes(values(3, 4)).detach().requires_grad_()
+    codes = model.codes.weight[:3].detach()
+    backward(codes.sum() * model.distance(first, codes))
+
+    found = observed(output, model, lambda: backward(model(values(3, 4)))).numbers("actv_grad")
+
+    expected = statistics("distance.input_0", first.grad)
+    assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-12)
+    assert {name for name, _ in found if name.startswith(("distance.input", "same"))} == {"distance.input_0"}
+    assert warnings_in(caplog) == []
+
+
 # Inputs and outputs of every structure.
 
 
