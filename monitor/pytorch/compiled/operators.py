@@ -276,14 +276,15 @@ class ObservedHook:
 
     Attributes:
         guarded: Calls a function whose failures must not reach compiled code.
-        handle: The tensor whose address identifies the hook. Never read.
+        handle: The tensor whose address identifies the hook. Never read. A parameter, because torch compares other tensors with
+            every input. If two inputs are one tensor, it raises an error for a module of the same class without the hooked one.
         calls: The calls by the addresses of their tags; empty in eager code.
         earlier: Those of the step before.
     """
 
     def __init__(self, observer: Observer, device: torch.device, failures: Failures | None = None, name: str = "") -> None:
         with beneath():
-            self.handle = torch.empty(1, dtype=torch.int64, device=device)
+            self.handle = nn.Parameter(torch.empty(1, dtype=torch.int64, device=device), requires_grad=False)
         self.observer = observer
         self.guarded = _call if failures is None else failures.guarded("reading activations", _call, ADVICE, of=name)
         self.calls: dict[int, object] = {}
@@ -397,7 +398,7 @@ def _end(
             FAILURES.warn("hidden results", HIDDEN)
             call = replace(call, targets={})
         handles = follow(call, tag, outputs, followed, partial(_reader, handle))
-        observed = OBSERVED.get(handle.data_ptr()) if type(handle) is Tensor else None
+        observed = OBSERVED.get(handle.data_ptr()) if type(handle) is nn.Parameter else None
         if observed is not None:  # this was no trace: the hooks are on training's own tensors
             observed.observer.keep(handles)
     except Exception as error:

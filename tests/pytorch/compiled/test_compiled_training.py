@@ -11,6 +11,7 @@ from compiling import WAYS, Compile, Make, Place, Trained, Ways, batch, needs_a_
 from evidence import sampled
 from networks import AroundTorchsOwn, Attention, Checkpointed, Forked, InPlace, Interrupted, NoLayer, OneLayer, Shared
 from observing import seeded
+from torch import Tensor, nn
 from watching import EVERYTHING, Output, attached, train
 
 
@@ -107,6 +108,51 @@ def test_names_are_those_of_the_model_and_not_of_what_the_compiler_wraps_it_in(o
 
 def test_layers_that_share_their_code_are_compiled_once_for_all(output: Output) -> None:
     assert trained(InPlace, Ways.layer_by_layer, output, backend="aot_eager", fullgraph=True).graphs == 1
+
+
+class Scale(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (1 + x.square().mean(-1, keepdim=True)).sqrt()
+
+
+class Weighing(nn.Module):
+    """Attention without a projection. ``scale`` is one of the modules that only some layers have."""
+
+    def __init__(self, scale: nn.Module | None) -> None:
+        super().__init__()
+        if scale is not None:
+            self.scale = scale
+
+    def forward(self, *args: Tensor) -> Tensor:
+        query, value = args
+        weights = torch.softmax(query @ value.T, dim=-1)
+        return weights @ (self.scale(value) if hasattr(self, "scale") else value)
+
+
+class AcrossThenToItself(nn.Module):
+    """Two layers of one class that differ in their modules. Only the second one receives one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layers = nn.ModuleList([Weighing(Scale()), Weighing(None)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        across, within = self.layers
+        y = across(self.first(x), self.second(x))
+        return within(y, y)
+
+
+def forward_by_forward(model: nn.Module, **options: Any) -> nn.Module:
+    """Compile the method of each layer, and not the call of the layer."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.forward = torch.compile(layer.forward, **options)
+    return model
+
+
+def test_layers_that_differ_in_their_modules_are_compiled_again_for_a_tensor_that_is_passed_twice(output: Output) -> None:
+    """Torch raises a ``KeyError`` here if a tensor that it compares with all others belongs to a module that is not there."""
+    assert_rows_are_those_of_eager_code(AcrossThenToItself, forward_by_forward, output, backend="aot_eager")
 
 
 def test_steps_that_are_not_collected_run_the_same_code_and_have_no_rows(output: Output) -> None:
