@@ -198,7 +198,7 @@ def requires_grad(x: Tensor) -> bool:
     Each floating-point argument of the differentiated function has one. No gradient arrives for arguments that it is not
     differentiated by.
     """
-    return GRAPH_IS_THERE and bool(x.is_floating_point()) and _queried(lambda: x._requires_grad and x._grad_node is not None)
+    return GRAPH_IS_THERE and _queried(lambda: bool(x.is_floating_point() and x._requires_grad and x._grad_node is not None))
 
 
 def gradient_target(x: Tensor) -> Target:

@@ -72,6 +72,8 @@ FORWARD: dict[str, Any] = {"xy_distribution": True, "forward_only": True}
 BACKWARD: dict[str, Any] = {"xy_distribution": True, "backward_only": True}
 LINEAR: dict[str, Any] = {"recording_l2_features": True, "l2_targets": {"linear_hook": ["a", "b"]}}
 
+OUTPUTS: dict[str, Any] = {"recording_l2_features": True, "l2_targets": {"activation_hook": ["1"]}}
+
 
 @pytest.mark.parametrize(
     ("where", "config"),
@@ -114,11 +116,14 @@ class Passing(nn.Cell):
         return mint.zeros_like(x)
 
 
-def test_training_sees_its_error_if_the_monitor_records_the_tensor_that_failed(output: Output) -> None:
+@pytest.mark.parametrize("config", [FORWARD, BACKWARD, OUTPUTS, {"wg_distribution": True}, EVERYTHING])
+def test_an_error_of_training_is_no_failure_of_the_monitor_that_looks_at_the_tensor_that_failed(
+    output: Output, config: dict[str, Any]
+) -> None:
     net = nn.SequentialCell(nn.Dense(4, 5), Passing()).set_train(True)
     optimizer = nn.SGD(net.trainable_params(), 0.1)
     gradients_of = ms.value_and_grad(lambda x: net(x).sum(), None, optimizer.parameters)
-    with attached(output, net, optimizer, **FORWARD):
+    with attached(output, net, optimizer, **config):
         assert told(lambda: optimizer(gradients_of(inputs(0))[1])) == error_without_a_monitor()
     assert output.manifest()["failures"] == {}
 

@@ -26,7 +26,7 @@ from monitor.mindspore.features.matrices import (
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.features import reading
 from monitor.series import Placement
-from monitor.stats.mindspore.tensors import has_data
+from monitor.stats.mindspore.tensors import dtype_of, has_data
 
 # --- Find a feature's tensors in a cell's arguments and weights.
 
@@ -108,7 +108,7 @@ def whole_rows(x: Tensor) -> Tensor | None:
 
 
 def _is_floating_point(x: Tensor) -> bool:
-    return x.dtype in FLOATS
+    return dtype_of(x) in FLOATS
 
 
 def _attribute(cell: nn.Cell, name: str) -> Any:
@@ -166,7 +166,7 @@ def beneath() -> AbstractContextManager[object]:
 
 def is_floating_point(x: Any) -> bool:
     """Whether ``x`` is a tensor of floating-point numbers."""
-    return isinstance(x, Tensor) and x.dtype in FLOATS
+    return isinstance(x, Tensor) and _is_floating_point(x)
 
 
 def embeds(cell: nn.Cell) -> bool:

@@ -42,6 +42,18 @@ def has_data(x: Tensor) -> bool:
         raise EarlierFailure(error) from error
 
 
+def dtype_of(x: Tensor) -> Any:
+    """The type of the elements. MindSpore knows it once it has issued the operation that computes ``x``.
+
+    Raises:
+        EarlierFailure: That operation cannot run.
+    """
+    try:
+        return x.dtype
+    except Exception as error:
+        raise EarlierFailure(error) from error
+
+
 def on_host(x: Tensor) -> Raw:
     """The elements of a tensor with data. Waits for all earlier operations.
 
