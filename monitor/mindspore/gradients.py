@@ -21,8 +21,8 @@ from monitor.coordinator.ownership import Ownership, reaches
 from monitor.failures import Failures
 from monitor.mindspore.collectives import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener
 from monitor.mindspore.compiled.copies import SUMMED
+from monitor.mindspore.compiled.fallback import HooksOfPython
 from monitor.mindspore.compiled.replay import program_of
-from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.process_group import has_others, is_settled
 from monitor.recording.attached_model import NamedParameter, ParameterSubset
 from monitor.recording.backend import Removable
@@ -261,6 +261,7 @@ class MindSporeGradients:
         self._arrived: Counter[NamedParameter] = Counter()
         self._arrived_in = attached.clock.step
         self._program = program_of(attached.watch.chunks[0])
+        self._hooks_of_python = HooksOfPython(attached.failures)
         if self._program is not None and attached.config.checks_replicas:
             self._program.check()
 
@@ -281,7 +282,8 @@ class MindSporeGradients:
             self._rows.note_local(NOT_SUMMED)
 
     def remove(self) -> None:
-        """Nothing to do: all hooks are those of ``register``."""
+        """All hooks are those of ``register``."""
+        self._hooks_of_python.end()
 
     def _waiting(self, held: ParameterSubset) -> list[tuple[int, ...]]:
         """The shapes of gradients of optimizers that have not stepped yet."""
@@ -296,7 +298,7 @@ class MindSporeGradients:
 
     def register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
         if self._program is None:
-            return on_gradient(parameter.tensor, read)
+            return self._hooks_of_python.hook(parameter.tensor, read)
         return self._program.parameter(parameter.tensor, read)
 
     def found(self, parameter: NamedParameter, argument: Any) -> None:

@@ -103,6 +103,35 @@ def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_and_what_has
     assert f"set {COMPILED_VARIABLE}=1" in of_steps
 
 
+class Gated(nn.Cell):
+    """MindSpore does not compile it with a hook of a parameter of ``gate``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.gate = nn.Dense(4, 5), nn.Dense(4, 5)
+
+    def construct(self, x: Tensor) -> Tensor:
+        return (self.a(x) * ops.stop_gradient(self.gate(x))).sum()
+
+
+@pytest.mark.parametrize("accepted", ["", "0"])
+def test_code_that_mindspore_does_not_compile_with_hooks_of_parameters_is_compiled_without_them(
+    output: Output, monkeypatch: pytest.MonkeyPatch, accepted: str
+) -> None:
+    if accepted:
+        monkeypatch.setenv(COMPILED_VARIABLE, accepted)
+    plain = with_fixed_weights(Gated())
+    optimizer = nn.Adam(plain.trainable_params(), 0.01)
+    expected = [*compiled_losses(plain, optimizer), *weights_after(plain, optimizer, 2)]
+    net = with_fixed_weights(Gated())
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    with attached(output, net, optimizer, **EVERYTHING):
+        assert [*compiled_losses(net, optimizer), *weights_after(net, optimizer, 2)] == expected
+    rows = [row for row in output.rows("grad_unreduced") if row.name == "a.weight"]
+    assert [row.step for row in rows] == ([0, 1] if accepted else [3, 4])
+    assert footprint(net, optimizer) == {}
+
+
 class Rnn(nn.Cell):
     """Calls one cell with two arguments in a loop: the order of adding up its gradients shows in the bits."""
 

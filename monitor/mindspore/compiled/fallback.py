@@ -27,7 +27,7 @@ import numpy as np
 from mindspore import Parameter
 from mindspore.nn.cell import _cell_graph_executor
 
-from monitor.failures import LOGGER
+from monitor.failures import LOGGER, Failures
 from monitor.mindspore.compiled.computations import Computations, computations
 from monitor.mindspore.hooks import on_gradient
 from monitor.mindspore.tape import ON_REQUEST, changes_are_accepted
@@ -117,7 +117,9 @@ class Fallback(CompilerListener):
         for patch in COMPILERS:
             patch.remove(self)
 
-    def hook(self, parameter: Parameter, read: Callable[[Any], object], measure: Callable[[Any], Any]) -> Removable:
+    def hook(
+        self, parameter: Parameter, read: Callable[[Any], object], measure: Callable[[Any], Any] | None = None
+    ) -> Removable:
         """Hook a parameter (``on_gradient``), except while something is compiled without hooks."""
         return _Hook(parameter, partial(on_gradient, parameter, read, measure), self._hooks)
 
@@ -173,6 +175,39 @@ class Fallback(CompilerListener):
             put_back.extend(program.take_out())
 
 
+class HooksOfPython(Fallback):
+    """Hooks of parameters where no operator measures in compiled code: Python alone calls them.
+
+    MindSpore cannot compile some, such as those of parameters below ``stop_gradient``. Then they are taken out meanwhile.
+    """
+
+    def __init__(self, failures: Failures) -> None:
+        program: Any = self
+        super().__init__(program)
+        self.failures = failures
+
+    def hook(
+        self, parameter: Parameter, read: Callable[[Any], object], measure: Callable[[Any], Any] | None = None
+    ) -> Removable:
+        if not self._hooks:
+            self.begin()
+            self.has_taps = False
+        return super().hook(parameter, read, measure)
+
+    def warn(self, cause: str, said: str) -> None:
+        self.failures.warn(cause, said)
+
+    def fall_back(self, level: int, said: str) -> None:
+        """Nothing is lost: compiled code has no rows of these gradients."""
+
+    def succeeded(self, others: Sequence[Fallback], executor: Any, phase: str) -> None:
+        """Nothing to do: nothing measures in compiled code."""
+
+    def take_out(self) -> Iterator[Callable[[], None]]:
+        """There are no taps."""
+        return iter(())
+
+
 class _Hook:
     """The hook of a parameter, which can be taken out for a while."""
 
@@ -216,7 +251,7 @@ class _CompilerPatch(CallPatch):
             living: list[CompilerListener] = [one for known in listeners if (one := known()) is not None]
             programs = [one for one in living if isinstance(one, Fallback)]
             compile_ = partial(original, *args, **kwargs)
-            with _without_cache(programs):
+            with _without_cache([one for one in programs if one.has_taps]):
                 result = _proven(programs, _Compilation(_as_first(compile_), args)) if programs else compile_()
             for one in living:
                 one.succeeded(programs, args[0], _phase(result))

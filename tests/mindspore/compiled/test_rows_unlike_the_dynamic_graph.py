@@ -112,12 +112,15 @@ def derivative(net: nn.Cell) -> Any:
     return ms.jvp(net, inputs(0), ops.ones((3, 4)))[1].asnumpy()
 
 
-def test_forward_mode_works_beside_a_monitor_that_hooks_no_parameter(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_forward_mode_works_beside_a_monitor_that_measures_nothing_in_compiled_code(
+    hooked: bool, output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(COMPILED_VARIABLE)
     net = with_fixed_weights(Normalized())
     optimizer = adam(net.trainable_params())
     expected = derivative(net)
-    with attached(output, net, optimizer, **{**RECORDED, "wg_distribution": False}):
+    with attached(output, net, optimizer, **{**RECORDED, "wg_distribution": hooked}):
         assert derivative(net).tobytes() == expected.tobytes()
         train(step_of("dynamic", net, optimizer))
     assert {step for _, _, step, _ in rows_in(output, output.directory())} == {0, 1, 2}
