@@ -165,6 +165,8 @@ class MindSporeOptimizerSteps:
         flush(self._program)
         if self._program is not None:
             self._look_at(self._program, given)
+        if self._outside is not None:
+            self._outside.stepped_in_python()
         passed = (*args, *kwargs.values())
         given.begin_step(_tensors(passed[0] if passed else ()))
         self._guarded("reading before the step", self._listener.before_step)(optimizer)

@@ -103,6 +103,49 @@ def test_a_step_that_is_compiled_as_a_whole_trains_to_the_same_bits_and_what_has
     assert f"set {COMPILED_VARIABLE}=1" in of_steps
 
 
+def test_the_manifest_says_that_a_compiled_forward_and_backward_has_no_rows_if_python_calls_the_optimizer(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks.warn_of_compiled(hooks._NO_ROWS)  # as for an earlier model of the process
+    caplog.clear()
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
+
+    @ms.jit
+    def computed(x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return gradients_of(x)  # type: ignore[no-any-return]
+
+    with attached(output, net, optimizer, **EVERYTHING):
+        for number in range(3):
+            optimizer(computed(inputs(number))[1])
+    assert steps_of(output, "grad_reduced") == steps_of(output, "param_updated") == [0, 1, 2]
+    (said,) = warnings_in(caplog)
+    assert said.endswith(output.manifest()["notes"]["compiled_code"])
+    assert "have no rows: xy_distribution, grad_unreduced." in said
+    assert {kind for kind in ("actv", "actv_grad", "grad_unreduced") if steps_of(output, kind)} == set()
+
+
+def test_a_compiled_evaluation_does_not_hide_the_rows_of_the_dynamic_graph(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks.warn_of_compiled(hooks._NO_ROWS)
+    caplog.clear()
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+
+    @ms.jit
+    def evaluated(x: Tensor) -> Tensor:
+        return net(x)  # type: ignore[no-any-return]
+
+    with attached(output, net, optimizer, **EVERYTHING):
+        for number in range(3):
+            evaluated(inputs(number))
+            step_with(net, optimizer, number)
+    assert steps_of(output, "actv") == steps_of(output, "grad_unreduced") == [0, 1, 2]
+    assert warnings_in(caplog) == []
+
+
 class Gated(nn.Cell):
     """MindSpore does not compile it with a hook of a parameter of ``gate``."""
 

@@ -20,6 +20,7 @@ from mindspore import Parameter, nn
 from mindspore.nn.cell import _cell_graph_executor
 
 from monitor.failures import Failures
+from monitor.mindspore.autograd import recording
 from monitor.mindspore.compiled.absences import PARTIAL, is_called, parameters_of
 from monitor.mindspore.compiled.computations import Groups, groups_of
 from monitor.mindspore.compiled.copies import SUMMED, GradientCopies, copies_in
@@ -70,6 +71,10 @@ NOT_MEASURED: Final = (
     "A training step is compiled (GRAPH_MODE or @jit). MindSpore's operations measure activations and gradients in it, and "
     "weights and moments are read before and after it. These cannot be measured so and have no rows: {fields}. "
     f"{IN_PYTHON} to record them."
+)
+NOT_SEEN: Final = (
+    "The forward and the backward are compiled (@jit), and the monitor measures nothing inside: {why}. These have no rows: "
+    "{fields}. {to_do} to record them."
 )
 INSIDE: Final = "actv, actv_grad, grad_unreduced"
 MEASURED: Final = ("xy_distribution",)
@@ -146,10 +151,12 @@ class Code(NamedTuple):
     Attributes:
         held: The optimizers that it may step.
         tapes: The tapes that MindSpore's operations write to in it.
+        has_weights: Whether it has weights of the model.
     """
 
     held: Mapping[nn.Cell, Held]
     tapes: Sequence[Parameter]
+    has_weights: bool
 
 
 class Execution(NamedTuple):
@@ -197,7 +204,8 @@ class StepsFromOutside(CompilerListener):
         self._reads_gradients = failures.guarded("reading gradients", listener.gradients_ready)
         self._forward_in: int | None = None
         self.is_replaying = False
-        self._looked_at: Any = None
+        self._computed_inside = False
+        self._looked_at: dict[str, MonitorConfig] = {}
         asked = listener.watch.config.wg_distribution and changes_are_accepted() and not could_be_measured()
         self._copies = self._new_copies(optimizers) if asked else None
         for patch in (*PATCHES, *COMPILERS):
@@ -255,12 +263,15 @@ class StepsFromOutside(CompilerListener):
             return NOTHING  # its entries report the steps
         if phase not in self._known:
             self._known[phase] = self._code_of(executor, phase)
-        held, tapes = self._known[phase]
+        held, tapes, has_weights = self._known[phase]
         writes = program is not None and program.is_measured_by(tapes)
+        if has_weights and not held and program is None and not recording():
+            self._computed_inside = True
         if not held or (not _is_of_cells(executor) and is_called(self._optimizers)):
             return Execution((), writes)  # Python sees the step
         flush(program)
-        self._warn_of_missing(phase, writes=writes, has_gradients=any(one.gradients for one in held.values()))
+        missing = partial(self._missing, writes=writes, has_gradients=any(one.gradients for one in held.values()))
+        self._warn_of_missing(NOT_MEASURED if writes else MISSING, partial(self._why_missing, phase), missing)
         if not writes:
             self._count_forward()
         return Execution([self._begin(optimizer, one) for optimizer, one in held.items()], writes)
@@ -278,17 +289,29 @@ class StepsFromOutside(CompilerListener):
                 copies = copies_in(parameters, optimizer)
                 names = [one.name for one in copies if one is not None]
                 found[optimizer] = Held(kept, count, copies, groups_of(executor, phase, names) if names else {})
-        return Code(found, tapes_in(parameters))
+        return Code(found, tapes_in(parameters), bool(ids & self._weights))
 
-    def _warn_of_missing(self, phase: str, *, writes: bool, has_gradients: bool) -> None:
+    def stepped_in_python(self) -> None:
+        """Python calls an optimizer. Unless it has called the model in this step, compiled code has computed the gradients."""
+        inside, self._computed_inside = self._computed_inside, False
+        if inside and not self._listener.begun:
+            self._warn_of_missing(NOT_SEEN, lambda: NOT_USED if could_be_measured() else NOT_THERE, self._missing_of_forwards)
+
+    def _missing_of_forwards(self, config: MonitorConfig) -> list[str]:
+        """The fields and kinds that the step has no rows of if compiled code has computed the gradients."""
+        missing = [field for field in OF_FORWARDS if getattr(config, field)]
+        return missing + (["grad_unreduced"] if config.wg_distribution and not config.wg_reduced_only else [])
+
+    def _warn_of_missing(
+        self, said: str, why_missing: Callable[[], tuple[str, str]], missing_in: Callable[[MonitorConfig], Sequence[str]]
+    ) -> None:
         config = self._listener.watch.config
-        if not self._listener.modules.recorder.active or config is self._looked_at:
+        if not self._listener.modules.recorder.active or self._looked_at.get(said) is config:
             return
-        self._looked_at = config
-        missing = self._missing(config, writes=writes, has_gradients=has_gradients)
-        if missing:
-            why, to_do = self._why_missing(phase)
-            said = (NOT_MEASURED if writes else MISSING).format(why=why, fields=", ".join(missing), to_do=to_do)
+        self._looked_at[said] = config
+        if missing := missing_in(config):
+            why, to_do = why_missing()
+            said = said.format(why=why, fields=", ".join(missing), to_do=to_do)
             kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing or kind.name in missing)
             # The check for missing kinds says nothing of kinds that a cause names.
             self._say("compiled_code", f"reading {kinds} in compiled code", said)
