@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import mindspore as ms
 import pytest
@@ -124,6 +125,30 @@ def test_the_manifest_says_that_a_compiled_forward_and_backward_has_no_rows_if_p
     assert said.endswith(output.manifest()["notes"]["compiled_code"])
     assert "have no rows: xy_distribution, grad_unreduced." in said
     assert {kind for kind in ("actv", "actv_grad", "grad_unreduced") if steps_of(output, kind)} == set()
+
+
+@pytest.mark.parametrize("compiled", [ms.jit, ms.vmap])
+def test_the_manifest_says_that_a_compiled_forward_has_no_rows(
+    compiled: Callable[..., Any], output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks.warn_of_compiled(hooks._NO_ROWS)
+    caplog.clear()
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+
+    def loss(x: Tensor) -> Tensor:
+        return net(x)  # type: ignore[no-any-return]
+
+    forward = compiled(loss)
+    gradients_of = ms.value_and_grad(lambda x: forward(x).sum(), None, optimizer.parameters)
+    with attached(output, net, optimizer, **EVERYTHING):
+        for number in range(3):
+            optimizer(gradients_of(inputs(number))[1])
+    assert steps_of(output, "grad_unreduced") == steps_of(output, "param_updated") == [0, 1, 2]
+    (said,) = warnings_in(caplog)
+    assert said.endswith(output.manifest()["notes"]["compiled_code"])
+    assert "The forward is compiled" in said
+    assert "have no rows: xy_distribution." in said
 
 
 def test_a_compiled_evaluation_does_not_hide_the_rows_of_the_dynamic_graph(

@@ -8,13 +8,13 @@ would break in other places, and its results would have other bits. Taps are the
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from monitor.mindspore.compiled.constructs import TapsOut, unobserved
 from monitor.mindspore.dump.jit import BytecodeContext
-from monitor.recording.patches import CallPatch
+from monitor.recording.patches import CallListener, CallPatch
 
 if TYPE_CHECKING:
     from monitor.mindspore.compiled.program import Program
@@ -46,6 +46,28 @@ class BytecodeRuns(TapsOut):
         program.warn("bytecode", UNMEASURED)
         for cell in program.cells_with_taps():
             taps_out.enter_context(unobserved(cell))
+
+
+class UnmeasuredBytecode(CallListener):
+    """Says once that such a function was called, where no operator measures in compiled code.
+
+    Args:
+        say: Called with ``UNMEASURED``.
+    """
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        for patch in PATCHES:
+            patch.add(self)
+
+    def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del patch, args, kwargs
+        self.remove()
+        self._say(UNMEASURED)
+
+    def remove(self) -> None:
+        for patch in PATCHES:
+            patch.remove(self)
 
 
 _BEGINS: Final = "jit_mode_pi_enable"

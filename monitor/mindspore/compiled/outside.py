@@ -22,6 +22,7 @@ from mindspore.nn.cell import _cell_graph_executor
 from monitor.failures import Failures
 from monitor.mindspore.autograd import recording
 from monitor.mindspore.compiled.absences import PARTIAL, is_called, parameters_of
+from monitor.mindspore.compiled.bytecode import UnmeasuredBytecode
 from monitor.mindspore.compiled.computations import Groups, groups_of
 from monitor.mindspore.compiled.copies import SUMMED, GradientCopies, copies_in
 from monitor.mindspore.compiled.fallback import COMPILERS, CompilerListener, Fallback
@@ -72,9 +73,11 @@ NOT_MEASURED: Final = (
     "weights and moments are read before and after it. These cannot be measured so and have no rows: {fields}. "
     f"{IN_PYTHON} to record them."
 )
+FORWARD: Final = "The forward is"
+BOTH: Final = "The forward and the backward are"
 NOT_SEEN: Final = (
-    "The forward and the backward are compiled (@jit), and the monitor measures nothing inside: {why}. These have no rows: "
-    "{fields}. {to_do} to record them."
+    " compiled (@jit or vmap), and the monitor measures nothing inside: {why}. These have no rows: {fields}. {to_do} to record "
+    "them."
 )
 INSIDE: Final = "actv, actv_grad, grad_unreduced"
 MEASURED: Final = ("xy_distribution",)
@@ -204,10 +207,12 @@ class StepsFromOutside(CompilerListener):
         self._reads_gradients = failures.guarded("reading gradients", listener.gradients_ready)
         self._forward_in: int | None = None
         self.is_replaying = False
-        self._computed_inside = False
+        self._inside = ""
         self._looked_at: dict[str, MonitorConfig] = {}
         asked = listener.watch.config.wg_distribution and changes_are_accepted() and not could_be_measured()
         self._copies = self._new_copies(optimizers) if asked else None
+        say = failures.guarded("following bytecode", self._say_unmeasured)
+        self._bytecode = UnmeasuredBytecode(say) if program is None else None
         for patch in (*PATCHES, *COMPILERS):
             patch.add(self)
 
@@ -223,8 +228,14 @@ class StepsFromOutside(CompilerListener):
     def remove(self) -> None:
         if self._copies is not None:
             self._copies.remove()
+        if self._bytecode is not None:
+            self._bytecode.remove()
         for patch in (*PATCHES, *COMPILERS):
             patch.remove(self)
+
+    def _say_unmeasured(self, said: str) -> None:
+        self._failures.advise("bytecode", said)  # Python may call all of the model, and then nothing is missing
+        self._listener.sealer.note("compiled_code: bytecode", said)
 
     # Each execution of this thread has an entry: None before it is known what is executed.
 
@@ -265,8 +276,8 @@ class StepsFromOutside(CompilerListener):
             self._known[phase] = self._code_of(executor, phase)
         held, tapes, has_weights = self._known[phase]
         writes = program is not None and program.is_measured_by(tapes)
-        if has_weights and not held and program is None and not recording():
-            self._computed_inside = True
+        if has_weights and not held and program is None:
+            self._inside = FORWARD if recording() else BOTH
         if not held or (not _is_of_cells(executor) and is_called(self._optimizers)):
             return Execution((), writes)  # Python sees the step
         flush(program)
@@ -292,15 +303,17 @@ class StepsFromOutside(CompilerListener):
         return Code(found, tapes_in(parameters), bool(ids & self._weights))
 
     def stepped_in_python(self) -> None:
-        """Python calls an optimizer. Unless it has called the model in this step, compiled code has computed the gradients."""
-        inside, self._computed_inside = self._computed_inside, False
+        """Python calls an optimizer. Unless it has called the model in this step, compiled code has."""
+        inside, self._inside = self._inside, ""
         if inside and not self._listener.begun:
-            self._warn_of_missing(NOT_SEEN, lambda: NOT_USED if could_be_measured() else NOT_THERE, self._missing_of_forwards)
+            why = NOT_USED if could_be_measured() else NOT_THERE
+            self._warn_of_missing(inside + NOT_SEEN, lambda: why, partial(self._missing_inside, inside))
 
-    def _missing_of_forwards(self, config: MonitorConfig) -> list[str]:
-        """The fields and kinds that the step has no rows of if compiled code has computed the gradients."""
+    def _missing_inside(self, inside: str, config: MonitorConfig) -> list[str]:
+        """The fields and kinds that the step has no rows of if compiled code has called the model."""
         missing = [field for field in OF_FORWARDS if getattr(config, field)]
-        return missing + (["grad_unreduced"] if config.wg_distribution and not config.wg_reduced_only else [])
+        has_gradients = inside == FORWARD or not config.wg_distribution or config.wg_reduced_only
+        return missing if has_gradients else [*missing, "grad_unreduced"]
 
     def _warn_of_missing(
         self, said: str, why_missing: Callable[[], tuple[str, str]], missing_in: Callable[[MonitorConfig], Sequence[str]]

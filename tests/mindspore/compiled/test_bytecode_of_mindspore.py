@@ -131,6 +131,18 @@ def test_a_step_is_said_once_to_have_no_rows_also_if_it_was_compiled_before_the_
     assert len(said_of_bytecode(caplog)) == 1  # nothing is said without a monitor
 
 
+@pytest.mark.parametrize("step_from", STEPS)
+def test_where_nothing_measures_in_compiled_code_the_manifest_says_once_that_a_step_may_have_no_rows(
+    step_from: StepOf, output: Output, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(COMPILED_VARIABLE)
+    monitored = trained(Smooth, step_from, lambda *trained: attached(output, *trained, **RECORDED))
+    (said,) = said_of_bytecode(caplog)
+    assert said.endswith(output.manifest()["notes"]["compiled_code: bytecode"])
+    assert monitored == trained(Smooth, step_from, None)
+    assert len(said_of_bytecode(caplog)) == 1
+
+
 # --- What Python sees of them.
 
 
