@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import mindspore as ms
@@ -250,7 +250,11 @@ def _operator(function: str, dtype: Any = ms.int32, *others: Tensor) -> Any:
 
 
 def _custom(function: str, dtype: Any) -> Any:
-    return ops.Custom(f"{_tape.__file__}:{function}", (1,), dtype, "aot")
+    operator = ops.Custom(f"{_tape.__file__}:{function}", (1,), dtype, "aot")
+    # MindSpore asks for the shape in the middle of a call. If a signal handler raises in Python code there, as at Ctrl+C, the
+    # process crashes later. This function runs no Python code: all keys are False, and ``min`` returns the first element.
+    operator.__infer__ = partial(min, {"shape": (1,), "dtype": dtype, "value": None}, key=callable)
+    return operator
 
 
 def wait_for_turn(number: int) -> bool:

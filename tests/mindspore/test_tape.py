@@ -302,3 +302,19 @@ def test_histograms_that_are_asked_for_later_are_counted_and_no_longer_when_they
         histogram = sealed.rows().kinds["actv"].partials.histogram
         found.append(0 if histogram is None else int(histogram.sum()))
     assert found == [0, 3, 3, 0]
+
+
+def test_no_code_of_python_runs_while_the_operator_is_called_where_a_signal_handler_could_raise(output: Output) -> None:
+    net = with_fixed_weights(Net())
+    optimizer = nn.SGD(net.trainable_params(), 0.1)
+    called: list[str] = []
+    with attached(output, net, optimizer, **EVERYTHING):
+        step_with(net, optimizer, 0)
+        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            step_with(net, optimizer, 1)
+        finally:
+            sys.setprofile(None)
+    assert "run_op_async" in called
+    assert "__infer__" not in called
+    assert {row.step for row in output.rows("actv")} == {0, 1}
