@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from types import FrameType
 from typing import Any
 
 import mindspore as ms
@@ -23,6 +24,7 @@ from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
 from monitor.stats.host.array_kernel import count_magnitudes
 from monitor.stats.mindspore.kernels import MindSporeHostKernel
+from monitor.stats.mindspore.tensors import as_given, executor
 from monitor.stats.partials import COLUMNS, MAX, SUM
 from monitor.stats.table import SealedTable
 
@@ -318,3 +320,22 @@ def test_no_code_of_python_runs_while_the_operator_is_called_where_a_signal_hand
     assert "run_op_async" in called
     assert "__infer__" not in called
     assert {row.step for row in output.rows("actv")} == {0, 1}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_signal_handler_that_raises_around_a_measurement_leaves_the_recording_of_gradients_on(place: int) -> None:
+    calls: list[str] = []
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "set_mixed_precision_type":
+            calls.append(event)
+            if len(calls) == place + 1:
+                raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt), as_given():
+            pass
+    finally:
+        sys.setprofile(None)
+    assert executor.enable_grad()

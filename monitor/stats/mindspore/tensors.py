@@ -199,13 +199,13 @@ def finish_all() -> None:
 def _unrecorded(precision: MixedPrecisionType) -> Iterator[None]:
     """Operations inside are not recorded by a graph, and are cast to a precision in place of the one of the cell."""
     recorded = executor.enable_grad()
-    executor.set_enable_grad(False)
     executor.set_mixed_precision_type(precision)
     try:
+        executor.set_enable_grad(False)
         yield
     finally:
+        executor.set_enable_grad(recorded)  # first: a signal handler may raise in the next call, and training needs gradients
         executor.set_mixed_precision_type(MixedPrecisionType.NOTSET, False)
-        executor.set_enable_grad(recorded)
 
 
 def beneath() -> AbstractContextManager[None]:
