@@ -182,7 +182,7 @@ class HooksOfPython(Fallback):
     """
 
     def __init__(self, failures: Failures) -> None:
-        program: Any = self
+        program: Any = self  # what a program is asked for here are the methods below
         super().__init__(program)
         self.failures = failures
 
