@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import signal
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,7 +111,12 @@ class Failures:
 
         Args:
             of: The object that failed. Only the message contains it: ten thousand parameters share one cause.
+
+        Raises:
+            Exception: A signal handler of the program has raised ``error``, as a time limit does. It is the program's.
         """
+        if _is_of_a_signal_handler(error):
+            raise error
         what = f"{where} of {of!r}" if of else where
         self._once(f"{where}: {_cause(error)}", f"{what} failed: {_error_text(error)}. Training continues. {advice}", error)
 
@@ -165,6 +172,18 @@ class Failures:
                     self._reraised = None  # its traceback holds the frames of training
 
         return call
+
+
+def _is_of_a_signal_handler(error: BaseException) -> bool:
+    """Whether a signal handler raised an error, which came up wherever the main thread was."""
+    handlers = {_code_of(signal.getsignal(one)) for one in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code_of(handler: object) -> object:
+    """The code that a signal handler runs; None if it is not written in Python."""
+    function = getattr(handler, "func", handler)  # of a partial function
+    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
 
 
 def _cause(error: BaseException) -> str:

@@ -93,9 +93,19 @@ def interrupted_at(function: Any, call: Callable[[], object], handle: Callable[[
     return bool(came)
 
 
+def out_of_time() -> None:
+    """What a time limit of the program does."""
+    raise TimeoutError
+
+
+@pytest.mark.parametrize(("handle", "error"), [(interrupt, KeyboardInterrupt), (out_of_time, TimeoutError)])
 @pytest.mark.parametrize("forwards", [True, False])
 def test_an_interrupt_before_the_end_of_a_step_mixes_it_with_no_other(
-    output: Output, caplog: pytest.LogCaptureFixture, forwards: bool
+    output: Output,
+    caplog: pytest.LogCaptureFixture,
+    forwards: bool,
+    handle: Callable[[], object],
+    error: type[BaseException],
 ) -> None:
     model = seeded(lambda: nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -109,8 +119,8 @@ def test_an_interrupt_before_the_end_of_a_step_mixes_it_with_no_other(
                 p.grad = torch.full_like(p, step + 1.0) if p.grad is None else p.grad
             expected |= {(name, step, None): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             if step == 1:
-                with pytest.raises(KeyboardInterrupt):
-                    interrupted_at(Attachment._end_step, optimizer.step)
+                with pytest.raises(error):
+                    interrupted_at(Attachment._end_step, optimizer.step, handle)
             else:
                 optimizer.step()
     assert_rows(output, "grad_reduced", expected)
