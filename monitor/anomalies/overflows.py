@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from monitor.series import CLIPPED_NORM, GRAD_NORM, GRADIENT_KINDS
 
 Steps = NDArray[np.int64]
+
+_NOTES: Final = ("loss_scale", "found_inf")
+"""Notes of the manifest of a training with a loss scale. Without one, steps are skipped for other reasons."""
 
 AT_START: Final = 40
 """Steps in a row, from the first one on, in which a scale may fall until it fits. In so many it falls from 2^40 to 1."""
@@ -24,6 +27,11 @@ torch, DeepSpeed, Megatron and MindSpore), and fall again in one or two if they 
 SCALED_KINDS: Final = (*GRADIENT_KINDS, "actv_grad")
 SCALED_NUMBERS: Final = (GRAD_NORM, CLIPPED_NORM)
 """What a loss scale multiplies: these kinds, and these numbers of the run."""
+
+
+def has_loss_scale(notes: Mapping[str, object]) -> bool:
+    """Whether a rank trained with a loss scale, by the notes of its manifest."""
+    return any(name in notes for name in _NOTES)
 
 
 def steps_in(ranges: Iterable[range]) -> Steps:

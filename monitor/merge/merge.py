@@ -224,7 +224,7 @@ def _no_rows(job: str, runs: Sequence[RankRun]) -> str:
     said = f"Job {job} recorded no rows, so there is nothing to merge."
     if any(run.manifest.steps.written.count for run in runs):
         return f'{said} Switch a kind on, such as "wg_distribution": true.'
-    return f"{said} No collected step has ended: see start_step, step_interval and collect_times of its configuration."
+    return f"{said} No collected step has ended: see start_step, and whether set_monitor got the model that the loop trains."
 
 
 def _why_nothing(job: str, report: Report) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from monitor.anomalies.overflows import overflows_among, steps_in
+from monitor.anomalies.overflows import has_loss_scale, overflows_among, steps_in
 from monitor.anomalies.ranking.loading import NothingReadError, folder_of
 from monitor.anomalies.ranking.ranking import Ranking, ranking_of
 from monitor.bars import Progress, silent
@@ -117,6 +117,8 @@ class Facts:
     @cached_property
     def overflows(self) -> Ints:
         """Steps that the optimizer skipped because the loss scale was too high, ascending."""
+        if not any(has_loss_scale(one.notes) for one in self.manifests.values()):
+            return np.zeros(0, np.int64)
         return overflows_among(self.steps_of("skipped_steps"), self.steps_of("steps"))
 
 

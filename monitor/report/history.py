@@ -352,7 +352,9 @@ class KindHistory:
             self._judge_single_zeros(own, zero, recorded)
         factor = np.where(of_one, self._bound.of_one, self._bound.factor)
         far = judged & (deviations >= SUDDEN) & (apart >= np.log(factor))
-        lost = recorded & ~finite & ~self._is_overflow(step, own)
+        lost = recorded & ~finite
+        if len(self._exempt.overflows):
+            lost &= ~self._is_overflow(step, own)
         sudden = lost | (far & ~self._is_small(logarithm, median))
         if sudden.any():
             typical = np.where(number >= WARM_UP, np.exp(median.astype(np.float64)), np.nan)

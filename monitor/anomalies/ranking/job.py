@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.anomalies.listeners import MOST
-from monitor.anomalies.overflows import overflows_among, steps_in
+from monitor.anomalies.overflows import has_loss_scale, overflows_among, steps_in
 from monitor.anomalies.ranking.graph import SCALED, DataflowGraph, DataflowGraphs, Subject, subject_of
 from monitor.anomalies.ranking.loading import Flaw, RecordingEvents
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
@@ -118,7 +118,7 @@ class Member:
     @cached_property
     def overflows(self) -> frozenset[int]:
         """Steps that the optimizer skipped because the loss scale was too high."""
-        if self.manifest is None or not self.manifest.steps.skipped.count:
+        if self.manifest is None or not self.manifest.steps.skipped.count or not has_loss_scale(self.manifest.notes):
             return frozenset()
         of = self.manifest.steps
         skipped, written = (

@@ -165,8 +165,17 @@ def test_the_last_line_tells_what_was_found_first(tmp_path):
     )
 
 
-def test_an_overflow_of_the_loss_scale_is_not_what_broke_first(tmp_path):
+SCALED = {"loss_scale": "grad_unreduced and actv_grad are multiplied by the loss scale"}
+
+
+def test_a_step_that_was_skipped_without_a_loss_scale_is_what_broke_first(tmp_path):
     rank = PlayedRank(steps=range(40), skipped=[0]).fire("grad_reduced", "a.x.weight", step=0)
+    found = ranked(tmp_path, rank.fire("actv", "b.output", step=30))
+    assert advice(found).startswith("First came grad_reduced a.x.weight on rank 0 (node0) in step 0")
+
+
+def test_an_overflow_of_the_loss_scale_is_not_what_broke_first(tmp_path):
+    rank = PlayedRank(steps=range(40), skipped=[0], notes=SCALED).fire("grad_reduced", "a.x.weight", step=0)
     said = advice(ranked(tmp_path / "alone", rank))
     assert "The optimizer skipped step 0, as it does where the loss scale is too high: harmless unless it repeats." in said
     found = ranked(tmp_path / "then", rank.fire("actv", "b.output", step=30))
@@ -176,7 +185,7 @@ def test_an_overflow_of_the_loss_scale_is_not_what_broke_first(tmp_path):
 
 
 def test_a_loss_scale_that_never_fits_is_what_broke_first(tmp_path):
-    rank = PlayedRank(steps=range(40), skipped=range(20, 40)).fire("grad_reduced", "a.x.weight", step=20)
+    rank = PlayedRank(steps=range(40), skipped=range(20, 40), notes=SCALED).fire("grad_reduced", "a.x.weight", step=20)
     found = ranked(tmp_path, rank.fire("actv", "b.output", step=30))
     assert advice(found).startswith("First came grad_reduced a.x.weight on rank 0 (node0) in step 20")
     assert found.overflows == 0
