@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -32,11 +32,6 @@ SCALED_NUMBERS: Final = (GRAD_NORM, CLIPPED_NORM)
 def has_loss_scale(notes: Mapping[str, object]) -> bool:
     """Whether a rank trained with a loss scale, by the notes of its manifest."""
     return any(name in notes for name in _NOTES)
-
-
-def steps_in(ranges: Iterable[range]) -> Steps:
-    """The steps of ascending ranges."""
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(one.start, one.stop, one.step) for one in ranges)])
 
 
 def overflows_among(skipped: Steps, recorded: Steps) -> Steps:

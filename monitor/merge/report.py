@@ -405,6 +405,11 @@ def ranges_of(steps: Mapping[str, Any]) -> list[range]:
     return [one[:MOST_STEPS] for one in (*ranges, *more)]
 
 
+def steps_in(ranges: Iterable[range]) -> NDArray[np.int64]:
+    """The steps of ranges, one after the other."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(one.start, one.stop, one.step) for one in ranges)])
+
+
 def cut(steps: NDArray[np.int64], spans: Iterable[StepSpan]) -> list[range]:
     """The steps that are in one of the spans, as ranges.
 

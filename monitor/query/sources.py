@@ -27,7 +27,7 @@ from monitor.merge.combine import per_rank_rows
 from monitor.merge.discovery import SetAside, choose, discover, runs_of, unmerged_formats, without_manifests
 from monitor.merge.finished import Folder
 from monitor.merge.outputs import FILE_NAME, GLOBAL, PER_RANK, columns_of, read_merged
-from monitor.merge.report import Report, cut, ranges_of, summary
+from monitor.merge.report import Report, cut, ranges_of, steps_in, summary
 from monitor.merge.rows import Source, Told, gathered, read
 from monitor.merge.tables import Columns, Shard, Texts, order_by, read_file, starts_of_runs
 from monitor.merge.tensors import Catalogue
@@ -251,8 +251,7 @@ class MergedSet:
     @property
     def steps(self) -> dict[str, list[range]]:
         """By kind, the recorded steps that its files cover."""
-        listed = [np.arange(one.start, one.stop, one.step) for one in ranges_of(self.manifest["steps"])]
-        recorded = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *listed]))
+        recorded = np.unique(steps_in(ranges_of(self.manifest["steps"])))
         return {kind: cut(recorded, (file.steps for file in files)) for kind, files in self._files[False].items()}
 
     def kinds(self, *, whole: bool) -> list[str]:

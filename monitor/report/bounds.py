@@ -59,7 +59,7 @@ def beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyon
         wanted = ("step", "rank", "name", GLOBAL_NAME, column)
         rows = facts.source.rows(RowChoice(kind, steps=range(span.first, span.last + 1), columns=wanted))
         rows = rows.filter(rows[column].is_valid())
-        if kind in SCALED_KINDS:
+        if kind in SCALED_KINDS and len(facts.overflows):
             rows = rows.filter(pa.array(~np.isin(rows["step"].to_numpy(), facts.overflows)))
         if bound.ends:
             rows = rows.filter([name.endswith(bound.ends) for name in rows["name"].to_pylist()])

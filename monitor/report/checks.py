@@ -146,7 +146,7 @@ def _alerts(facts: Facts) -> CheckFinding:
     ranking = facts.ranking
     if ranking is None:
         return CheckFinding(NOT_LOOKED_AT, facts.why_not_ranked)
-    if ranking.events > ranking.overflows:
+    if ranking.has_faults:
         one = ranking.first_origin or ranking.ranked[0]
         return CheckFinding(BAD, f"{counts(ranking)}.", place_of(one, facts))
     if ranking.events:
@@ -371,10 +371,11 @@ def _monitor(facts: Facts) -> CheckFinding:
         for cause, count in one.failures.items():
             said = f"rank {rank}, {_times(count)}: {one.said.get(cause, cause).rstrip('.')}"
             (lacking if cause.startswith(NOTHING_OF) else failed).append(said)
+    told = capitalized(_few(failed + lacking, len(failed) + len(lacking)))
     if failed:
-        return CheckFinding(BAD, f"The monitor warned or failed. {capitalized(_few(failed + lacking, len(failed + lacking)))}.")
+        return CheckFinding(BAD, f"The monitor warned or failed. {told}.")
     if lacking:
-        says = f"Some of the requested rows or numbers are missing. {capitalized(_few(lacking, len(lacking)))}."
+        says = f"Some of the requested rows or numbers are missing. {told}."
         return CheckFinding(NOT_LOOKED_AT, says, then=says)
     return CheckFinding(GOOD, "It had no warning and no failure.")
 
@@ -445,7 +446,7 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     is_of_bits = bool(
         of_bits and first_event is not None and (first_event.rule in ADVICE or _before(first_event.step, of_bits))
     )
-    if facts.ranking is not None and facts.ranking.events > facts.ranking.overflows and not is_of_bits:
+    if facts.ranking is not None and facts.ranking.has_faults and not is_of_bits:
         says, then = found_first(facts.ranking)
         return Verdict(BAD, says, then, bad[0].finding.place)
     if bad:

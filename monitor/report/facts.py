@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from monitor.anomalies.overflows import has_loss_scale, overflows_among, steps_in
+from monitor.anomalies.overflows import has_loss_scale, overflows_among
 from monitor.anomalies.ranking.loading import NothingReadError, folder_of
 from monitor.anomalies.ranking.ranking import Ranking, ranking_of
 from monitor.bars import Progress, silent
@@ -20,7 +20,7 @@ from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, Ma
 from monitor.coordinator.series_file import read_columns
 from monitor.merge.execution import MergeError
 from monitor.merge.merge import Wanted, merge
-from monitor.merge.report import ranges_of
+from monitor.merge.report import ranges_of, steps_in
 from monitor.query.opened import Lacking, open_source, total_norms
 from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order
 from monitor.report.bands import Numbers
@@ -231,8 +231,8 @@ def _left_out(facts: Facts) -> int:
     if not facts.manifests:
         return 0
     recorded = facts.manifests[min(facts.manifests)].steps.written.ranges
-    written = [np.zeros(0, np.int64), *(np.arange(first, last + 1, interval) for first, last, interval in recorded)]
-    return len(np.setdiff1d(np.concatenate(written), facts.axis.steps))
+    written = steps_in(range(first, last + 1, interval) for first, last, interval in recorded)
+    return len(np.setdiff1d(written, facts.axis.steps))
 
 
 def ended_early(facts: Facts) -> dict[str, int]:
@@ -267,7 +267,7 @@ def regular_steps(facts: Facts, kind: str) -> Ints:
 def _axis(told: Mapping[str, Any], series: int) -> Axis:
     """Recorded steps, and steps that are known to be missing."""
     known = [*ranges_of(told["steps"]), *(each for one in told["dropped"]["listed"] for each in ranges_of(one["steps"]))]
-    steps = np.unique(np.concatenate([np.zeros(0, np.int64), *(np.arange(one.start, one.stop, one.step) for one in known)]))
+    steps = np.unique(steps_in(known))
     most = max(FEWEST_BINS, min(MOST_BINS, MOST_CELLS // max(series, 1)))
     return Axis(steps, max(min(len(steps), most), 1))
 

@@ -57,7 +57,7 @@ def lacked_gradient(facts: Facts, updates: KindReader, series: int, step: int) -
     Args:
         updates: The rows of ``update_ratio``. ``series`` is a number among them.
     """
-    kind = next((one for one in LOOKED_AT if one in facts.kinds), "")
+    kind = _kind_of_gradients(facts)
     if not kind:
         return False
     if step not in facts.gradients:
@@ -69,11 +69,16 @@ def lacked_gradient(facts: Facts, updates: KindReader, series: int, step: int) -
     return step > without_gradients(facts).get(name, step)
 
 
+def _kind_of_gradients(facts: Facts) -> str:
+    """The one of ``LOOKED_AT`` that is looked at; empty if none was recorded."""
+    return next((one for one in LOOKED_AT if one in facts.kinds), "")
+
+
 def _last_steps(facts: Facts) -> tuple[dict[str, int], list[int]]:
     """The last step of any rank with a gradient of each weight, in order of execution; and the steps that should have some.
     There are none if the configuration was changed, which may have left weights out.
     """
-    kind = next((one for one in LOOKED_AT if one in facts.kinds), "")
+    kind = _kind_of_gradients(facts)
     if not kind or any(len(one.configurations) > 1 for one in facts.manifests.values()):
         return {}, []
     names, history = facts.kinds[kind].names, facts.histories[kind]

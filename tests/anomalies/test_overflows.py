@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from monitor.anomalies.overflows import AMONG, AT_START, FEW, overflows_among, steps_in
+from monitor.anomalies.overflows import AMONG, AT_START, FEW, overflows_among
+from monitor.merge.report import steps_in
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from monitor.anomalies.overflows import SCALED_KINDS
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord
 from monitor.coordinator.series_file import LOCAL_PLACEMENT, NOT_MEASURED, Flow, Pass, SeriesColumns, read_columns
 from monitor.merge.discovery import leads_out
@@ -34,10 +35,10 @@ class Role(IntEnum):
     OTHER = 7
 
 
-SCALED: Final = (Role.BACKWARD, Role.LOCAL_GRADIENT, Role.GRADIENT)
-"""Roles that a loss scale multiplies."""
-
 _ROLES: Final = {kind.name: Role[kind.role] for kind in KIND_TABLE if kind.role}
+
+SCALED: Final = tuple(_ROLES[kind] for kind in SCALED_KINDS)
+"""Roles that a loss scale multiplies."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monitor.anomalies.listeners import MOST
-from monitor.anomalies.overflows import has_loss_scale, overflows_among, steps_in
+from monitor.anomalies.overflows import has_loss_scale, overflows_among
 from monitor.anomalies.ranking.graph import SCALED, DataflowGraph, DataflowGraphs, Subject, subject_of
 from monitor.anomalies.ranking.loading import Flaw, RecordingEvents
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
 from monitor.coordinator.output import RankDirectory
 from monitor.merge.discovery import Found, RankRun, discover
 from monitor.merge.execution import MergeError
+from monitor.merge.report import steps_in
 from monitor.series import Series
 
 MOST_RANKS: Final = 1_000_000

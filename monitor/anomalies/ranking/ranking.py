@@ -253,6 +253,11 @@ class Ranking:
     overflows: int = 0
 
     @property
+    def has_faults(self) -> bool:
+        """Whether there are other events than ``overflows``."""
+        return self.events > self.overflows
+
+    @property
     def is_well(self) -> bool:
         """Whether no rule fired, and everything was judged."""
         job = self.job

@@ -102,10 +102,10 @@ def notes(ranking: Ranking) -> Iterator[str]:
     job = ranking.job
     if ranking.events:
         yield from _of_the_order(ranking)
-    if ranking.events > ranking.overflows > 0:
+    if ranking.overflows and ranking.has_faults:
         yield (
             f"{_counted(ranking.overflows, 'event')} of gradients came from a loss scale that was too high. The optimizer "
-            "skipped these steps, so none of these events counts as the first."
+            "skipped their steps. So the first event is looked for among the others."
         )
     if job.missing:
         origins = ": a fault that is called an origin may have started there" if ranking.events else ""
