@@ -51,7 +51,7 @@ class WithPresets(build_py):
 KERNEL = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 HEADERS = tuple(f"monitor/stats/host_{part}.h" for part in ("kernel", "pass", "moments", "magnitudes"))
-FAST_PATH = tuple(f"monitor/pytorch/fast_{part}.h" for part in ("tensors", "rows", "lists", "graph"))
+FAST_PATH = tuple(f"monitor/pytorch/fast_{part}.h" for part in ("tensors", "rows", "lists", "gradients", "graph"))
 
 setup(
     cmdclass={"build_py": WithPresets},

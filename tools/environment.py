@@ -26,12 +26,7 @@ DECIDING = (
     "pyproject.toml",
     "setup.py",
     "constraints.txt",
-    "monitor/stats/host_kernel.c",
-    "monitor/stats/host_pass.h",
-    "monitor/stats/host_moments.h",
-    "monitor/stats/host_magnitudes.h",
-    "monitor/sinks/lines.c",
-    "monitor/mindspore/tape.c",
+    *sorted(str(path.relative_to(PROJECT)) for path in PROJECT.glob("monitor/*/*.[ch]")),
 )
 """What is in an environment: the packages, and what was built of the project's own."""
 

@@ -12,5 +12,5 @@ KERNEL: Final[str]
 
 def set_up(
     exchange: Any, tensor: type, parameter: type, accumulation: type, forwarding: type, is_lazy_copy: Any, sequence_nr: Any,
-    new_hooks: type, /,
+    backward: Any, new_hooks: type, /,
 ) -> bool: ...  # fmt: skip

@@ -7,6 +7,7 @@
  *
  * Only the stable ABI is used, so callables are objects with `tp_call`, and fields of Python objects are read by name. */
 
+#include "fast_gradients.h"
 #include "fast_graph.h"
 
 /* --- A call of a module, before and after its forward. */
@@ -71,6 +72,7 @@ static PyMethodDef READER_METHODS[] = {
     {"record", (PyCFunction)(void (*)(void))reader_record, METH_FASTCALL | METH_KEYWORDS, "See TensorReader."},
     {"record_ordinary", (PyCFunction)(void (*)(void))reader_record_ordinary, METH_FASTCALL, "record_ordinary(watched, x, micro_step, value)"},
     {"record_all", reader_record_all, METH_VARARGS, "See TensorReader."},
+    {"arrivals", reader_arrivals, METH_VARARGS, "arrivals(watched, due, reductions, changes, parameter)"},
     {"begin_call", (PyCFunction)(void (*)(void))reader_begin_call, METH_FASTCALL,
      "begin_call(plan, values, micro_step, forward, graph)"},
     {"end_call", (PyCFunction)(void (*)(void))reader_end_call, METH_FASTCALL,
@@ -98,8 +100,8 @@ static PyObject *set_up(PyObject *module, PyObject *args) {
     PyObject *capsule;
     (void)module;
     if (!PyArg_ParseTuple(
-            args, "OOOOOOOO", &capsule, &tensor_type, &parameter_type, &accumulation, &forwarding, &is_lazy_copy, &current_sequence_nr,
-            &new_hooks)) {
+            args, "OOOOOOOOO", &capsule, &tensor_type, &parameter_type, &accumulation, &forwarding, &is_lazy_copy, &current_sequence_nr,
+            &current_backward, &new_hooks)) {
         return NULL;
     }
     const DLPackExchange *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -107,7 +109,8 @@ static PyObject *set_up(PyObject *module, PyObject *args) {
     if (kernel == NULL) {
         return NULL;
     }
-    PyObject *kept[] = {capsule, tensor_type, parameter_type, accumulation, forwarding, is_lazy_copy, current_sequence_nr, new_hooks};
+    PyObject *kept[] = {
+        capsule, tensor_type, parameter_type, accumulation, forwarding, is_lazy_copy, current_sequence_nr, current_backward, new_hooks};
     for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) {
         Py_INCREF(kept[i]); /* for as long as the process lives */
     }
@@ -117,7 +120,7 @@ static PyObject *set_up(PyObject *module, PyObject *args) {
 
 static PyMethodDef METHODS[] = {
     {"set_up", set_up, METH_VARARGS,
-     "set_up(exchange, Tensor, Parameter, AccumulateGrad, forwarding, is_lazy_copy, sequence_nr, new_hooks) -> whether it can be used"},
+     "set_up(exchange, Tensor, Parameter, AccumulateGrad, forwarding, is_lazy_copy, sequence_nr, backward, new_hooks) -> whether it can be used"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -131,7 +134,8 @@ static int prepare(PyObject *module) {
     PyObject *reader = PyType_FromSpec(&READER);
     read_tensor_type = (PyTypeObject *)PyType_FromSpec(&READ_TENSOR);
     writer_type = (PyTypeObject *)PyType_FromSpec(&WRITER);
-    int failed = reader == NULL || read_tensor_type == NULL || writer_type == NULL ||
+    arrivals_type = (PyTypeObject *)PyType_FromSpec(&ARRIVALS);
+    int failed = reader == NULL || read_tensor_type == NULL || writer_type == NULL || arrivals_type == NULL ||
                  PyModule_AddType(module, (PyTypeObject *)reader) < 0 || PyModule_AddType(module, read_tensor_type) < 0;
     Py_XDECREF(reader);
     return failed ? -1 : 0;

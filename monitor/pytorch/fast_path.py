@@ -10,14 +10,19 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.modules._functions import BackwardHookFunction
 
-from monitor.recording.recorder import RecordedSeries
+from monitor.recording.recorder import Due, RecordedSeries
 from monitor.stats.table import StatsTable
+
+if TYPE_CHECKING:
+    from monitor.pytorch.gradients import GradientReductions
+    from monitor.pytorch.hooks import ChangeDetector
+    from monitor.recording.attached_model import NamedParameter
 
 try:
     from monitor.pytorch import _fast_path
@@ -35,8 +40,8 @@ def _can_be_used() -> bool:
         return False
     functions: Any = torch._C._functions
     accumulation, forwarding = functions.AccumulateGrad, BackwardHookFunction._backward_cls
-    sequence_nr = torch._C._autograd._get_sequence_nr
-    found = exchange, Tensor, torch.nn.Parameter, accumulation, forwarding, is_lazy_copy, sequence_nr, OrderedDict
+    sequence_nr, backward = torch._C._autograd._get_sequence_nr, torch._C._current_graph_task_id
+    found = exchange, Tensor, torch.nn.Parameter, accumulation, forwarding, is_lazy_copy, sequence_nr, backward, OrderedDict
     return _fast_path.set_up(*found)
 
 
@@ -47,6 +52,13 @@ MOST_TENSORS: Final = _fast_path.MOST_LEAVES if IN_C else 0
 """Tensors of a plan that the code in C takes."""
 
 Failed = Callable[[RecordedSeries, Exception], None]
+
+
+class Arrivals(Protocol):
+    """Reads the gradients of one parameter, without Python, as long as they are only to be read."""
+
+    def take(self, parameter: Tensor) -> bool:
+        """A backward has added to the gradient of ``parameter``. Returns whether nothing is left to do about it."""
 
 
 class PythonReader:
@@ -115,6 +127,21 @@ class PythonReader:
         Returns:
             None if the result does not fit: then nothing is done. Otherwise 1 if the gradients of the result are left, plus 2
             if those of the inputs are.
+        """
+
+    def arrivals(
+        self,
+        watched: RecordedSeries,
+        due: Due,
+        reductions: GradientReductions,
+        changes: ChangeDetector,
+        parameter: NamedParameter,
+    ) -> Arrivals | None:
+        """What takes the gradients of ``parameter`` into the series ``watched``; None where there is no code in C.
+
+        Args:
+            reductions: Its ``only_read`` says of which backward. Referenced weakly, like ``changes`` and ``parameter``.
+            changes: Its ``latest`` is set.
         """
 
     def record(self, watched: RecordedSeries, x: Tensor, micro_step: int = 0, *, aliases: bool = True) -> None:

@@ -34,14 +34,15 @@ typedef struct {
 enum { DL_CPU = 1, DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
 
 static const DLPackExchange *exchange; /* NULL until `set_up` */
-static PyObject *tensor_type, *parameter_type, *accumulation, *forwarding, *is_lazy_copy, *current_sequence_nr, *new_hooks;
+static PyObject *tensor_type, *parameter_type, *accumulation, *forwarding, *is_lazy_copy, *new_hooks;
+static PyObject *current_sequence_nr, *current_backward; /* functions */
 
 #define NAMES(EACH)                                                                                                                      \
-    EACH(_backward_hooks) EACH(_local_tensor) EACH(_register_hook_dict) EACH(_sequence_nr) EACH(_version) EACH(active) EACH(attached)    \
-    EACH(captures) EACH(checked) EACH(clock) EACH(device) EACH(dtype) EACH(get_device) EACH(grad_fn) EACH(is_cpu) EACH(is_neg)           \
-    EACH(launch_all) EACH(layout_of) EACH(native) EACH(nbytes) EACH(next_functions) EACH(output_nr) EACH(page)                           \
-    EACH(record_all_in_python) EACH(record_in_python) EACH(recorder) EACH(register_hook) EACH(requires_grad) EACH(shape) EACH(slots)     \
-    EACH(step) EACH(storage_offset) EACH(take) EACH(untyped_storage)
+    EACH(_backward_hooks) EACH(_local_tensor) EACH(_register_hook_dict) EACH(_sequence_nr) EACH(_version) EACH(active)                   \
+    EACH(attached) EACH(captures) EACH(checked) EACH(clock) EACH(device) EACH(dtype) EACH(get_device) EACH(grad) EACH(grad_fn)           \
+    EACH(is_cpu) EACH(is_neg) EACH(latest) EACH(launch_all) EACH(layout_of) EACH(native) EACH(nbytes) EACH(next_functions) EACH(now)     \
+    EACH(only_read) EACH(output_nr) EACH(page) EACH(record_all_in_python) EACH(record_in_python) EACH(recorder) EACH(register_hook)      \
+    EACH(requires_grad) EACH(shape) EACH(slots) EACH(step) EACH(storage_offset) EACH(take) EACH(untyped_storage)
 #define DECLARE(name) static PyObject *s_##name;
 NAMES(DECLARE)
 

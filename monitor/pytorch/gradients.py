@@ -13,11 +13,20 @@ from torch.nn.parameter import is_lazy
 from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.framework import Framework
-from monitor.pytorch.hooks import ChangeDetector, GradientVersion, first_after_accumulation, loop_hooks, runs_backward, untraced
+from monitor.pytorch.hooks import (
+    NO_BACKWARD,
+    ChangeDetector,
+    GradientVersion,
+    first_after_accumulation,
+    loop_hooks,
+    runs_backward,
+    untraced,
+)
 from monitor.pytorch.modules import before_forward
 from monitor.pytorch.process_group import has_others, is_settled, stage_ranks
 from monitor.pytorch.reductions.memory import Groups, ReductionGroup
 from monitor.pytorch.reductions.seen import ObservedReductions
+from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.parameters import AGGREGATED_EARLY, NOT_ACCUMULATED, SUMMED_EARLY, GradientRows, Reading
@@ -37,6 +46,8 @@ class GradientReductions:
 
     Attributes:
         follows: Whether ``arrived`` must be called for gradients.
+        only_read: The backward in progress, if further gradients of it are only to be read: the code in C does that. A method
+            after which that may not be so sets ``NO_BACKWARD``.
     """
 
     def __init__(
@@ -58,9 +69,11 @@ class GradientReductions:
         self._known: dict[tuple[Any, ...], bool] = {}
         self._adding: dict[tuple[Any, ...], bool] = {}
         self.follows = False
+        self.only_read = NO_BACKWARD
 
     def begin_step(self) -> None:
         """A step that is collected begins."""
+        self.only_read = NO_BACKWARD
         self._listen()
         if self._seen is not None:
             self._seen.begin_step()
@@ -68,6 +81,7 @@ class GradientReductions:
 
     def forward_begins(self) -> None:
         """A forward of a module in training mode begins. Without gradients it is no training, and may run beside it."""
+        self.only_read = NO_BACKWARD
         if not torch.is_grad_enabled():
             return
         self._framework.forward_begins()
@@ -80,6 +94,7 @@ class GradientReductions:
 
     def wrapper_begins(self, wrapper: nn.Module) -> None:
         """A forward of one of the framework's ``wrappers`` begins."""
+        self.only_read = NO_BACKWARD
         self._framework.wrapper_begins(wrapper)
         self.follows = True
 
@@ -101,11 +116,13 @@ class GradientReductions:
 
     def pause(self) -> None:
         """A step that is not collected begins."""
+        self.only_read = NO_BACKWARD
         if self._seen is not None:
             self._seen.end_window()
 
     def begin_reading(self) -> None:
         """The optimizer's step begins."""
+        self.only_read = NO_BACKWARD
         self._needed, self.is_whole = False, not has_others()
         if self._seen is not None:
             self._seen.end_window()
@@ -130,6 +147,7 @@ class GradientReductions:
 
     def end_turn(self) -> None:
         """One of several optimizers has stepped: gradients of the others may be reduced now."""
+        self.only_read = NO_BACKWARD
         if self._seen is not None:
             self._seen.reopen()
 
@@ -212,6 +230,9 @@ class TorchGradients:
         self._summed: set[NamedParameter] = set()
         self.reading: Reading = "unknown"
         self._changes = ChangeDetector(self._failures)
+        reader = attached.recorder.reader
+        assert isinstance(reader, TorchTensorReader)
+        self._arrivals = reader.arrivals
         ownership, reduced = attached.watch.ownership, rows.reduced.parameters
         self.reductions = GradientReductions(self._framework, ownership, self._failures, reduced)
         self.hooked: Sequence[NamedParameter] = self._unreduced.parameters
@@ -272,11 +293,25 @@ class TorchGradients:
         return bool(parameter.tensor.requires_grad) and not is_lazy(parameter.tensor)
 
     def register(self, parameter: NamedParameter, read: Callable[[Any], None]) -> Removable:
-        hook = untraced(read)
+        hook = untraced(self._taken_or(read, parameter))
         if hasattr(parameter.tensor, "main_grad"):  # an existing hook fills main_grad
             handle: Removable = parameter.tensor.register_post_accumulate_grad_hook(hook)
             return handle
         return first_after_accumulation(parameter.tensor, hook)
+
+    def _taken_or(self, read: Callable[[Any], None], parameter: NamedParameter) -> Callable[[Any], None]:
+        """``read``, called only where more than reading is to be done, if there is code in C."""
+        watched = self._unreduced.known(parameter)
+        made = None if watched is None else self._arrivals(watched, self._due, self.reductions, self._changes, parameter)
+        if made is None:
+            return read
+        take = made.take
+
+        def take_or_read(argument: Any) -> None:
+            if not take(argument):
+                read(argument)
+
+        return take_or_read
 
     def found(self, parameter: NamedParameter, argument: Tensor) -> None:
         """Backward has accumulated into a parameter."""
@@ -284,7 +319,10 @@ class TorchGradients:
         if gradient is not None:  # of one micro-step there is nothing to count or to follow
             if torch._C._current_graph_task_id() != self._changes.task and self._changes.taken_away(self._may_be_gone):
                 self._rows.note_local(NOT_ACCUMULATED)
-            self._arrives(parameter, gradient, complete=self._clock.micro_steps == 1)
+            complete = self._clock.micro_steps == 1
+            self._arrives(parameter, gradient, complete=complete)
+            more = self._each_micro_step or self.reductions.follows or self._stepped or self._summed or self._left
+            self.reductions.only_read = self._changes.task if complete and not more else NO_BACKWARD
 
     def arrived(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
         """A framework has reported a gradient."""

@@ -109,6 +109,10 @@ class ParameterSeries:
         """Whether this rank records the kind for at least one trained parameter, not counting compared replicas."""
         return any(one.tensor.requires_grad and watched.series.kind == self.kind for one, watched in self._watched.items())
 
+    def known(self, parameter: NamedParameter) -> RecordedSeries | None:
+        """The series of a parameter; None if this rank records none, or if that is decided when its tensor is seen."""
+        return self._watched.get(parameter)
+
     def placed(self) -> Iterator[tuple[NamedParameter, Placement]]:
         """The parameters with rows of this kind, not of compared replicas, and their placements as far as they are known."""
         seen = {one: found.watched for one, found in self._seen.items()}
