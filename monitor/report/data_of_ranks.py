@@ -36,7 +36,11 @@ OF_DATA: Final = {
 }
 """Kinds that depend on a rank's data, and the doubt that remains if nothing else was recorded."""
 ALSO_OF_DATA: Final = {"actv": ("activations", "")}
-"""Kinds that clear a suspicion: alone, they may be of tensors that depend on no data, such as embeddings of positions."""
+"""Kinds that clear a suspicion. Alone, they may be of tensors that depend on no data, such as embeddings of positions, unless
+inputs of the model are among them.
+"""
+INPUT: Final = ".input"
+"""How the names of the model's own inputs begin."""
 
 _THEN: Final = (
     "Give each rank its own part of the data: by torch's DistributedSampler, or by num_shards and shard_id of a dataset of "
@@ -57,13 +61,16 @@ def data_of_ranks(facts: Facts) -> CheckFinding:
     by_group = [_alike(facts.ranks, group, [values for _, values in found.values()]) for group in groups]
     compared = [alike for alike in by_group if sum(map(len, alike)) > 1]
     kind = next(iter(found), "")
-    if kind not in OF_DATA or not compared:
-        return CheckFinding(NOT_LOOKED_AT, f"Among the last steps are no {STEPS} with gradients of all ranks of a group.")
+    has_inputs = kind in ALSO_OF_DATA and any(one.startswith(INPUT) for one in _compared(facts.kinds[kind], len(facts.ranks)))
+    if not compared or not (kind in OF_DATA or has_inputs):
+        says = f"Among the last steps are no {STEPS} with gradients, or inputs of the model, of all ranks of a group."
+        return CheckFinding(NOT_LOOKED_AT, says)
     largest = max((one for alike in compared for one in alike), key=len)
     if len(largest) == 1:
         named = " and ".join(kinds[one][0] for one in found)
         return CheckFinding(GOOD, f"No ranks of a data-parallel group had equal {named} in all of the last {STEPS} steps.")
     steps, (what, doubt) = found[kind][0], kinds[kind]
+    what = f"inputs of the model and {what}" if has_inputs else what
     says = f"{capitalized(listed(largest))} of a data-parallel group had equal {what} in each of {STEPS} steps"
     says += f" until step {steps[-1]}: they had the same data."
     return CheckFinding(BAD, says, Place(steps[0], largest[1], kind), _THEN + (doubt if len(found) == 1 else ""))
@@ -77,9 +84,7 @@ def _last_steps(rows: KindReader, ranks: int) -> tuple[list[int], Numbers]:
     window = Window(rows.steps[-2 * STEPS :])
     if len(window.steps) < STEPS:
         return [], np.zeros((ranks, 0, 0))
-    every = [name for _, name in rows.series]
-    most = max(min(MOST_PAIRS // ranks, MOST_TENSORS), 1)
-    chosen = every[:: -(-len(every) // most)]
+    chosen = _compared(rows, ranks)
     rows.feed(window, range(int(window.steps[0]), int(window.steps[-1]) + 1), names=sorted(set(chosen)))
     window = window.filled()
     _, column = np.unique(np.stack([window.series, window.micro_step]), axis=1, return_inverse=True)
@@ -89,6 +94,13 @@ def _last_steps(rows: KindReader, ranks: int) -> tuple[list[int], Numbers]:
     of_ranks = there[there.any(axis=1)]
     shown = np.flatnonzero(of_ranks.all(axis=0))[-STEPS:]
     return (window.steps[shown].tolist() if len(of_ranks) > 1 and len(shown) == STEPS else []), values[:, shown]
+
+
+def _compared(rows: KindReader, ranks: int) -> list[str]:
+    """The names of the tensors that are compared: the first one executed, and others spread over the model."""
+    every = [name for _, name in rows.series]
+    most = max(min(MOST_PAIRS // ranks, MOST_TENSORS), 1)
+    return every[:: -(-len(every) // most)]
 
 
 def _shows(values: Numbers) -> NDArray[np.bool_]:

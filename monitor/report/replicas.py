@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from monitor.anomalies.between_steps import WRITTEN
 from monitor.anomalies.odd_copies import suspect, who
 from monitor.coordinator.manifest_format import checks_replicas
+from monitor.merge.report import ranges_of
 from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
 from monitor.series import REPLICA_KIND
+
+WEIGHTS: Final = "param_origin"
+_APART: Final = (
+    "If they train one model, nothing averages their gradients: wrap it, as in DistributedDataParallel, or average them. "
+    "If each rank trains its own, pass process_group to TrainerMon."
+)
 
 
 def replicas_agree(facts: Facts) -> CheckFinding:
@@ -36,6 +43,8 @@ def replicas_agree(facts: Facts) -> CheckFinding:
         return CheckFinding(BAD, says, Place(first["step"], first["rank"], first["kind"], name), then)
     if len(facts.ranks) == 1:
         return CheckFinding(NOT_LOOKED_AT, "One rank recorded: there is no replica to compare with.")
+    if said := _came_apart(facts):
+        return said
     if same := {kind: count for kind, count in bits["compared"].items() if kind not in bits["by_design"]}:
         of = ", ".join(same)
         return CheckFinding(GOOD, f"{sum(same.values()):,} times a tensor of {of} had the same bits on all ranks that hold it.")
@@ -45,6 +54,18 @@ def replicas_agree(facts: Facts) -> CheckFinding:
         says = "No tensor is known to be a replica. If ranks hold the same, pass their group to set_monitor as dp_group."
         return CheckFinding(NOT_LOOKED_AT, says)
     return CheckFinding(NOT_LOOKED_AT, "No rank recorded its replicas.")
+
+
+def _came_apart(facts: Facts) -> CheckFinding | None:
+    """Weights that all ranks had alike at first, and that nothing has kept so: a model that was not wrapped."""
+    apart = [one for one in facts.told["without_global"]["listed"] if one["kind"] == WEIGHTS and "steps" in one]
+    begin = min((ranges_of(one["steps"])[0].start for one in apart), default=0)
+    if not apart or begin <= int(facts.kinds[WEIGHTS].steps[0]):  # ranks that never had the same weights may hold parts of them
+        return None
+    more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+    first = apart[0]["name"]
+    says = f"The ranks began with the same weights, and have others from step {begin} on: {WEIGHTS} {first}{more}."
+    return CheckFinding(BAD, says, Place(begin, None, WEIGHTS, facts.shown_name(WEIGHTS, first)), _APART)
 
 
 def unchanged_between_steps(facts: Facts) -> CheckFinding:

@@ -172,6 +172,27 @@ def test_equal_gradients_of_activations_alone_leave_a_doubt(tmp_path: Path) -> N
     assert "if the loss is linear" in found.finding.then
 
 
+@pytest.mark.parametrize(("name", "state"), [(".input", BAD), (".input.tokens", BAD), ("positions.output", NOT_LOOKED_AT)])
+def test_activations_accuse_if_inputs_of_the_model_are_among_them(name: str, state: str, tmp_path: Path) -> None:
+    def values(_: int, step: int) -> Mapping[tuple[str, str], Floats]:
+        return {("actv", name): same(step, name), ("actv", "layers.0.output"): same(step, "0")}
+
+    found = check(written(tmp_path, together(2), values))
+    assert found.state == state
+    if state == BAD:
+        assert found.finding.says.startswith(
+            "Ranks 0, 1 of a data-parallel group had equal inputs of the model and activations"
+        )
+
+
+def test_equal_inputs_do_not_accuse_ranks_whose_activations_differ(tmp_path: Path) -> None:
+    """The inputs that are tensors may be masks alone."""
+    base = written(
+        tmp_path, together(2), lambda rank, step: {("actv", ".input"): same(step, ""), ("actv", "out"): same(step, str(rank))}
+    )
+    assert check(base).state == GOOD
+
+
 def test_nothing_is_said_of_a_rank_that_is_missing(tmp_path: Path) -> None:
     found = check(written(tmp_path, {0: {"dp": (0, 1)}}, lambda _, step: {WEIGHT: same(step, "weight")}, world=2))
     assert found.state == NOT_LOOKED_AT

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from recorded_job import RecordedRank
-from reported_job import LAYERS, NAMES, WHEN, Fault, cells, modelled, record, reported
+from reported_job import LAYERS, NAMES, STEPS, WHEN, Fault, cells, modelled, record, reported
 from sink_rows import Measured
 
 from monitor.coordinator.manifest_format import StepsRecord, ThinnedRecord, WrongBits, read_manifest
@@ -15,6 +15,7 @@ from monitor.report import history
 from monitor.report.checks import CHECKS
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
 from monitor.report.model import model_of, verdict_for_programs
+from monitor.series import Placement
 from monitor.stats.partials import COUNT, MAX, NANS, POSINFS, SUM, SUMSQ
 
 
@@ -123,6 +124,29 @@ def test_ranks_that_know_of_no_replicas_are_told_how_to_show_them(tmp_path: Path
     assert one_check.state == NOT_LOOKED_AT
     says = "No tensor is known to be a replica. If ranks hold the same, pass their group to set_monitor as dp_group."
     assert one_check.finding.says == says
+
+
+@pytest.mark.parametrize("alike_at_first", [True, False])
+def test_ranks_that_train_apart_are_told_from_ranks_that_hold_parts(alike_at_first: bool, tmp_path: Path) -> None:
+    for rank in range(2):
+        one = RecordedRank(tmp_path, rank, 2, "parquet", ops=("norm",), replica_check=True)
+        for name in ("a", "b"):
+            one.place("param_origin", name, Placement(unclaimed=(0, 1), assumed=True))
+        for step in range(STEPS):
+            own = rank if step > 3 or not alike_at_first else 0
+            rows = [Measured("a", [1.0, 1.0]), Measured("b", [2.0 + own, step / 1000])]
+            one.write(step, {"param_origin": rows})
+        one.close()
+    with reported(tmp_path) as (_, checks, verdict):
+        found = {check.name: check for check in checks if check.state == BAD}
+    if alike_at_first:
+        assert verdict.says == "The ranks began with the same weights, and have others from step 4 on: param_origin b."
+        assert verdict.then.startswith("If they train one model, nothing averages their gradients: wrap it")
+        assert (verdict.place.step, verdict.place.kind, verdict.place.name) == (4, "param_origin", "b")
+    assert set(found) == ({"Replicas agree"} if alike_at_first else set()) | {"Tensors whole"}
+    assert found["Tensors whole"].finding.says.startswith(
+        "No number of the whole tensor is known of param_origin b: the ranks have tensors of this name"
+    )
 
 
 def test_what_a_rank_has_found_while_it_trained_is_bad_although_no_row_shows_it(tmp_path: Path) -> None:
