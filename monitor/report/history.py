@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from monitor.series import GRADIENT_KINDS, PARAMETER_KINDS
+from monitor.series import GRADIENT_KINDS, LEFT_BY_STEP, MOMENT_KINDS, PARAMETER_KINDS
 
 Ints = NDArray[np.int64]
 Codes = NDArray[np.uint8]
@@ -75,11 +75,14 @@ class SuddenBound(NamedTuple):
         small: A value is none if it and its history are below this share of the greatest value of its kind in the step. A value
             that becomes zero is one.
         of_one: The number of a tensor of one element must rise by this factor. Infinity: it is not judged.
+        adds_up: It adds up over many steps, and grows for long when gradients do. So the factor counts from the nearest value
+            of its history, not from the median.
     """
 
     factor: float = FACTOR
     small: float = 0.0
     of_one: float = FACTOR
+    adds_up: bool = False
 
     @classmethod
     def of(cls, kind: str) -> SuddenBound:
@@ -88,6 +91,8 @@ class SuddenBound(NamedTuple):
             return cls(FACTOR_OF_WEIGHTS)
         if kind == "update_ratio":
             return cls(of_one=math.inf)  # it is as large as one likes when the weight passes zero
+        if kind.removesuffix(LEFT_BY_STEP) in MOMENT_KINDS:
+            return cls(adds_up=True)
         return cls(small=SMALL_SHARE if kind in (*GRADIENT_KINDS, "actv_grad") else 0.0)
 
 
@@ -351,6 +356,8 @@ class KindHistory:
         if self._single_zeros:
             self._judge_single_zeros(own, zero, recorded)
         factor = np.where(of_one, self._bound.of_one, self._bound.factor)
+        if self._bound.adds_up:
+            apart = np.minimum(apart, np.maximum(logarithm - _taken(held, np.maximum(number - 1, 0)), held[0] - logarithm))
         far = judged & (deviations >= SUDDEN) & (apart >= np.log(factor))
         lost = recorded & ~finite
         if len(self._exempt.overflows):

@@ -57,6 +57,20 @@ def of_one_element(values: Sequence[float], kind: str) -> KindHistory:
     return history
 
 
+@pytest.mark.parametrize("kind", ["exp_avg_sq", "exp_avg_sq_updated", "exp_avg"])
+@pytest.mark.parametrize("begin", range(64, 80, 5))
+def test_a_moment_may_grow_for_long_and_not_jump(kind: str, begin: int) -> None:
+    def events(factors: Sequence[float]) -> list[int]:
+        values = 1e-9 * np.cumprod([*[1.001] * begin, *factors])
+        steps = np.arange(len(values))
+        history = KindHistory(Axis(steps, len(steps)), 1, bound=SuddenBound.of(kind))
+        history.add(steps, steps * 0 - 1, steps * 0, steps * 0, values)
+        return [event.step for event in history.events]
+
+    assert events([1.2] * 25) == []
+    assert events([100.0, *[1.0] * 25]) == events([0.01, *[1.0] * 25]) == [begin]
+
+
 def test_a_single_element_that_passes_zero_is_no_sudden_change_and_one_that_jumps_or_stops_is() -> None:
     sloping = np.concatenate([np.full(40, 0.1), np.linspace(0.1, -0.1001, 41), np.full(40, -0.1)])
     assert 0 < np.abs(sloping).min() < 1e-4
