@@ -16,6 +16,7 @@ import random
 import sys
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -90,21 +91,25 @@ class CompilerListener(CallListener):
         """
 
 
-class Fallback(CompilerListener):
-    """Takes hooks and taps of one program out, and puts them back.
+class ParameterHooks(CompilerListener, ABC):
+    """Hooks of parameters that are taken out while something is compiled without them.
 
     Attributes:
-        has_hooks, has_taps: False from when the program was compiled without them until it is observed anew.
-        takes_part: Whether the compiler has called a function of the program since the compilation began.
-        parts: The names of code that was compiled without them because it is a part of the dynamic graph.
+        takes_part: Whether the compiler has called a function of the monitor since the compilation began.
     """
 
-    def __init__(self, program: Program | GradientCopies) -> None:
-        self._known = weakref.ref(program)
+    def __init__(self) -> None:
         self._hooks: list[_Hook] = []
-        self.has_hooks = self.has_taps = True
         self.takes_part = False
-        self.parts: set[str] = set()
+
+    @property
+    @abstractmethod
+    def failures(self) -> Failures | None:
+        """Where failures are reported; None if the program is gone, or was never recorded."""
+
+    @abstractmethod
+    def warn(self, cause: str, said: str) -> None:
+        """Warn once of each cause."""
 
     def begin(self) -> None:
         """Follow compilations from now on."""
@@ -113,7 +118,6 @@ class Fallback(CompilerListener):
             patch.add(self)
 
     def end(self) -> None:
-        self.has_hooks = self.has_taps = True
         for patch in COMPILERS:
             patch.remove(self)
 
@@ -123,18 +127,101 @@ class Fallback(CompilerListener):
         """Hook a parameter (``on_gradient``), except while something is compiled without hooks."""
         return _Hook(parameter, partial(on_gradient, parameter, read, measure), self._hooks)
 
+    def loses(self, level: int) -> bool:
+        """Whether less is compiled at a level."""
+        return level == WITHOUT_HOOKS and bool(self._hooks)
+
+    def fall_back(self, level: int, said: str) -> None:
+        """Accept that less was compiled, at a level. Hooks remain, since Python calls them too."""
+
+    @contextmanager
+    def at(self, level: int) -> Iterator[None]:
+        """Let MindSpore see what is compiled at a level."""
+        failures = self.failures
+        if level == EVERYTHING or failures is None:
+            yield
+            return
+        put_back = list[Callable[[], object]]()
+        failures.guarded("taking hooks out", partial(self._take_out, level, put_back))()
+        try:
+            yield
+        finally:
+            for one in put_back:
+                failures.guarded("putting hooks back", one)()
+
+    def _take_out(self, level: int, put_back: list[Callable[[], object]]) -> None:
+        del level  # hooks are out at each but EVERYTHING
+        for hook in tuple(self._hooks):
+            if hook.take_out():
+                put_back.append(hook.put_back)
+            else:
+                self.warn("hooks after the monitor's", OVERTAKEN)
+
+
+class HooksOfPython(ParameterHooks):
+    """Hooks of parameters where no operator measures in compiled code: Python alone calls them.
+
+    MindSpore cannot compile some, such as those of parameters below ``stop_gradient``. No rows are lost without them.
+    """
+
+    def __init__(self, failures: Failures) -> None:
+        super().__init__()
+        self._failures = failures
+
+    @property
+    def failures(self) -> Failures:
+        return self._failures
+
     def warn(self, cause: str, said: str) -> None:
-        program = self._known()
+        self._failures.warn(cause, said)
+
+    def hook(
+        self, parameter: Parameter, read: Callable[[Any], object], measure: Callable[[Any], Any] | None = None
+    ) -> Removable:
+        if not self._hooks:
+            self.begin()
+        return super().hook(parameter, read, measure)
+
+
+class Fallback(ParameterHooks):
+    """Takes hooks and taps of one program out, and puts them back.
+
+    Attributes:
+        has_hooks, has_taps: False from when the program was compiled without them until it is observed anew.
+        parts: The names of code that was compiled without them because it is a part of the dynamic graph.
+    """
+
+    def __init__(self, program: Program | GradientCopies) -> None:
+        super().__init__()
+        self._known = weakref.ref(program)
+        self.has_hooks = self.has_taps = True
+        self.parts: set[str] = set()
+
+    @property
+    def program(self) -> Program | GradientCopies | None:
+        """The program, if it still exists."""
+        return self._known()
+
+    @property
+    def failures(self) -> Failures | None:
+        program = self.program
+        return None if program is None else program.failures
+
+    def warn(self, cause: str, said: str) -> None:
+        program = self.program
         if program is not None:
             program.warn(cause, said)
 
+    def end(self) -> None:
+        self.has_hooks = self.has_taps = True
+        super().end()
+
     def loses(self, level: int) -> bool:
-        """Whether less is compiled at a level."""
-        return bool(self._hooks if level == WITHOUT_HOOKS else level and self.has_taps)
+        return super().loses(level) or (level == WITHOUT_TAPS and self.has_taps)
 
     def fall_back(self, level: int, said: str) -> None:
-        """The program was compiled at a level. Hooks remain, since Python calls them too. Taps have no use any more."""
-        program = self._known()
+        """The program has fewer rows from now on. Without some of its taps, the others have no use."""
+        program = self.program
         if program is None:
             return
         self.has_hooks = False
@@ -145,67 +232,16 @@ class Fallback(CompilerListener):
             deque(program.take_out(), maxlen=0)
 
     def succeeded(self, others: Sequence[Fallback], executor: Any, phase: str) -> None:
-        program = self._known()
+        program = self.program
         if program is not None and program.failures is not None:
-            there = [found for one in others if one.takes_part and (found := one._known()) is not None]
+            there = [found for one in others if one.takes_part and (found := one.program) is not None]
             program.failures.guarded("looking at compiled code", program.compiled)(executor, phase, there)
 
-    @contextmanager
-    def at(self, level: int) -> Iterator[None]:
-        """Let MindSpore see what is compiled at a level."""
-        program = self._known()
-        if level == EVERYTHING or program is None or program.failures is None:
-            yield
-            return
-        guarded, put_back = program.failures.guarded, list[Callable[[], object]]()
-        guarded("taking hooks out", partial(self._take_out, program, level, put_back))()
-        try:
-            yield
-        finally:
-            for one in put_back:
-                guarded("putting hooks back", one)()
-
-    def _take_out(self, program: Program | GradientCopies, level: int, put_back: list[Callable[[], object]]) -> None:
-        for hook in tuple(self._hooks):
-            if hook.take_out():
-                put_back.append(hook.put_back)
-            else:
-                program.warn("hooks after the monitor's", OVERTAKEN)
-        if level == WITHOUT_TAPS:
+    def _take_out(self, level: int, put_back: list[Callable[[], object]]) -> None:
+        super()._take_out(level, put_back)
+        program = self.program
+        if level == WITHOUT_TAPS and program is not None:
             put_back.extend(program.take_out())
-
-
-class HooksOfPython(Fallback):
-    """Hooks of parameters where no operator measures in compiled code: Python alone calls them.
-
-    MindSpore cannot compile some, such as those of parameters below ``stop_gradient``. Then they are taken out meanwhile.
-    """
-
-    def __init__(self, failures: Failures) -> None:
-        program: Any = self  # what a program is asked for here are the methods below
-        super().__init__(program)
-        self.failures = failures
-
-    def hook(
-        self, parameter: Parameter, read: Callable[[Any], object], measure: Callable[[Any], Any] | None = None
-    ) -> Removable:
-        if not self._hooks:
-            self.begin()
-            self.has_taps = False
-        return super().hook(parameter, read, measure)
-
-    def warn(self, cause: str, said: str) -> None:
-        self.failures.warn(cause, said)
-
-    def fall_back(self, level: int, said: str) -> None:
-        """Nothing is lost: compiled code has no rows of these gradients."""
-
-    def succeeded(self, others: Sequence[Fallback], executor: Any, phase: str) -> None:
-        """Nothing to do: nothing measures in compiled code."""
-
-    def take_out(self) -> Iterator[Callable[[], None]]:
-        """There are no taps."""
-        return iter(())
 
 
 class _Hook:
@@ -249,10 +285,11 @@ class _CompilerPatch(CallPatch):
         def patched(*args: Any, **kwargs: Any) -> Any:
             listeners: Any = self._listeners if self._ours is patched else ()
             living: list[CompilerListener] = [one for known in listeners if (one := known()) is not None]
-            programs = [one for one in living if isinstance(one, Fallback)]
+            hooked = [one for one in living if isinstance(one, ParameterHooks)]
+            programs = [one for one in hooked if isinstance(one, Fallback)]
             compile_ = partial(original, *args, **kwargs)
             with _without_cache([one for one in programs if one.has_taps]):
-                result = _proven(programs, _Compilation(_as_first(compile_), args)) if programs else compile_()
+                result = _proven(hooked, programs, _Compilation(_as_first(compile_), args)) if hooked else compile_()
             for one in living:
                 one.succeeded(programs, args[0], _phase(result))
             return result
@@ -274,7 +311,7 @@ COMPILERS: Final = tuple(_compilers())
 @contextmanager
 def _without_cache(programs: Sequence[Fallback]) -> Iterator[None]:
     """A while in which MindSpore neither reads nor writes its compile cache, if models are observed."""
-    known = [program for one in programs if (program := one._known()) is not None]
+    known = [program for one in programs if (program := one.program) is not None]
     if not known or not _caches():
         yield
         return
@@ -376,12 +413,12 @@ def _phase(result: Any) -> str:
     return str(result[0] if isinstance(result, tuple) else result)
 
 
-def _proven(programs: Sequence[Fallback], compilation: _Compilation) -> Any:
+def _proven(hooked: Sequence[ParameterHooks], programs: Sequence[Fallback], compilation: _Compilation) -> Any:
     """What is compiled. Without the user's consent it has taps only if these change no computation."""
     if changes_are_accepted() or not any(one.has_taps for one in programs):
-        return _compiled(programs, compilation.run)
+        return _compiled(hooked, compilation.run)
     known, drawn, began = compilation.known(), _Drawn(), time.monotonic()
-    with _at(WITHOUT_TAPS, programs):
+    with _at(WITHOUT_TAPS, hooked):
         result = compilation.run()
     if compilation.known() == known:  # compiled before, with taps or without
         return result
@@ -393,7 +430,7 @@ def _proven(programs: Sequence[Fallback], compilation: _Compilation) -> Any:
         LOGGER.info(AGAIN, took)
     expected = compilation.computations(result)
     compilation.forget(result)
-    tapped = _compiled(programs, compilation.run)
+    tapped = _compiled(hooked, compilation.run)
     measured = [one for one in programs if one.has_taps and one.takes_part]
     found = compilation.computations(tapped)
     alike = expected is not None and found is not None and found.returned == expected.returned
@@ -403,7 +440,7 @@ def _proven(programs: Sequence[Fallback], compilation: _Compilation) -> Any:
         compilation.forget(tapped)
         if drew_again:
             drawn.put_back()
-        with _at(WITHOUT_TAPS, programs):
+        with _at(WITHOUT_TAPS, hooked):
             executed = compilation.run()
         for one in measured:
             one.fall_back(WITHOUT_TAPS, CHANGED)
@@ -414,16 +451,16 @@ def _proven(programs: Sequence[Fallback], compilation: _Compilation) -> Any:
     return executed
 
 
-def _compiled(programs: Sequence[Fallback], compile_: Callable[[], Any]) -> Any:
+def _compiled(hooked: Sequence[ParameterHooks], compile_: Callable[[], Any]) -> Any:
     said, failed = "", Exception()
-    for one in programs:
+    for one in hooked:
         one.takes_part = False
     for level in LEVELS:
-        losing = [one for one in programs if one.loses(level)]
+        losing = [one for one in hooked if one.loses(level)]
         if said and not losing:
             continue
         try:
-            with _at(level, programs):
+            with _at(level, hooked):
                 result = compile_()
         except Exception as error:
             said, failed = said or _first_line(error), error
@@ -436,10 +473,10 @@ def _compiled(programs: Sequence[Fallback], compile_: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def _at(level: int, programs: Sequence[Fallback]) -> Iterator[None]:
+def _at(level: int, hooked: Sequence[ParameterHooks]) -> Iterator[None]:
     with ExitStack() as stack:
-        for program in programs:
-            stack.enter_context(program.at(level))
+        for one in hooked:
+            stack.enter_context(one.at(level))
         yield
 
 
