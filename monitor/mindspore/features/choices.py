@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, mint, nn
 
 from monitor.recording.features import reading
-from monitor.stats.mindspore.tensors import Arithmetic, Array, beneath, computing
+from monitor.stats.mindspore.tensors import Arithmetic, Array, as_given, beneath, computing
 
 EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "num_local_experts", "expert_num", "num_moe_experts")
 CHOSEN_NAMES: Final = ("top_k", "topk", "num_experts_per_tok", "moe_router_topk", "num_experts_chosen")
@@ -59,7 +59,7 @@ def chosen_in(cell: nn.Cell, result: Any, call: reading.RouterCall = UNKNOWN) ->
     if any(hasattr(cell, name) for name in reading.PART_NAMES):
         raise reading.NotARouterError(reading.PART_OF_CHOICE)
     call = call._replace(experts=_number(cell, EXPERTS_NAMES) or call.experts, top=_number(cell, CHOSEN_NAMES))
-    found = [one for one in _tensors(result) if one.ndim > 0]
+    found = list(_tensors(result))
     maps, indices = ([one for one in found if one.dtype in wanted] for wanted in ((ms.bool_,), INTEGERS))
     if maps:
         call.check_map([one.shape for one in maps], [one.shape for one in indices])
@@ -82,15 +82,15 @@ def _greatest(cell: nn.Cell, floats: Sequence[Tensor], call: reading.RouterCall)
     """The indices of the greatest logits, for a router that returns only logits and chooses these."""
     logits = floats[0] if len(floats) == 1 else None
     experts = 0 if logits is None else int(logits.shape[-1])
-    if logits is None or not call.top or experts < call.top or experts != (_number(cell, EXPERTS_NAMES) or experts):
+    top = call.top or 0
+    if logits is None or not 0 < top <= experts or experts != (_number(cell, EXPERTS_NAMES) or experts):
         raise reading.NotARouterError(reading.NO_CHOICE)
     picks = call.picks_greatest or is_linear(cell)
     if not picks or any(_attribute(cell, name) is not None for name in reading.OTHER_CHOICE_NAMES):
         raise reading.NotARouterError(reading.ANOTHER_CHOICE)
-    with computing() as on:
-        if on.may_look:
-            return Tensor(np.argsort(-on.floats(on.of(logits)), -1)[..., : call.top]), experts
-        return ms.ops.topk(logits, call.top)[1], experts
+    with as_given():  # numpy would choose others of equal logits
+        ordered = logits.astype(ms.float32) if logits.dtype == ms.bfloat16 else logits  # a CPU has no kernel for bfloat16
+        return ms.ops.topk(ordered, top)[1], experts
 
 
 def is_linear(cell: nn.Cell) -> bool:
@@ -216,8 +216,9 @@ def _fitting_indices(indices: Sequence[Tensor], top: int | None) -> Tensor:
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
+    """The tensors of a result that have dimensions: a loss for balance has none."""
     for one in result if isinstance(result, tuple | list) else (result,):
-        if isinstance(one, Tensor):
+        if isinstance(one, Tensor) and one.ndim:
             yield one
 
 

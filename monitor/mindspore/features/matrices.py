@@ -293,7 +293,7 @@ def _logit_sums(on: Arithmetic, parts: Iterator[Array], tokens: int) -> reading.
         here, nans = on.amax(of_token), on.sum(on.floats(logits != logits))
         here = on.where(nans == 0, here, nans * math.nan)  # NaN need not reach a maximum
         greatest = here if greatest is None else on.maximum(greatest, here)
-    return reading.Logits(tokens, on.number(total), on.number(greatest))
+    return reading.Logits(tokens, on.number(total), -math.inf if greatest is None else on.number(greatest))
 
 
 def dtype_of_routing(cell: nn.Cell, tokens: Tensor, weight: Tensor) -> Any:

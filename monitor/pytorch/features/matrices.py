@@ -241,7 +241,7 @@ def logits_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: torc
 
 def _parts_of(logits: Tensor) -> Iterator[Tensor]:
     flat = logits.flatten(0, -2)
-    yield from flat.split(max(1, BLOCK // max(1, flat.shape[1])))
+    yield from flat.split(max(1, BLOCK // max(1, flat.shape[1]))) if len(flat) else ()
 
 
 def _parts_from(tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -518,7 +518,7 @@ def computing() -> Iterator[Arithmetic]:
 def _cut(arithmetic: Arithmetic, x: Array, shape: Sequence[int]) -> Iterator[Array]:
     rows, columns = shape
     at_once = max(1, arithmetic.block // max(1, columns))
-    if at_once >= rows:
+    if 0 < rows <= at_once:
         yield x
         return
     for start in range(0, rows, at_once):

@@ -13,7 +13,14 @@ from mindspore import Tensor, nn
 from numpy_definitions import FLOATS, drawn, entropy_per_token, exact, number, softmax
 
 from monitor.mindspore.features.choices import choices_of, confirmed
-from monitor.mindspore.features.matrices import dtype_of_routing, entropy_from, entropy_of, logit_sums_from, logits_from
+from monitor.mindspore.features.matrices import (
+    dtype_of_routing,
+    entropy_from,
+    entropy_of,
+    logit_sums_from,
+    logit_sums_of,
+    logits_from,
+)
 from monitor.recording.features.reading import ANOTHER_CHOICE, NO_CHOICE, NotARouterError, RouterCall
 from monitor.stats.mindspore import tensors as mindspore_arithmetic
 
@@ -66,9 +73,10 @@ def test_logits_that_are_not_finite_are_not_hidden(value: float) -> None:
     assert math.isnan(number(entropy_of(Tensor([[0.0, value, 1.0], [0.0, 0.0, 0.0]])).entropy))
 
 
-def test_no_tokens_have_no_entropy() -> None:
-    found = entropy_of(Tensor(np.zeros((0, 4), np.float32)))
-    assert (found.tokens, number(found.entropy)) == (0, 0.0)
+def test_no_tokens_have_neither_entropy_nor_a_greatest_logit() -> None:
+    none = Tensor(np.zeros((0, 4), np.float32))
+    assert [number(one) for one in entropy_of(none)] == [0, 0.0]
+    assert [number(one) for one in logit_sums_of(none)] == [0, 0.0, -math.inf]
 
 
 def test_a_router_computes_in_what_it_says_or_in_what_it_is_given() -> None:
@@ -131,11 +139,30 @@ def test_a_result_that_shows_no_logits_confirms_none_and_denies_none() -> None:
     assert confirmed(sums, logits, weights, True) is None
 
 
+def test_a_loss_that_a_router_returns_too_confirms_nothing_and_denies_nothing() -> None:
+    given = Tensor(TOKENS), Tensor(WEIGHT), None, ms.float32
+    sums, logits, loss = logit_sums_from(*given), logits_from(*given), Tensor(np.float32(0.5))
+    found = confirmed(sums, logits, (Tensor((TOKENS @ WEIGHT.T).astype(np.float32)), loss), True)
+    assert found is not None
+    assert [number(one) for one in found] == [number(one) for one in sums]
+    assert confirmed(sums, logits, loss, False) is sums
+    assert confirmed(sums, logits, (loss,), True) is None
+
+
 def test_logits_that_are_not_finite_stay_in_the_row() -> None:
     given = Tensor(np.where(TOKENS > 2, np.nan, TOKENS)), Tensor(WEIGHT), None, ms.float32
     found = confirmed(entropy_from(*given), logits_from(*given), Tensor(drawn(20, 4)), False)
     assert found is not None
     assert (number(found.tokens), math.isnan(number(found.entropy))) == (20, True)
+
+
+def test_of_equal_logits_those_count_that_topk_chooses() -> None:
+    cell = nn.Dense(16, 64, has_bias=False)
+    cell.top_k = 3
+    chosen = ms.ops.topk(Tensor(np.zeros((5, 64), np.float32)), 3)[1].asnumpy()
+    for dtype in FLOATS:
+        found = choices_of(cell, Tensor(np.zeros((5, 64), np.float32)).to(dtype), RouterCall())
+        assert found.counts.asnumpy().tolist() == np.bincount(chosen.ravel(), minlength=64).tolist()
 
 
 def test_the_greatest_logits_of_a_linear_router_are_its_choice() -> None:

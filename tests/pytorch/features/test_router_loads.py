@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from watching import Output, Row, attached, warnings_in
 
 from monitor.pytorch.features.choices import choices_of, confirmed, count_indices, counts_of
-from monitor.pytorch.features.reading import call_of, logit_sums_from, logits_from
+from monitor.pytorch.features.reading import call_of, entropy_of, logit_sums_from, logit_sums_of, logits_from
 from monitor.recording.features.reading import (
     ANOTHER_CHOICE,
     OTHER_MAP,
@@ -498,6 +498,12 @@ def test_computed_logits_are_recorded_unless_the_router_returns_others(
     found = router.values["z_loss"], router.values["logit_max"], entropy.values["per_token_expert_entropy"]
     assert found == (pytest.approx([one.item() for one in expected], rel=1e-5) if known else (None,) * 3)
     assert router.values["assigned"] == 80
+
+
+def test_a_router_without_tokens_has_neither_entropy_nor_a_greatest_logit() -> None:
+    found = logit_sums_of(torch.zeros(0, 8))
+    assert [float(one) for one in found] == [0, 0, -math.inf]
+    assert entropy_of(torch.zeros(0, 8)).tokens == 0
 
 
 def test_logits_that_are_not_finite_are_recorded_as_such(output: Output) -> None:
