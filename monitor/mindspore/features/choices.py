@@ -101,9 +101,9 @@ def is_linear(cell: nn.Cell) -> bool:
 
 
 def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """The number of vectors in the first tensor of numbers with at least two dimensions; None if there is none."""
+    """The number of vectors in the first floating-point tensor with at least two dimensions; None if there is none."""
     given = (*args, *kwargs.values())
-    shape = next((one.shape for one in given if isinstance(one, Tensor) and one.ndim > 1 and one.dtype not in INTEGERS), None)
+    shape = next((one.shape for one in given if isinstance(one, Tensor) and one.ndim > 1 and one.dtype in EPSILONS), None)
     return None if shape is None else int(np.prod(shape[:-1]))
 
 

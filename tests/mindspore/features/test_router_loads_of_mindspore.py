@@ -139,6 +139,15 @@ def test_the_numbers_of_all_experts_are_no_mask_in_which_the_first_expert_is_mis
         choices_of(cell, Tensor(every[:, :2] % 2), RouterCall(tokens=4))
 
 
+@pytest.mark.parametrize("dtype", [ms.bool_, ms.uint8, ms.int32], ids=str)
+def test_a_mask_before_the_tokens_does_not_hide_them(dtype: ms.Type) -> None:
+    cell = nn.Cell()
+    cell.num_experts, cell.top_k = EXPERTS, TOP
+    given = Tensor(np.ones((2, 3), np.int32)).to(dtype), Tensor(np.zeros((2, 3, 4), np.float32))
+    chosen = Tensor(np.array([[[0, 1], [2, 1], [3, 4]], [[1, 0], [1, 2], [4, 1]]], np.int32))
+    assert choices_of(cell, chosen, call_of(cell, given, {})).counts.asnumpy().tolist() == [2, 5, 2, 1, 2]
+
+
 def test_a_result_that_does_not_say_how_many_experts_there_are_is_refused() -> None:
     result = Tensor(np.zeros((6, 2), np.float32)), Tensor(np.zeros((6, 2), np.int32))
     with pytest.raises(NotARouterError, match=UNKNOWN_EXPERTS):
