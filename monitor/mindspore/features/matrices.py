@@ -287,7 +287,8 @@ def _logit_sums(on: Arithmetic, parts: Iterator[Array], tokens: int) -> reading.
     greatest: Array | None = None
     for logits in parts:
         of_token = on.amax(logits, -1)
-        exponents = on.sum(on.exp(on.at_least(logits - of_token, OUT_OF_SIGHT)), -1)
+        below = on.where(logits == of_token, 0.0, logits - of_token)  # of infinite logits the difference is NaN
+        exponents = on.sum(on.exp(on.at_least(below, OUT_OF_SIGHT)), -1)
         exact = on.wide(of_token + on.log(exponents))
         total = total + on.sum(exact * exact)
         here, nans = on.amax(of_token), on.sum(on.floats(logits != logits))

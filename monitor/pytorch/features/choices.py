@@ -120,7 +120,7 @@ def confirmed(sums: Sums, logits: Tensor, result: Any, unsure: bool) -> Sums | N
         found = []
     weights = {one.shape for one in _integers(found)}  # of chosen experts, which are sorted
     shown = [one for one in found if one.is_floating_point() and one.shape not in weights]
-    given = [one.flatten(0, -2) for one in shown if one.shape[-1] == logits.shape[-1] and one.numel() == logits.numel()]
+    given = [one.reshape(logits.shape) for one in shown if one.shape[-1] == logits.shape[-1] and one.numel() == logits.numel()]
     if not given:
         return None if unsure else sums
     fits = torch.stack([_follows(one, logits) for one in given]).any()

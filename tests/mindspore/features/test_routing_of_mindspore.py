@@ -73,6 +73,14 @@ def test_logits_that_are_not_finite_are_not_hidden(value: float) -> None:
     assert math.isnan(number(entropy_of(Tensor([[0.0, value, 1.0], [0.0, 0.0, 0.0]])).entropy))
 
 
+@pytest.mark.parametrize(
+    ("logits", "squares"), [([1.0, math.inf], math.inf), ([-math.inf] * 2, math.inf), ([0.0, math.nan], math.nan)]
+)
+def test_the_z_loss_of_infinite_logits_is_infinite(logits: list[float], squares: float) -> None:
+    found = logit_sums_of(Tensor(np.array([[0.5, 0.25], logits], np.float32)))
+    assert number(found.squares) == pytest.approx(squares, nan_ok=True)
+
+
 def test_no_tokens_have_neither_entropy_nor_a_greatest_logit() -> None:
     none = Tensor(np.zeros((0, 4), np.float32))
     assert [number(one) for one in entropy_of(none)] == [0, 0.0]

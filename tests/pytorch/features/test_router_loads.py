@@ -500,6 +500,14 @@ def test_computed_logits_are_recorded_unless_the_router_returns_others(
     assert router.values["assigned"] == 80
 
 
+def test_of_a_single_token_logits_may_have_one_dimension() -> None:
+    tokens, weight = torch.randn(1, 4), torch.randn(8, 4)
+    sums, logits = (form(tokens, weight, None, torch.float32) for form in (logit_sums_from, logits_from))
+    found = confirmed(sums, logits, ((tokens @ weight.T)[0], torch.tensor([[3, 1]])), True)
+    assert found is not None
+    assert [float(one) for one in found] == [float(one) for one in sums]
+
+
 def test_a_router_without_tokens_has_neither_entropy_nor_a_greatest_logit() -> None:
     found = logit_sums_of(torch.zeros(0, 8))
     assert [float(one) for one in found] == [0, 0, -math.inf]
