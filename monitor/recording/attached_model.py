@@ -426,10 +426,12 @@ class ModelNames:
         return Targeted(found, selection.unmatched, selection.ambiguous)
 
     def parameters(self) -> Iterator[NamedParameter]:
-        """The selected parameters, in the order of the framework."""
+        """The selected parameters, in the order of the framework. One that several chunks have belongs to the first of them."""
+        found = set[int]()
         for chunk, parameters in enumerate(self._parameters):
             for name, parameter in parameters.items():
-                if self.selection.parameter(chunk, name):
+                if id(parameter) not in found and self.selection.parameter(chunk, name):
+                    found.add(id(parameter))
                     yield NamedParameter(chunk, self._row_names.get(name, name), parameter)
 
 

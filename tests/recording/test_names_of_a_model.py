@@ -34,6 +34,15 @@ def test_two_chunks_that_have_the_same_names_both_have_them_short() -> None:
     assert spelled(names) == [(0, "0"), (1, "0")]
 
 
+def test_a_parameter_that_chunks_share_has_one_row_in_the_first_that_is_selected() -> None:
+    trunk, heads = object(), [object(), object()]
+    chunks = [NamedParts([("trunk", 0), ("head", 1)], [("trunk.weight", trunk), ("head.weight", head)]) for head in heads]
+    every = [(one.chunk, one.name, one.tensor) for one in ModelNames(chunks, MonitorConfig()).parameters()]
+    assert every == [(0, "trunk.weight", trunk), (0, "head.weight", heads[0]), (1, "head.weight", heads[1])]
+    second = MonitorConfig.model_validate({"targets": {"1:trunk": {}}})
+    assert [(one.chunk, one.tensor) for one in ModelNames(chunks, second).parameters()] == [(1, trunk)]
+
+
 def test_the_documents_l2_targets_find_their_modules_whatever_rows_call_them() -> None:
     model = [[f"decoder.layers.{i}.self_attention.linear_qkv" for i in (0, 1)]]
     for squash in (False, True):
