@@ -38,14 +38,16 @@ def choices_of(cell: nn.Cell, result: Any, call: reading.RouterCall) -> reading.
     if _attribute(cell, "moe_pad_expert_input_to_capacity"):
         raise reading.NotARouterError(reading.PADDED)
     chosen, experts = chosen_in(cell, result, call)
-    asked = int(np.prod(chosen.shape))
+    asked: int | None = math.prod(chosen.shape)
     if chosen.dtype == ms.bool_:
-        asked = asked // experts * (_number(cell, CHOSEN_NAMES) or 0)
+        top = _number(cell, CHOSEN_NAMES)
+        asked = None if top is None else math.prod(chosen.shape[:-1]) * top
     with computing() as on:
         counts = Tensor(count_on_host(on.of(chosen), experts)) if on.may_look else _count(on, chosen, experts)
         total = float(on.of(counts).sum()) if on.may_look else on.sum(counts)
         limited = any(_attribute(cell, name) is not None for name in CAPACITY_NAMES)
-        return reading.Choices(counts, total, asked - total if limited and asked else None, chosen.dtype == ms.bool_)
+        dropped = asked - total if limited and asked is not None else None
+        return reading.Choices(counts, total, dropped, chosen.dtype == ms.bool_)
 
 
 def chosen_in(cell: nn.Cell, result: Any, call: reading.RouterCall = UNKNOWN) -> ChosenExperts:

@@ -139,6 +139,15 @@ def test_the_numbers_of_all_experts_are_no_mask_in_which_the_first_expert_is_mis
         choices_of(cell, Tensor(every[:, :2] % 2), RouterCall(tokens=4))
 
 
+def test_of_no_tokens_none_were_dropped_and_of_unknown_choices_it_is_unknown() -> None:
+    cell = nn.Cell()
+    cell.num_experts, cell.top_k, cell.capacity = EXPERTS, TOP, 1
+    for none in (np.zeros((0, TOP), np.int32), np.zeros((0, EXPERTS), bool)):
+        assert choices_of(cell, Tensor(none), RouterCall(tokens=0)).dropped == 0
+    cell.top_k = None
+    assert choices_of(cell, Tensor(np.ones((3, EXPERTS), bool)), RouterCall(tokens=3)).dropped is None
+
+
 @pytest.mark.parametrize("dtype", [ms.bool_, ms.uint8, ms.int32], ids=str)
 def test_a_mask_before_the_tokens_does_not_hide_them(dtype: ms.Type) -> None:
     cell = nn.Cell()
