@@ -26,9 +26,9 @@ from monitor.report.load_of_experts import load_of_experts
 from monitor.report.optimizer import UPDATES_KIND, clipping, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
 from monitor.report.spike_links import RATE
-from monitor.report.spikes import SPIKES, spikes
+from monitor.report.spikes import SPIKES, is_loss, spikes
 from monitor.report.trained_weights import lacked_gradient, trained_weights
-from monitor.series import CLIPPED_NORM, GRAD_NORM, HEALTH_KIND, REPLICA_KIND, RUN_KIND
+from monitor.series import CLIPPED_NORM, GRAD_NORM, GRADIENT_KINDS, HEALTH_KIND, REPLICA_KIND, RUN_KIND
 from monitor.stats.loads import LOAD_KIND
 
 STILL_RUNS_S: Final = 120.0
@@ -88,26 +88,30 @@ class RowEvent(NamedTuple):
     def is_finite(self) -> bool:
         return math.isfinite(self.sudden.value)
 
+    @property
+    def is_loss(self) -> bool:
+        return self.kind == RUN_KIND and is_loss(self.name)
+
 
 _FIRST_IN_A_STEP: Final = ("param_origin",)
 """Weights are read late in a step, and passes have used them before."""
 
 
 def row_events(facts: Facts, *, only_infinite: bool = False) -> list[RowEvent]:
-    """What rows alone show, in the order in which it happened as far as rows say.
+    """What rows alone show, in the order in which it happened as far as rows say. A loss comes between forward and backward.
 
     Args:
-        only_infinite: Only the first value of each kind that is not finite.
+        only_infinite: Only values that are not finite: the first one of each kind, and the first event of each series.
     """
     found = []
+    forward = list(facts.histories).index("actv") if "actv" in facts.histories else -1
     for number, (kind, history) in enumerate(facts.histories.items()):
         names = facts.kinds[kind].names
-        late = (kind not in _FIRST_IN_A_STEP, number)
-        found += [
-            (one.step, late, one.micro_step, one.series, RowEvent(kind, names[one.series], facts.ranks[one.rank], one))
-            for one in (filter(None, [history.first_infinite]) if only_infinite else history.events)
-            if _is_fault(facts, kind, one)
-        ]
+        infinite = (one for one in (history.first_infinite, *history.events) if one and not math.isfinite(one.value))
+        for one in filter(partial(_is_fault, facts, kind), infinite if only_infinite else history.events):
+            event = RowEvent(kind, names[one.series], facts.ranks[one.rank], one)
+            late = (kind not in _FIRST_IN_A_STEP, forward + 0.5 if event.is_loss else number)
+            found.append((one.step, late, one.micro_step, one.series, event))
     return [one[-1] for one in sorted(found)]
 
 
@@ -457,7 +461,7 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     )
     if facts.ranking is not None and facts.ranking.has_faults and not is_of_bits:
         says, then = found_first(facts.ranking)
-        return Verdict(BAD, says, then, bad[0].finding.place)
+        return Verdict(BAD, says, f"{_loss_before(facts, first_event)}{then}", bad[0].finding.place)
     if bad:
         first = _explained(min(of_bits if is_of_bits else bad, key=_earliest), bad)
         more = [one.name for one in bad if one is not first]
@@ -475,6 +479,15 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     return Verdict(GOOD, " ".join(filter(None, [healthy, *noted])), without, Place())
 
 
+def _loss_before(facts: Facts, first: Ranked | None) -> str:
+    """What is said of a loss that was not finite before the gradient that an alert rule found first."""
+    losses = [one for one in row_events(facts, only_infinite=True) if one.is_loss]
+    if not losses or first is None or first.subject.series.kind not in _OF_BACKWARD or losses[0].sudden.step > first.step:
+        return ""
+    return f"The {losses[0].name} was not finite in step {losses[0].sudden.step}, before any gradient of that step. "
+
+
+_OF_BACKWARD: Final = ("actv_grad", *GRADIENT_KINDS)
 _ONLY_SEEN: Final = ("Sudden changes", "Loss", "Total gradient norm")
 """Checks that say what happened, and not why."""
 

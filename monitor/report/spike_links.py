@@ -20,7 +20,7 @@ from monitor.report.bands import Ints, Limit, Numbers, Window
 from monitor.report.facts import Facts
 from monitor.report.findings import Place
 from monitor.report.replicas import found_while_running
-from monitor.series import LEFT_BY_STEP, RUN_KIND
+from monitor.series import GRAD_NORM, LEFT_BY_STEP, RUN_KIND
 
 BEFORE: Final = bands.LEVEL + bands.SPREAD
 """Steps before a jump whose rows are read."""
@@ -545,7 +545,11 @@ def finite(around: Around) -> Link:
     if np.isfinite(around.spike.value):
         return Link("")
     found = [(one.step, kind, one) for kind, of in around.facts.histories.items() if (one := of.first_infinite) is not None]
-    rows = [one for one in found if one[1] != RUN_KIND and one[0] <= around.spike.step]
+    is_norm = around.spike.name == GRAD_NORM
+    before = around.spike.step, UPDATE if is_norm else FORWARD  # a loss comes before the backward
+    rows = [one for one in found if one[1] != RUN_KIND and (one[0], _phase_of(one[1])) <= before]
+    if not rows and not is_norm and around.has("actv"):
+        return Link("")
     if not rows:
         return Link(what, look='"wg_distribution": true and "xy_distribution": true')
     step, kind, first = min(rows, key=lambda one: (one[0], _phase_of(one[1])))

@@ -132,7 +132,12 @@ def _is_lost_early(steps: Ints, values: Numbers, skipped: Ints) -> bool:
 
 
 def _is_judged(name: str) -> bool:
-    return name == GRAD_NORM or ("loss" in name.lower() and "scale" not in name.lower())
+    return name == GRAD_NORM or is_loss(name)
+
+
+def is_loss(name: str) -> bool:
+    """Whether a number that the loop logs is a loss, and no scale of it."""
+    return "loss" in name.lower() and "scale" not in name.lower()
 
 
 # --- Jumps.

@@ -328,6 +328,42 @@ def test_a_weight_that_is_not_finite_any_more_is_called_so(value: float, tmp_pat
     assert said == "NaN or infinite"
 
 
+GRADIENTS: Mapping[str, Any] = {"wg_distribution": True, "wg_reduced_only": True, "format": "parquet", "ops": ["norm", "nans"]}
+ALERTS: Mapping[str, Any] = {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}}
+
+
+@pytest.mark.parametrize("more", [{}, ALERTS, {"xy_distribution": True, "all_xy": True}])
+def test_a_gradient_is_not_the_cause_of_a_loss_that_is_not_finite_in_the_same_step(more: Any, tmp_path: Path) -> None:
+    def unknown(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, F.one_hot(y, 6) * (torch.nan if step == AT else 1.0)
+
+    train(tmp_path / "out", batch=unknown, **{**GRADIENTS, **more})
+    with reported(tmp_path / "out") as (_, checks, verdict):
+        says = {one.name: one.finding.says for one in checks}
+    assert says["NaN and infinity"].startswith(f"First came loss on rank 0 in step {AT}: its value is nan")
+    assert says["Spikes"].startswith(f"The loss was nan in step {AT}")
+    assert "grad_reduced" not in says["Spikes"]
+    if "alert" in more:
+        assert verdict.says.startswith("First came grad_reduced")
+        assert verdict.then.startswith(f"The loss was not finite in step {AT}, before any gradient of that step. ")
+    else:
+        assert verdict.says.startswith(("First came loss", "The loss was nan"))
+
+
+def test_a_loss_that_stays_finite_is_not_named_before_a_gradient(tmp_path: Path) -> None:
+    def spoiled(model: nn.Module) -> None:
+        def spoil(p: Tensor) -> None:
+            assert p.grad is not None
+            p.grad[0] = torch.nan
+
+        model.get_parameter("2.bias").register_post_accumulate_grad_hook(spoil)
+
+    train(tmp_path / "out", in_step(AT, lambda model, _: spoiled(model)), **GRADIENTS, **ALERTS)
+    with reported(tmp_path / "out") as (_, _checks, verdict):
+        assert verdict.says.startswith("First came grad_reduced 2.bias")
+        assert "loss was not finite" not in verdict.then
+
+
 def test_a_batch_is_not_compared_with_a_further_micro_step_of_the_same_step(tmp_path: Path) -> None:
     """The loop drops the gradients of a bad batch. So its step has a second forward, which has no usual size."""
     one = RecordedRank(tmp_path / "out", format="parquet", ops=("norm",), micro_step_kinds=["actv"])

@@ -178,7 +178,7 @@ SAID = {
     Cause.SENT: ", to which this rank gave bad numbers",
     Cause.LOSS: "between the loss and the gradient of ",
     Cause.BEHIND: "after the watched part of the forward, in the loss, or before ",
-    Cause.PASSES: "in the backward of the model. Gradients of activations around it were not recorded",
+    Cause.PASSES: "backward of the model. Gradients of activations around it were not recorded",
     Cause.PARAMETER: ", between the gradient of its output and that of its parameter",
     Cause.AGGREGATION: "in the aggregation of gradients over ",
     Cause.UNSEEN_RANKS: ", whose own gradient is not known, or ",

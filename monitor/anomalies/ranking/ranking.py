@@ -512,6 +512,9 @@ def _of_parameter(member: Member, graph: DataflowGraph, subject: Subject, step: 
     return FaultLocation(Cause.UNKNOWN, "the first on its rank")
 
 
+_AFTER_FORWARD: Final = "between the last recorded activation and the end of the"
+
+
 def _local_gradient(member: Member, graph: DataflowGraph, subject: Subject) -> FaultLocation:
     module = graph.owner(subject)
     if module is not None:
@@ -519,7 +522,7 @@ def _local_gradient(member: Member, graph: DataflowGraph, subject: Subject) -> F
         return FaultLocation(Cause.PARAMETER, f"{around}, between the gradient of its output and that of its parameter")
     forward = ("actv", subject.series.vpp_stage)
     if forward in graph.kinds:
-        text = "in the backward of the model. Gradients of activations around it were not recorded"
+        text = f"{_AFTER_FORWARD} backward of the model. Gradients of activations around it were not recorded"
     else:
         rarely = member.graph is not None and forward in member.graph.kinds
         text = f"in the forward or backward of the model. Activations were not recorded{' in this step' if rarely else ''}"
@@ -539,7 +542,7 @@ def _aggregation(job: RankedJob, member: Member, subject: Subject, step: int, gi
     together = ", where all were changed together, as by clipping: any of them may be the cause" if changed else ""
     if unseen and given is None and not _records_its_own(member, subject):
         shown = _shows_forward(member, subject, step)
-        passes = f"in the {'' if shown else 'forward or '}backward of {listed(unseen)}"
+        passes = f"{_AFTER_FORWARD if shown else 'in the forward or'} backward of {listed(unseen)}"
         text = (
             f"{passes}, or {after}{together}. Gradients before that were not recorded, so the place is not known more precisely"
         )

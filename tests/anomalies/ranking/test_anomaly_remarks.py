@@ -276,15 +276,15 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
         (
             ["actv_grad"],
             *("grad_unreduced", "b.weight"),
-            "in the backward of the model. Gradients of activations around it were not recorded, so the place "
-            "is not known more precisely",
+            "between the last recorded activation and the end of the backward of the model. Gradients of activations around it "
+            "were not recorded, so the place is not known more precisely",
             "Record activations and their gradients",
         ),
         (
             ["grad_unreduced"],
             *("grad_reduced", "b.weight"),
-            "in the backward of rank 0, or between the backward and the optimizer's step. Gradients before that were not "
-            "recorded, so the place is not known more precisely",
+            "between the last recorded activation and the end of the backward of rank 0, or between the backward and the "
+            "optimizer's step. Gradients before that were not recorded, so the place is not known more precisely",
             "Record gradients before aggregation (wg_distribution, and wg_reduced_only false)",
         ),
         (
