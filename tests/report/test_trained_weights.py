@@ -105,3 +105,22 @@ def test_weights_that_another_configuration_may_have_left_out_are_not_judged(tmp
 def test_without_gradients_or_steps_no_one_has_looked(kinds: Collection[str], steps: int, tmp_path: Path) -> None:
     checks, _ = recorded(tmp_path, lambda _step, _name: True, kinds, steps)
     assert finding(checks).state == NOT_LOOKED_AT
+
+
+@pytest.mark.parametrize("left", [0, 1, SILENT_STEPS - 1, SILENT_STEPS, 40])
+@pytest.mark.parametrize("of_other", [0.0, 1e-3])
+def test_a_learning_rate_that_is_zero_for_many_steps_is_said_with_the_first_of_them(
+    left: int, of_other: float, tmp_path: Path
+) -> None:
+    one = RecordedRank(tmp_path)
+    for step in range(STEPS):
+        moves = step < STEPS - left
+        rates = {"learning_rate.0": 1e-3 * moves, "learning_rate.1": 1e-3 if moves else of_other}
+        run = [Measured(name, numbers={SUM: rate, COUNT: 1.0}) for name, rate in rates.items()]
+        one.write(step, {"run": run, "grad_reduced": [*map(Measured, WEIGHTS)]})
+    one.close()
+    _, checks, verdict = modelled(tmp_path)
+    says = f"The learning rate has been 0 since step {STEPS - left}, so weights do not change."
+    assert verdict.state == GOOD, verdict.says
+    assert (says in finding(checks).says) == (says in verdict.says) == (left >= SILENT_STEPS and not of_other)
+    assert ("learning rate has been 0" in verdict.says) == (says in verdict.says)
