@@ -18,6 +18,11 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def counted(number: float, one: str, several: str = "") -> str:
+    """``1 row`` or ``2 rows``. ``several`` is the plural if an s does not make it, as in ``1 row has`` and ``2 rows have``."""
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
+
+
 def say(console: Console, text: str, style: str = "") -> None:
     """Print lines without wrapping them at the console's width: a truncated path would be useless."""
     lines = "\n".join(map(plain, text.split("\n")))

@@ -31,7 +31,7 @@ from monitor.compare.values import ALONE, Compared, ComparisonError, Finding
 from monitor.coordinator.output import write_whole
 from monitor.merge.execution import MergeError
 from monitor.query.sources import QueryError
-from monitor.terminal import CLEAN, FLAWED, NOTHING, plain, say
+from monitor.terminal import CLEAN, FLAWED, NOTHING, counted, plain, say
 
 # --- What a comparison has found, as a table of CSV and for a terminal.
 
@@ -257,7 +257,8 @@ def _calibrate(runs: Sequence[Path], path: Path, how: How) -> None:
     limits = Limits.learned(found, len(runs))
     limits.write(path)
     console = Console()
-    say(console, f"{path}: {len(limits.allowed):,} entries, from steps {limits.first} to {limits.last} of {len(runs)} runs")
+    entries = counted(len(limits.allowed), "entry", "entries")
+    say(console, f"{path}: {entries}, from steps {limits.first} to {limits.last} of {len(runs)} runs")
     seen = {name: max(sizes) for pair in found for name, sizes in pair.seen.items()}
     if seen:
         kind, name = max(seen, key=lambda one: seen[one])
@@ -265,7 +266,7 @@ def _calibrate(runs: Sequence[Path], path: Path, how: How) -> None:
     for line in dict.fromkeys(line for pair in found for line in pair.not_compared):
         say(console, f"Not compared: {line}")
     if never := [one for pair in found for one in pair.findings if not math.isfinite(one.rounding)]:
-        say(console, f"{len(never):,} differences are such that no tolerance allows them, the first: {described(never[0])}")
+        say(console, f"{counted(len(never), 'difference')} that no tolerance allows, the first: {described(never[0])}")
 
 
 def compare(left: Path, right: Path, how: How = How(), progress: Progress = silent) -> Compared:  # noqa: B008 - frozen
@@ -318,12 +319,13 @@ def _summary(found: Compared) -> Iterator[str]:
     if found.is_empty or not (found.tensors or found.arguments or found.different):
         yield "Not looked at: there is no tensor that both sides have in the same step."
     elif found.different:
-        yield f"{found.different:,} differences among {found.tensors:,} {found.unit}"
+        yield f"{counted(found.different, 'difference')} among {counted(found.tensors, found.unit)}"
     else:
         both = " that both sides have" if alone or found.not_compared else ""
-        yield f"the same: {found.tensors:,} {found.unit}{both}"
+        yield f"the same: {counted(found.tensors, found.unit)}{both}"
     if found.rounded and found.different:
-        yield f"{found.rounded:,} more {found.unit} differ by no more than rounding may have become by then"
+        differ = counted(found.rounded, f"more {found.unit} differs", f"more {found.unit}s differ")
+        yield f"{differ} by no more than rounding may have become by then"
     elif found.rounded:
         most = f"by {found.most_rounded:.2g} times that of one step, at most"
-        yield f"{found.rounded:,} {found.unit} differ by rounding: {most}"
+        yield f"{counted(found.rounded, f'{found.unit} differs', f'{found.unit}s differ')} by rounding: {most}"

@@ -13,12 +13,13 @@ from monitor.compare.names import NameRules
 from monitor.compare.rows import RowComparison, RowWatcher, phase_of
 from monitor.compare.sides import Choice, Side, rank_name
 from monitor.compare.tolerances import RATE, VALUE, Circumstances, Limits, Rounding, facts_of, judged
-from monitor.compare.values import ALONE, ROWS, Compared, ComparisonError, Finding
+from monitor.compare.values import ALONE, ROW, Compared, ComparisonError, Finding
 from monitor.compare.wholes import BATCH_ROWS, COMBINED, LayoutComparison, WholeTensors, layouts_differ, with_same_dimensions
 from monitor.query.batches import Batch, batch_of, batches, kinds_in, ops_in, place_of
 from monitor.query.sources import MergedSet, RunSource
 from monitor.series import RUN_KIND
 from monitor.sinks.files import StepSpan
+from monitor.terminal import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def compare(
     choice = sides[0].choice.shared_with(sides[1].choice)
     places = [side.places(choice) for side in sides]
     if not any(places):  # both can be read, and neither has rows
-        return Compared(0, [], unit=ROWS)
+        return Compared(0, [], unit=ROW)
     wrappers = [side.wrapper for side in sides]
     wrappers = wrappers if wrappers[0] != wrappers[1] else ["", ""]
     rules = NameRules(how.names, wrappers[0]), NameRules((), wrappers[1])
@@ -114,7 +115,8 @@ def _is_of_parts(finding: Finding, sides: Sequence[Side]) -> bool:
 
 def _found(comparison: RowComparison, steps: tuple[int, int]) -> Compared:
     for kind, rows in (+comparison.not_judged).items():
-        comparison.sides[0].miss(f"{rows:,} rows of {kind} have no number that can be judged of the same op on both sides")
+        have = counted(rows, f"row of {kind} has", f"rows of {kind} have")
+        comparison.sides[0].miss(f"{have} no number that can be judged of the same op on both sides")
     left, right = comparison.sides
     for side, other, what, there in ((left, right, "missing", ("there", "")), (right, left, "added", ("", "there"))):
         for step, rank, kind in side.lost_by(other, StepSpan(*steps)):
@@ -125,7 +127,7 @@ def _found(comparison: RowComparison, steps: tuple[int, int]) -> Compared:
         comparison.compared,
         findings,
         not_compared=tuple(line for side in comparison.sides for line in side.lacks()),
-        unit=ROWS,
+        unit=ROW,
         notes=tuple(line for side in comparison.sides for line in side.notes),
         counted=tuple(comparison.kinds),
         steps=steps,

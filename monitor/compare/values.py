@@ -114,7 +114,7 @@ def _cosine(x: NDArray[Any], y: NDArray[Any]) -> float | None:
 # --- What a comparison has found.
 
 
-ROWS: Final = "rows"
+ROW: Final = "row"
 """The unit of comparisons of runs."""
 
 ALONE: Final = {"missing": "on the left side alone", "added": "on the right side alone"}
@@ -187,7 +187,7 @@ class Compared:
     findings: list[Finding]
     arguments: int = 0
     not_compared: tuple[str, ...] = ()
-    unit: str = "tensors"
+    unit: str = "tensor"
     rounded: int = 0
     most_rounded: float = 0.0
     notes: tuple[str, ...] = ()

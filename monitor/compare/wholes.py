@@ -46,6 +46,7 @@ from monitor.series import (
 from monitor.sinks.files import StepSpan
 from monitor.stats.ops import CALLS, INTEGER_OPS, TEXT_OPS
 from monitor.stats.partials import Floats
+from monitor.terminal import counted
 
 COMBINED: Final = ACTIVATION_KINDS
 """Kinds with a row for each rank and micro-step, of which a step has a part of its batch each."""
@@ -369,10 +370,11 @@ class LayoutComparison:
         for kind in sorted(set(left.kinds) & set(right.kinds), key=place_of):
             self._compare_kind(kind)
         for (kind, op), rows in self._own_ops.items():
-            left.side.note(f"{rows:,} rows of {kind} have {op} on one side alone")
+            left.side.note(f"{counted(rows, f'row of {kind} has', f'rows of {kind} have')} {op} on one side alone")
         copied = Counter(kind for (kind, _), copies in self._copies.items() if max(copies) > 1)
         for kind, number in copied.items():
-            left.side.note(f"{number:,} tensors of {kind} are there in several copies on one side, which count once")
+            are = counted(number, f"tensor of {kind} is", f"tensors of {kind} are")
+            left.side.note(f"{are} there in several copies on one side, which count once")
 
     def _compare_kind(self, kind: str) -> None:
         firsts = [one.first_rows(kind) for one in self._sides]

@@ -14,7 +14,7 @@ from monitor import cli
 from monitor.convert import sqlite, tensorboard
 from monitor.convert.conversion import Conversion, ConversionError, NothingRecordedError
 from monitor.query.batches import SHOWN_KINDS
-from monitor.terminal import CLEAN, FLAWED, NOTHING, say
+from monitor.terminal import CLEAN, FLAWED, NOTHING, counted, say
 
 
 class Target(StrEnum):
@@ -90,8 +90,8 @@ def monitor_convert(
         raise typer.Exit(NOTHING) from error
     for line in done.said():
         say(errors, line)
-    ranks = "1 rank" if len(done.ranks) == 1 else f"{len(done.ranks)} ranks"
-    say(Console(), f"{done.rows:,} rows of {ranks} written to {done.output}")
+    ranks = counted(len(done.ranks), "rank")
+    say(Console(), f"{counted(done.rows, 'row')} of {ranks} written to {done.output}")
     raise typer.Exit(FLAWED if done.set_aside or done.absent else CLEAN)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from monitor.cli import Command, DirectoryOption, Version, one_directory
 from monitor.coordinator.output import remove_drafts
 from monitor.dump.files import DATA, FILE, OtherDumpError, damage_found, finish, is_being_written, is_directory
-from monitor.terminal import CLEAN, FLAWED, NOTHING, say
+from monitor.terminal import CLEAN, FLAWED, NOTHING, counted, say
 
 
 class RecoveryResult(NamedTuple):
@@ -88,7 +88,7 @@ def monitor_dump_recover(
             failed = True
             say(errors, f"left as it is: {one.directory}: {one.reason}", style="yellow")
         else:
-            say(Console(), f"{one.entries:,} entries in {one.directory}")
+            say(Console(), f"{counted(one.entries, 'entry', 'entries')} in {one.directory}")
             if one.damaged:
                 failed = True
                 say(errors, f"incomplete: {damage_found(one.damaged, one.directory)}", style="yellow")

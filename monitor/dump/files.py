@@ -29,6 +29,7 @@ from monitor.coordinator.output import write_whole
 from monitor.dump.config import LEVELS
 from monitor.dump.values import TensorLeaf, checksum, derive_all, leaves
 from monitor.failures import EarlierFailure, Failures
+from monitor.terminal import counted
 
 # --- Open files safely in a directory that others may have written to: regular files of bounded size, no links.
 
@@ -232,7 +233,7 @@ def finish(directory: Path, *, check: bool = False) -> AssembledDump:
 
 def damage_found(damaged: int, directory: Path) -> str:
     """The message for records that could not be read."""
-    lost = f"{damaged:,} damaged lines were skipped: at least as many records are lost"
+    lost = f"{counted(damaged, 'damaged line was', 'damaged lines were')} skipped: at least as many records are lost"
     return f"{lost}. {directory / FILE} was kept: remove it to accept the dump without them."
 
 

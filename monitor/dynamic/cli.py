@@ -22,7 +22,7 @@ from monitor.dynamic.config_file import EditError, change_file, path_of
 from monitor.dynamic.controller import NOTHING as NO_DIFFERENCE, WATCHING_RANK, digest_of, summary
 from monitor.merge.discovery import Found, choose, discover
 from monitor.merge.execution import MergeError
-from monitor.terminal import CLEAN, FLAWED, NOTHING, plain, say
+from monitor.terminal import CLEAN, FLAWED, NOTHING, counted, plain, say
 
 # --- The configurations of a job, read from the ranks' manifests: which one is in force, since when, and whether ranks agree.
 
@@ -288,7 +288,7 @@ def _shown(job: WatchedJob, awaited: MonitorConfig | None = None) -> bool:
     """Print the job's state. Returns whether there is no problem."""
     console, errors = Console(), Console(stderr=True)
     ranks = len({one.rank for one in job.ranks})
-    say(console, f"job {job.job_id}, {ranks} of {job.ranks[0].world_size} ranks, {job.config_path}")
+    say(console, f"job {job.job_id}, {ranks} of {counted(job.ranks[0].world_size, 'rank')}, {job.config_path}")
     console.print(_table(job), soft_wrap=True)
     wrong = disagreements(job)
     if not job.is_dynamic:

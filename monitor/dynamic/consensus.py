@@ -26,6 +26,7 @@ from monitor.coordinator.store_memory import LocalStore
 from monitor.dynamic.proposals import FROM_START, C, ConfigTimeline, Proposal, ProposalQueue, Switch
 from monitor.dynamic.step_boundary import PollingIntervals, StepBoundary
 from monitor.failures import Failures
+from monitor.terminal import counted
 
 # --- Operations on the job's store, as values: so the caller of a routine controls what happens between any two of them.
 
@@ -416,5 +417,6 @@ class StoreParticipant(StoreThread):
         elif self._held_up_since is None:
             self._held_up_since = now
         elif now - self._held_up_since >= SAY_AFTER_S:
-            said = f"A change of the configuration waits: {self._agreement.missing} ranks have not called set_monitor yet."
+            have = counted(self._agreement.missing, "rank has", "ranks have")
+            said = f"A change of the configuration waits: {have} not called set_monitor yet."
             self._failures.warn("ranks missing", said)

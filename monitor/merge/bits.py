@@ -22,6 +22,7 @@ from monitor.anomalies.odd_copies import EARLY, ENOUGH, MOST_RANKS, STATE_KINDS,
 from monitor.merge.rows import Rows
 from monitor.merge.statistics import Flags, Index
 from monitor.series import CHECKED_KINDS
+from monitor.terminal import counted
 
 MOST: Final = 200
 """Differences that a piece lists: the first ones."""
@@ -231,8 +232,8 @@ def lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if first:
         yield "", suspect(about)
         if (later := about["later"])["differences"]:
-            others = f", also in {later['tensors']:,} other tensors" if later["tensors"] else ""
-            yield "", f"{later['differences']:,} later differences may follow from it{others}"
+            others = f", also in {counted(later['tensors'], 'other tensor')}" if later["tensors"] else ""
+            yield "", f"{counted(later['differences'], 'later difference')} may follow from it{others}"
     if about["by_design"]:
         said = "copies differ in most tensors from the first steps on, so by design; they are compared by value"
         yield "bits", f"{', '.join(about['by_design'])}: {said}"

@@ -32,7 +32,7 @@ from monitor.merge.follow import FollowOptions, UnfinishedError, follow, how_to_
 from monitor.merge.merge import Progress, Wanted, merge
 from monitor.merge.report import summary
 from monitor.sinks.files import ALL_STEPS, StepSpan
-from monitor.terminal import CLEAN, FLAWED, NOTHING, say
+from monitor.terminal import CLEAN, FLAWED, NOTHING, counted, say
 
 
 class FormatName(StrEnum):
@@ -137,7 +137,7 @@ def _merged(wanted: Wanted, part: str | None, finish: bool, console: Console) ->
         if part is None:
             return parts.merge_to_url(wanted, progress) if is_url(wanted.output) else merge(wanted, progress).told()
         done = parts.merge_part(wanted, parts.Part.parse(part), progress)
-    say(console, f"Part {part} is done. It has {done.all} windows, of which {done.before} were done before.")
+    say(console, f"Part {part} is done. It has {counted(done.all, 'window')}, of which {done.before} were done before.")
     return None
 
 

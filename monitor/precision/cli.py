@@ -18,7 +18,7 @@ from monitor.precision import advice
 from monitor.precision.judging import CASTINGS, CURRENT, DELAYED, LIMITS, Casting, Scaling
 from monitor.precision.operands import OPERANDS
 from monitor.query.opened import missing_in, open_source, steps_of
-from monitor.terminal import CLEAN, FLAWED, NOTHING, in_json, plain, say
+from monitor.terminal import CLEAN, FLAWED, NOTHING, counted, in_json, plain, say
 
 MOST_LAYERS: Final = 400
 """Lines of the table in a terminal."""
@@ -136,7 +136,7 @@ def _print(found: advice.Advice, console: Console) -> None:
     if found.gemms:
         _print_columns([_HEADER, *map(_line, found.gemms[:MOST_LAYERS])], console)
     if len(found.gemms) > MOST_LAYERS:
-        say(console, f"and {len(found.gemms) - MOST_LAYERS:,} more layers: --json prints all")
+        say(console, f"and {counted(len(found.gemms) - MOST_LAYERS, 'more layer')}: --json prints all")
     for one in [*found.lacking, *_without_layer(found.without_layer)]:
         say(console, one, style="yellow")
     if not found.gemms:
@@ -145,8 +145,8 @@ def _print(found: advice.Advice, console: Console) -> None:
         say(console, "\nThe rows that lose most, by format and scaling:")
         heads = ("format", "scaling", "layer", "operand", "step", "to zero", "saturates", "error")
         _print_columns([heads, *casts], console)
-    counted = ", ".join(f"{len(found.having(verdict))} {said}" for verdict, said in _SHOWN.items())
-    say(console, f"\n{len(found.gemms)} layers in {found.steps} steps: {counted}")
+    shown = ", ".join(f"{len(found.having(verdict))} {said}" for verdict, said in _SHOWN.items())
+    say(console, f"\n{counted(len(found.gemms), 'layer')} in {counted(found.steps, 'step')}: {shown}")
     say(console, _of_loss(found))
 
 

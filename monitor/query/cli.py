@@ -14,7 +14,7 @@ from rich.console import Console
 
 from monitor.cli import Command, Job, Version
 from monitor.query.opened import OpenedRun, open_run
-from monitor.terminal import CLEAN, FLAWED, NOTHING, in_json, plain, say
+from monitor.terminal import CLEAN, FLAWED, NOTHING, counted, in_json, plain, say
 
 MOST_SHOWN: Final = 100
 """Rows of a table for a terminal."""
@@ -107,7 +107,7 @@ def _steps(ranges: Sequence[range]) -> str:
     shown = [f"{one[0]}" if len(one) == 1 else f"{one[0]} to {one[-1]}" + _by(one.step) for one in ranges[:5]]
     count = sum(map(len, ranges))
     more = f" and {len(ranges) - 5} more" if len(ranges) > 5 else ""
-    return f"{count:,} steps: {', '.join(shown)}{more}" if count else "no steps"
+    return f"{counted(count, 'step')}: {', '.join(shown)}{more}" if count else "no steps"
 
 
 def _by(interval: int) -> str:
@@ -163,7 +163,7 @@ def _print_table(answer: pa.Table, console: Console) -> None:
         cells = [f"{cell:>{w}}" if right else f"{cell:<{w}}" for cell, w, right in zip(line, widths, numeric, strict=True)]
         say(console, "  ".join(cells).rstrip())
     if answer.num_rows > MOST_SHOWN:
-        say(console, f"and {answer.num_rows - MOST_SHOWN:,} more rows: --csv and --json print all")
+        say(console, f"and {counted(answer.num_rows - MOST_SHOWN, 'more row')}: --csv and --json print all")
 
 
 def _rows(answer: pa.Table) -> Iterator[tuple[Any, ...]]:

@@ -24,6 +24,7 @@ from monitor.merge.report import ranges_of, summary
 from monitor.merge.statistics import roots_of_squares
 from monitor.merge.tables import order_by, starts_of_runs
 from monitor.query.sources import ALL, MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, RunSource
+from monitor.terminal import counted
 
 MISSING: Final = (
     "missing ranks",
@@ -449,9 +450,9 @@ def total_norms(rows: pa.Table, lacking: Lacking) -> pa.Table:
 
 def _said(without: int, terms: int) -> Iterator[str]:
     if without:
-        yield f"{without} tensors have no norm, because it was not recorded"
+        yield f"{counted(without, 'tensor has', 'tensors have')} no norm, because it was not recorded"
     if terms:
-        yield f"{terms} rows are terms of a sum that no rank recorded"
+        yield f"{counted(terms, 'row is a term', 'rows are terms')} of a sum that no rank recorded"
 
 
 def _counts(flags: pa.ChunkedArray, starts: NDArray[np.int64]) -> NDArray[np.int64]:

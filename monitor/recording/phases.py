@@ -15,6 +15,7 @@ from monitor.recording.attached_model import Attached, ModelNames, NamedParamete
 from monitor.recording.recorder import Due
 from monitor.recording.step_clock import Clock
 from monitor.stats.table import Status
+from monitor.terminal import counted
 
 P = ParamSpec("P")
 
@@ -445,8 +446,9 @@ class OptimizerParameters:
         """The warning that no known optimizer steps some trained parameters; empty if each has an optimizer."""
         self._divide(optimizers)
         count, names = len(self._free), listed([one.name for one in self._free])
+        belong = counted(len(self._parameters), "parameter belongs", "parameters belong")
         said = (
-            f"{count} of {len(self._parameters)} parameters belong to no optimizer that was passed to set_monitor "
+            f"{count} of {belong} to no optimizer that was passed to set_monitor "
             f"({names}). They have no rows of reduced gradients, weights, moments and updates. Pass every optimizer of "
             "the model: set_monitor(model, grad_acc_steps, [first, second])."
         )

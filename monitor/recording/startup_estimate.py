@@ -25,6 +25,7 @@ from monitor.stats.features import own_columns
 from monitor.stats.histograms import MAGNITUDES
 from monitor.stats.ops import has_op
 from monitor.stats.table import StepRows
+from monitor.terminal import counted
 
 # --- Warns about configured data that is not recorded: kinds without rows, and configurations that record less than
 # expected.
@@ -143,8 +144,9 @@ def gaps_of(config: MonitorConfig, series: SeriesTable, monitored: Collection[in
         yield f"The alert rules have nothing to judge: this configuration records no tensors. {SWITCHES}"
     left = _left_to_others(series, monitored) if config.alert.rules and not config.checks_replicas else 0
     if left:
+        are = counted(left, "series is", "series are")
         yield (
-            f"replica_check is false: {left:,} series are measured on one rank for all ranks that hold the tensor. The alert "
+            f"replica_check is false: {are} measured on one rank for all ranks that hold the tensor. The alert "
             "rules do not check the replicas of the other ranks: a NaN in one of them is reported late, and for another "
             "tensor. Remove replica_check from the configuration to check all replicas."
         )

@@ -25,6 +25,7 @@ from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Plac
 from monitor.report.history import LARGEST, Axis, Codes
 from monitor.report.model import MOST_ROWS, Model
 from monitor.series import RUN_KIND
+from monitor.terminal import counted
 
 MOST_PAIRS: Final = 1_000_000
 """Pairs of numbers on the page, over all tensors and columns. With more tensors there are fewer columns."""
@@ -117,11 +118,10 @@ class Against:
         if first is not None:
             tensors = len(_firsts(compared.findings))
             more = f" {tensors:,} tensors differ." if tensors > 1 else ""
-            rest = (
-                f" {compared.rounded:,} more rows differ by no more than rounding may have become." if compared.rounded else ""
-            )
+            differ = counted(compared.rounded, "more row differs", "more rows differ")
+            rest = f" {differ} by no more than rounding may have become." if compared.rounded else ""
             return f"The run differs from {self.other} first in step {first.step}: {self._said(first)}.{more}{rest}"
-        same = f"The same as {self.other}: {compared.tensors:,} rows"
+        same = f"The same as {self.other}: {counted(compared.tensors, 'row')}"
         missing = " that both runs have. Something is on one side alone" if compared.not_compared else ""
         return f"{same}{missing}. {compared.rounded:,} of them {rounded}." if compared.rounded else f"{same}{missing}."
 

@@ -30,6 +30,7 @@ from monitor.report.spikes import SPIKES, is_loss, spikes
 from monitor.report.trained_weights import lacked_gradient, trained_weights
 from monitor.series import CLIPPED_NORM, GRAD_NORM, GRADIENT_KINDS, HEALTH_KIND, REPLICA_KIND, RUN_KIND
 from monitor.stats.loads import LOAD_KIND
+from monitor.terminal import counted
 
 STILL_RUNS_S: Final = 120.0
 """A rank saves its manifest every 30 seconds."""
@@ -182,7 +183,8 @@ def _finite(facts: Facts) -> CheckFinding:
     if number:
         first = row_events(facts, only_infinite=True)[0]
         together = first.kind == "grad_reduced" and any(map(notes_a_change, facts.manifests.values()))
-        says = f"First came {said(first, facts)}.{_TOGETHER if together else ''} {number:,} values are NaN or infinite."
+        values = counted(number, "value is", "values are")
+        says = f"First came {said(first, facts)}.{_TOGETHER if together else ''} {values} NaN or infinite."
         return CheckFinding(BAD, says, first.place, _RULES)
     every = {**facts.kinds, **facts.others}
     asked = {kind: rows for kind, rows in every.items() if not shows_all(kind, [rows.op] if rows.op else [])}
@@ -202,13 +204,16 @@ def _finite(facts: Facts) -> CheckFinding:
         return first_beyond(facts, found, _RULES)
     partly = {kind: rows.ops for kind, rows in asked.items() if not shows_all(kind, rows.ops)}
     unseen = [f"{kind} has only {', '.join(ops) or 'no op'}" for kind, ops in partly.items()]
-    unseen += [f"{rows.unseen:,} rows of {kind} have no {rows.op}" for kind, rows in facts.kinds.items() if rows.unseen]
+    for kind, rows in facts.kinds.items():
+        if rows.unseen:
+            unseen.append(f"{counted(rows.unseen, f'row of {kind} has', f'rows of {kind} have')} no {rows.op}")
     if unseen or not facts.histories:
         return CheckFinding(NOT_LOOKED_AT, f"Not all can be seen: {_few(unseen, len(unseen))}." if unseen else _NO_NUMBER)
     masks = sum(one.masks for one in every.values())
-    but = f", but for {masks:,} rows of inputs that are masks of 0 and -Inf" if masks else ""
+    are = counted(masks, "row of inputs that is a mask", "rows of inputs that are masks")
+    but = f", but for {are} of 0 and -Inf" if masks else ""
     skipped = _skipped(facts)
-    says = f"No NaN and no infinity in {sum(facts.told['rows'].values()):,} rows{but}. {skipped}".strip()
+    says = f"No NaN and no infinity in {counted(sum(facts.told['rows'].values()), 'row')}{but}. {skipped}".strip()
     return CheckFinding(GOOD, says, then=skipped)
 
 
@@ -237,7 +242,7 @@ def _sudden(facts: Facts) -> CheckFinding:
         )
     found = [one for one in row_events(facts) if one.is_finite]
     if not found:
-        return CheckFinding(GOOD, f"{judged:,} values are like those before them.")
+        return CheckFinding(GOOD, f"{counted(judged, 'value is', 'values are')} like those before.")
     has_stopped = found[0].kind == UPDATES_KIND and not found[0].sudden.value
     return CheckFinding(BAD, f"First came {said(found[0], facts)}.", found[0].place, _STOPPED if has_stopped else _JUMPED)
 
@@ -248,7 +253,7 @@ def _all_ranks(facts: Facts) -> CheckFinding:
         first = Place(rank=missing[0])
         return CheckFinding(BAD, f"{capitalized(listed(missing))} recorded nothing.", first, "See whether they ran at all.")
     known = facts.told["ranks"], facts.told["world_size"]
-    return CheckFinding(GOOD, f"{len(known[0]):,} of {known[1]:,} ranks recorded.")
+    return CheckFinding(GOOD, f"{len(known[0]):,} of {counted(known[1], 'rank')} recorded.")
 
 
 def _to_the_end(facts: Facts) -> CheckFinding:
@@ -299,14 +304,14 @@ def _steps(facts: Facts) -> CheckFinding:
     if absent := sorted((facts.measured | with_rows) - known):
         return CheckFinding(NOT_LOOKED_AT, f"Ranks recorded {_few(absent, len(absent))}, and the files have no rows of it.")
     read = {kind: (rows.read, facts.told["rows"].get(kind, 0)) for kind, rows in facts.kinds.items()}
-    if few := [f"{there:,} of {every:,} rows of {kind}" for kind, (there, every) in read.items() if there < every]:
+    if few := [f"{there:,} of {counted(every, 'row')} of {kind}" for kind, (there, every) in read.items() if there < every]:
         return CheckFinding(NOT_LOOKED_AT, f"Files of the merged set have gone. There are {_few(few, len(few))}.")
-    lacking = [f"{kind} at {len(of):,} steps, the first is {of[0]}" for kind, of in lacking_steps(facts).items()]
+    lacking = [f"{kind} at {counted(len(of), 'step')}, the first is {of[0]}" for kind, of in lacking_steps(facts).items()]
     if lacking := [*(f"{kind} after step {step}" for kind, step in off.items()), *lacking]:
         why = " The configuration was changed while the run recorded, and may have switched this off." if changed else ""
         return CheckFinding(NOT_LOOKED_AT, f"No rank has {_few(lacking, len(lacking))}.{why}")
     if facts.left_out:
-        return CheckFinding(NOT_LOOKED_AT, f"Ranks recorded {facts.left_out:,} steps more than these files have.")
+        return CheckFinding(NOT_LOOKED_AT, f"Ranks recorded {counted(facts.left_out, 'step')} more than these files have.")
     return CheckFinding(GOOD, "No step is missing on any rank.")
 
 
@@ -470,11 +475,11 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     unseen = [one.name for one in checks if one.state == NOT_LOOKED_AT]
     without = f"Not looked at: {', '.join(unseen)}." if unseen else "Every check has looked."
     lacking = [one.name for one in checks if one.is_needed and one.state == NOT_LOOKED_AT]
-    rows = f"{sum(facts.told['rows'].values()):,} rows of {len(facts.ranks):,} rank{'s' if len(facts.ranks) > 1 else ''}"
+    rows = f"{counted(sum(facts.told['rows'].values()), 'row')} of {counted(len(facts.ranks), 'rank')}"
     if lacking:
         says = f"Nothing wrong was found in {rows}, but a healthy run needs more than was looked at: {', '.join(lacking)}."
         return Verdict(NOT_LOOKED_AT, says, without, Place())
-    healthy = f"Healthy: nothing wrong was found in {rows} and {len(facts.axis.steps):,} steps."
+    healthy = f"Healthy: nothing wrong was found in {rows} and {counted(len(facts.axis.steps), 'step')}."
     noted = [one.finding.then for one in checks]
     return Verdict(GOOD, " ".join(filter(None, [healthy, *noted])), without, Place())
 

@@ -26,6 +26,7 @@ from monitor.report.optimizer import clipped_steps, share_of_clipped
 from monitor.report.spikes import SPIKES
 from monitor.series import LEARNING_RATE, NO_MICRO_STEP, RUN_KIND
 from monitor.stats.histograms import MAGNITUDES, upper_text
+from monitor.terminal import counted
 
 SCHEMA_VERSION: Final = 1
 """Of the verdict for programs."""
@@ -440,8 +441,8 @@ def _histogram(facts: Facts, model: Model, kind: str, name: str) -> dict[str, An
 def _subtitle(facts: Facts) -> str:
     steps = facts.axis.steps
     between = f"steps {steps[0]:,} to {steps[-1]:,}" if len(steps) else "no steps"
-    rows = sum(facts.told["rows"].values())
-    return f"{len(facts.ranks):,} of {facts.told['world_size']:,} ranks, {between}, {rows:,} rows, from {facts.path}"
+    ranks, rows = counted(facts.told["world_size"], "rank"), counted(sum(facts.told["rows"].values()), "row")
+    return f"{len(facts.ranks):,} of {ranks}, {between}, {rows}, from {facts.path}"
 
 
 def _about(facts: Facts) -> Iterator[list[str]]:

@@ -11,6 +11,7 @@ from monitor.merge.report import ranges_of
 from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
 from monitor.series import REPLICA_KIND
+from monitor.terminal import counted
 
 WEIGHTS: Final = "param_origin"
 _APART: Final = (
@@ -47,9 +48,10 @@ def replicas_agree(facts: Facts) -> CheckFinding:
         return said
     if same := {kind: count for kind, count in bits["compared"].items() if kind not in bits["by_design"]}:
         of = ", ".join(same)
-        return CheckFinding(GOOD, f"{sum(same.values()):,} times a tensor of {of} had the same bits on all ranks that hold it.")
+        times = counted(sum(same.values()), "time")
+        return CheckFinding(GOOD, f"{times} a tensor of {of} had the same bits on all ranks that hold it.")
     if (compared := facts.told["rows"].get(REPLICA_KIND, 0)) > sum(one["rows"] for one in facts.told["not_compared"]["listed"]):
-        return CheckFinding(GOOD, f"{compared:,} rows of replicas are those of their owners.")
+        return CheckFinding(GOOD, f"{counted(compared, 'row')} of replicas, the same as in their owners.")
     if any(checks_replicas(one.config) for one in facts.manifests.values()):
         says = "No tensor is known to be a replica. If ranks hold the same, pass their group to set_monitor as dp_group."
         return CheckFinding(NOT_LOOKED_AT, says)
@@ -99,5 +101,6 @@ def _said_while_running(facts: Facts, check: Literal["copies", "between steps"])
     first = found[0]
     name = facts.shown_name(first["kind"], first["names"][0]) if first["names"] else ""
     says = f"Rank {first['rank']} ({first['host']}): {first['said']}"
-    more = f"{len(found) - 1} more such warnings are in the log and in manifest.json." if len(found) > 1 else ""
+    warnings = counted(len(found) - 1, "more such warning is", "more such warnings are")
+    more = f"{warnings} in the log and in manifest.json." if len(found) > 1 else ""
     return CheckFinding(BAD, says, Place(first["step"], first["ranks"][0], first["kind"], name), more)

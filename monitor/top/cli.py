@@ -20,7 +20,7 @@ from rich.text import Text
 from monitor.cli import Command, Directory, DirectoryOption, Job, Version, one_directory
 from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.series import CLIPPED_NORM, GRAD_NORM
-from monitor.terminal import CLEAN, FLAWED, NOTHING, in_json, plain, say
+from monitor.terminal import CLEAN, FLAWED, NOTHING, counted, in_json, plain, say
 from monitor.top.newest_rows import Unusual
 from monitor.top.watching import ENDED, RUNNING, SILENT, UNKNOWN, WAITING, Look, RankState, Watch
 
@@ -116,10 +116,10 @@ def _head(look: Look) -> Iterator[Text]:
     clock = time.strftime("%H:%M:%S", time.localtime(look.at))
     yield Text(f"{plain(look.run)}  job {plain(look.job)[:12]}  {clock}", style="bold", overflow="ellipsis", no_wrap=True)
     states = Counter(one.state for one in look.ranks)
-    counted = ", ".join(f"{states[one]} {one}" for one in _URGENT if states[one])
-    yield Text(f"{len(look.ranks)} of {look.world_size} ranks: {counted}; {_steps(look.ranks)}")
+    shown = ", ".join(f"{states[one]} {one}" for one in _URGENT if states[one])
+    yield Text(f"{len(look.ranks)} of {counted(look.world_size, 'rank')}: {shown}; {_steps(look.ranks)}")
     if missing := look.world_size - len(look.ranks):
-        yield Text(f"{missing} ranks have no directory here yet", style="yellow")
+        yield Text(f"{counted(missing, 'rank has', 'ranks have')} no directory here yet", style="yellow")
     silent = sorted((one for one in look.ranks if one.state == SILENT), key=lambda one: -(one.silent_s or 0))
     for one in silent[:3]:
         where = f"rank {one.rank} (process {one.pid} on {plain(one.host)})"
@@ -138,7 +138,8 @@ def _head(look: Look) -> Iterator[Text]:
     shares = [one.writer_share for one in look.ranks if one.writer_share is not None]
     cost = f"the writer thread takes {max(shares):.1%} of a core at most" if shares else "no rank says what monitoring costs"
     yield Text(
-        f"dropped {dropped} steps, {failures} failures of the monitor; {cost}", style="yellow" if dropped or failures else ""
+        f"dropped {counted(dropped, 'step')}, {counted(failures, 'failure')} of the monitor; {cost}",
+        style="yellow" if dropped or failures else "",
     )
 
 

@@ -109,7 +109,7 @@ def test_a_difference_that_csv_shows_is_found_in_any_formats(tmp_path: Path, lef
     sides = trained(tmp_path / "a", left), trained(tmp_path / "b", right, last=1 / 3 + 1e-5)
     status, said = compared(*sides, "--tolerance", 0)
     assert status == 1
-    assert said.startswith("1 differences among 49 rows\nfirst: step 6, rank0: grad_reduced/0:e")
+    assert said.startswith("1 difference among 49 rows\nfirst: step 6, rank0: grad_reduced/0:e")
 
 
 def test_a_difference_below_the_last_digit_of_csv_is_one_between_exact_formats_alone(tmp_path: Path) -> None:
@@ -305,4 +305,4 @@ def test_shares_alone_do_not_judge_gradients_of_biases_and_that_is_said(tmp_path
         one.write(0, {"grad_reduced": [Measured("bias", values, shape=(2,))]})
         one.close()
     status, said = compared(tmp_path / "a", tmp_path / "b")
-    assert (status, "1 rows of grad_reduced have no number that can be judged" in said) == (1, True), said
+    assert (status, "1 row of grad_reduced has no number that can be judged" in said) == (1, True), said

@@ -89,7 +89,7 @@ def test_the_same_training_on_one_rank_and_on_two_is_the_same(tmp_path: Path, fo
 def test_a_shard_that_differs_is_named_as_the_tensor_and_the_step(tmp_path: Path) -> None:
     sides = on_one_rank(tmp_path / "one"), on_two_ranks(tmp_path / "two", second=(-3.0, 1.0, 5.01))
     status, said = compared(*sides)
-    assert (status, said.partition("\n")[0]) == (1, "1 differences among 9 rows")
+    assert (status, said.partition("\n")[0]) == (1, "1 difference among 9 rows")
     assert "first: step 1, all ranks: grad_reduced/up.weight: " in said
 
 
@@ -113,7 +113,7 @@ def test_gradients_are_scaled_as_parts_of_the_batch_can_be_and_in_no_other_way(
 def test_copies_of_activations_count_once_if_there_are_as_many_ranks(tmp_path: Path, copies: int, same: bool) -> None:
     status, said = compared(on_one_rank(tmp_path / "one"), on_two_ranks(tmp_path / "two", scale=1.0, copies=copies))
     assert (status == 0) == same, said
-    assert ("1 tensors of actv are there in several copies on one side, which count once" in said) == same
+    assert ("1 tensor of actv is there in several copies on one side, which count once" in said) == same
 
 
 def test_what_another_layout_need_not_have_is_noted_and_a_missing_weight_is_a_difference(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_table_has_a_line_for_each_layer_in_order_of_depth_and_says_what_the
         ["fp16", "none"],
         ["bf16", "none"],
     ] or "delayed" not in said  # one row has no history
-    assert "9 layers in 1 steps: 9 FP8, 0 keep in bf16, 0 not looked at" in said
+    assert "9 layers in 1 step: 9 FP8, 0 keep in bf16, 0 not looked at" in said
     assert "is expected to change by 0.00" in lines[-1]
 
 
@@ -387,4 +387,4 @@ def test_a_matrix_without_a_layer_alone_makes_a_run_not_safe(tmp_path: Path) -> 
     status, said = ran(recorded(Bare(), [(torch.randn(2, 4, 8), torch.randint(16, (2, 4)))], tmp_path))
     assert status == 1
     assert "1 matrix belongs to no layer, and was not looked at: bare" in said
-    assert "1 layers in 1 steps: 1 FP8" in said
+    assert "1 layer in 1 step: 1 FP8" in said

@@ -152,6 +152,15 @@ def test_ranks_without_a_directory_and_dropped_steps_are_said(tmp_path: Path, op
     assert "dropped 4 steps, 2 failures of the monitor; the writer thread takes 1.5% of a" in text
 
 
+def test_one_of_a_thing_is_said_in_the_singular(tmp_path: Path, open_ranks: ExitStack) -> None:
+    (one,) = ranks_of(tmp_path, open_ranks, 1, world_size=2)
+    living(one, NOW, dropped=1, failures=1)
+    text = printed(Watch(tmp_path).look())
+    assert "1 of 2 ranks: " in text
+    assert "1 rank has no directory here yet" in text
+    assert "dropped 1 step, 1 failure of the monitor; " in text
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_tensor_far_from_its_own_history_is_named_with_its_rank_and_step(
     tmp_path: Path, open_ranks: ExitStack, form: str

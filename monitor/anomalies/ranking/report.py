@@ -18,7 +18,7 @@ from monitor.anomalies.ranking.ranking import SHOWN, Cause, Ranked, Ranking, Sur
 from monitor.anomalies.ranking.step_propagation import IN_PASSES
 from monitor.anomalies.rules import RULES
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND
-from monitor.terminal import plain
+from monitor.terminal import counted, plain
 
 _ANY_WIDTH: Final = 10_000
 """Width of a console on which every line of a table fits."""
@@ -82,18 +82,14 @@ def remark(one: Ranked) -> str:
     return f"{one.location.text}; {one.alone}" if one.alone else one.location.text
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def counts(ranking: Ranking) -> str:
     """The numbers of events, ranks and origins, in one line."""
     judged = [one.events.judged for one in ranking.job.members]
     not_kept = sum(sum(one.not_kept.values()) for one in judged)
-    ranks = f"{ranking.ranks:,} of {len({one.rank for one in judged}):,} ranks"
-    parts = [f"{_counted(ranking.events, 'event')} of {ranks}", _counted(ranking.origins, "origin")]
+    ranks = f"{ranking.ranks:,} of {counted(len({one.rank for one in judged}), 'rank')}"
+    parts = [f"{counted(ranking.events, 'event')} of {ranks}", counted(ranking.origins, "origin")]
     if not_kept:
-        parts.append(f"{not_kept:,} more were not kept")
+        parts.append(f"{counted(not_kept, 'more was', 'more were')} not kept")
     return "; ".join(parts)
 
 
@@ -104,7 +100,7 @@ def notes(ranking: Ranking) -> Iterator[str]:
         yield from _of_the_order(ranking)
     if ranking.overflows and ranking.has_faults:
         yield (
-            f"{_counted(ranking.overflows, 'event')} of gradients came from a loss scale that was too high. The optimizer "
+            f"{counted(ranking.overflows, 'event')} of gradients came from a loss scale that was too high. The optimizer "
             "skipped their steps. So the first event is looked for among the others."
         )
     if job.missing:
@@ -403,9 +399,9 @@ def _no_event(coverage: Coverage, *, whole: bool) -> str:
     """A summary of what was judged, if no rule fired."""
     if coverage.is_empty:
         return "Nothing was judged. No events does not mean healthy."
-    on = f"of {len(coverage.ranks):,} rank{'' if len(coverage.ranks) == 1 else 's'}"
-    steps = f"{coverage.steps:,} step{'' if coverage.steps == 1 else 's'}"
-    looked = f"{steps} {on}" if coverage.rows is None else f"{coverage.rows:,} rows {on} in {steps}"
+    on = f"of {counted(len(coverage.ranks), 'rank')}"
+    steps = counted(coverage.steps, "step")
+    looked = f"{steps} {on}" if coverage.rows is None else f"{counted(coverage.rows, 'row')} {on} in {steps}"
     return f"No event in {looked}." + ("" if whole else " Not everything was judged.")
 
 

@@ -236,7 +236,7 @@ def test_a_file_that_is_damaged_is_named_and_the_others_are_ranked(damage, tmp_p
     written(tmp_path, first.fire("actv", "b.output"), second.fire("actv", "b.output"))
     damage(tmp_path / EVENTS_FOLDER / "rank0" / "anomaly.json")
     status, said = ran(tmp_path)
-    assert (status, "rank0/anomaly.json: " in said, "1 event of 1 of 1 ranks" in said) == (1, True, True)
+    assert (status, "rank0/anomaly.json: " in said, "1 event of 1 of 1 rank" in said) == (1, True, True)
 
 
 @pytest.mark.parametrize("damage", [cut, emptied, of_another_rank, removed, replaced_by_a_link, replaced_by_a_pipe])
@@ -247,7 +247,7 @@ def test_events_are_not_read_without_what_tells_what_they_are_of(damage, tmp_pat
     path.write_text(path.read_text().replace('"rank":0', '"rank": 0'))
     damage(path)
     status, said = ran(tmp_path)
-    assert (status, "rank0/anomaly.json: " in said, "1 event of 1 of 1 ranks" in said) == (1, True, True)
+    assert (status, "rank0/anomaly.json: " in said, "1 event of 1 of 1 rank" in said) == (1, True, True)
 
 
 @pytest.mark.parametrize("name", ["../Dec03_21-34-40-rank0-00000000", "/etc", "", "..", "Dec03_21-34-40-rank0-ffffffff"])

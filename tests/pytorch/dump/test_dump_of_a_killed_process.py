@@ -196,7 +196,7 @@ def test_damaged_records_cost_no_others_and_are_said_and_kept(tmp_path: Path, re
     for _ in range(2):
         outcome = CliRunner().invoke(app, [str(tmp_path)])
         assert outcome.exit_code == 1, outcome.output
-        assert "1 damaged lines" in outcome.output
+        assert "1 damaged line was" in outcome.output
         assert list(json.loads((directory / "dump.json").read_text())["data"]) == names
         assert (directory / FILE).read_bytes() == content
 
