@@ -176,7 +176,7 @@ class Side:
                 yield min(inside), rank, kind
 
     def has_ops(self, kind: str, ops: Iterable[str]) -> None:
-        """It alone has these ops of a kind."""
+        """It alone has values of these ops of a kind. The other may have recorded them: tensors of NaN have no kurtosis."""
         self._ops[kind].update(dict.fromkeys(ops))
 
     def is_not_judged(self, kind: str, ops: Iterable[str]) -> None:
@@ -206,7 +206,7 @@ class Side:
 
     def _said_ops(self) -> Iterator[str]:
         """A line for kinds with the same ops."""
-        for found, said in ((self._ops, f"{self._directory} alone has {{}} of {{}}"), (self._texts, NOT_JUDGED)):
+        for found, said in ((self._ops, f"{self._directory} alone has values of {{}} of {{}}"), (self._texts, NOT_JUDGED)):
             kinds: dict[tuple[str, ...], list[str]] = defaultdict(list)
             for kind, ops in found.items():
                 kinds[tuple(ops)].append(kind)

@@ -104,6 +104,19 @@ def test_a_merged_set_has_a_kind_of_the_ranks_that_wrote_it_alone(tmp_path: Path
         assert compared(*pair) == (0, "the same: 8 rows\n")
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_op_without_values_is_not_said_to_be_unrecorded(tmp_path: Path, form: str) -> None:
+    """Both sides have recorded kurtosis, and a tensor of NaN has none. Its mean magnitude is NaN."""
+    for side, values in (("a", [1.0, 2.0, 4.0]), ("b", [float("nan")] * 3)):
+        one = RecordedRank(tmp_path / side, format=form, ops=("norm", "absmean", "kurtosis"))
+        one.write(0, {"grad_reduced": [Measured("w", values)]})
+        one.close()
+    status, said = compared(tmp_path / "a", tmp_path / "b")
+    assert (status, "1 difference among 1 row\n" in said) == (1, True)
+    (line,) = [one for one in said.splitlines() if one.startswith("Not compared")]
+    assert line == f"Not compared: {tmp_path / 'a'} alone has values of kurtosis of grad_reduced"
+
+
 @pytest.mark.parametrize(("left", "right"), [("csv", "hdf5"), ("hdf5", "csv"), ("parquet", "hdf5")])
 def test_a_difference_that_csv_shows_is_found_in_any_formats(tmp_path: Path, left: str, right: str) -> None:
     sides = trained(tmp_path / "a", left), trained(tmp_path / "b", right, last=1 / 3 + 1e-5)

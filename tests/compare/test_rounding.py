@@ -211,8 +211,8 @@ def test_what_cannot_be_judged_is_said(run: Callable[..., Path]) -> None:
     for one, other in ((0, 1), (1, 0)):
         status, said = compared(sides[one], sides[other])
         assert status == 1
-        assert "alone has norm of actv" in said
-        assert "alone has mean of actv" in said
+        assert "alone has values of norm of actv" in said
+        assert "alone has values of mean of actv" in said
     status, said = compared(sides[2], run(permuted, ops=["checksum"]))
     assert status == 1
     assert "there is no other op. --tolerance 0 compares them" in said
