@@ -19,7 +19,7 @@ from monitor.failures import NOTHING_OF
 from monitor.report.bounds import beyond, first_beyond, within
 from monitor.report.data_of_ranks import data_of_ranks
 from monitor.report.facts import NOT_JUDGED, TOTAL_KIND, Facts, ended_early, lacking_steps
-from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place, State
+from monitor.report.findings import BAD, COMPILED, GOOD, LOG, LOG_IN_PYTHON, NOT_LOOKED_AT, CheckFinding, Place, State
 from monitor.report.history import WARM_UP, Sudden
 from monitor.report.kind_reader import shows_all
 from monitor.report.load_of_experts import load_of_experts
@@ -366,8 +366,8 @@ def _of_the_run(facts: Facts, kind: str, name: str) -> CheckFinding | None:
 
 
 def _loss(facts: Facts) -> CheckFinding:
-    unseen = CheckFinding(NOT_LOOKED_AT, "The run recorded no loss: pass it to log(loss=...).")
-    return _of_the_run(facts, RUN_KIND, "loss") or unseen
+    how = COMPILED if facts.compiles_steps else "Pass it to log(loss=...)."
+    return _of_the_run(facts, RUN_KIND, "loss") or CheckFinding(NOT_LOOKED_AT, f"The run recorded no loss. {how}")
 
 
 def _total_norm(facts: Facts) -> CheckFinding:
@@ -434,9 +434,9 @@ CHECKS: Final = (
     CheckEntry("No step missing", _steps, _MERGE, True, False),
     CheckEntry("Tensors whole", _whole, _MERGE, True, False),
     CheckEntry("Files readable", _files, _MERGE, True, False),
-    CheckEntry("Loss", _loss, "TrainerMon.log(loss=...)"),
+    CheckEntry("Loss", _loss, LOG),
     CheckEntry("Total gradient norm", _total_norm, '"wg_distribution": true'),
-    CheckEntry(SPIKES, spikes, "TrainerMon.log(loss=...)"),
+    CheckEntry(SPIKES, spikes, LOG),
     *(CheckEntry(one.check, partial(within, one), one.look) for one in GROUPS),
     CheckEntry("Load of experts", load_of_experts, '"recording_l2_features": true and l2_targets'),
     CheckEntry("Weights are trained", trained_weights, '"wg_distribution": true'),
@@ -453,7 +453,8 @@ OF_BITS: Final = ("Replicas agree", "Unchanged between steps")
 
 def checks_of(facts: Facts) -> list[CheckResult]:
     """All checks, done."""
-    return [CheckResult(one.name, one.judge(facts), *one[2:]) for one in CHECKS]
+    looks = {LOG: f"{LOG}, {LOG_IN_PYTHON}"} if facts.compiles_steps else {}
+    return [CheckResult(one.name, one.judge(facts), looks.get(one.look, one.look), *one[3:]) for one in CHECKS]
 
 
 def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:

@@ -26,7 +26,7 @@ from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirecto
 from monitor.report.bands import Numbers
 from monitor.report.history import WINDOW, Axis, Exempt, Ints, KindHistory, SuddenBound
 from monitor.report.kind_reader import VALUE, KindReader, spans_of
-from monitor.series import CLIPPED_NORM, DIRECTION_KIND, GRAD_NORM, KIND_TABLE, KINDS, REPLICA_KIND, RUN_KIND
+from monitor.series import CLIPPED_NORM, DIRECTION_KIND, GRAD_NORM, KIND_TABLE, KINDS, LEARNING_RATE, REPLICA_KIND, RUN_KIND
 
 TOTAL_KIND: Final = "total_norm"
 """The norm over all tensors, computed from rows, as if it were a kind with one series."""
@@ -113,6 +113,13 @@ class Facts:
     def steps_of(self, what: str) -> Ints:
         """Steps of the merge's report, ascending."""
         return steps_in(ranges_of(self.told[what]))
+
+    @cached_property
+    def compiles_steps(self) -> bool:
+        """Whether the steps of optimizers are compiled, which have no learning rates then. Where the forward is compiled with
+        them, ``log`` takes no numbers.
+        """
+        return any(LEARNING_RATE in str(one.notes.get("compiled_code", "")) for one in self.manifests.values())
 
     @cached_property
     def overflows(self) -> Ints:

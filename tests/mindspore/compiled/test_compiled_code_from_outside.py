@@ -43,6 +43,10 @@ from monitor.mindspore.compiled import outside
 from monitor.mindspore.modules import refuse_graph_mode
 from monitor.mindspore.tensor_reader import MindSporeTensorReader
 from monitor.recording.recorder import RecordedSeries, Recorder
+from monitor.report.checks import checks_of
+from monitor.report.facts import facts_of
+from monitor.report.findings import COMPILED, LOG, LOG_IN_PYTHON
+from monitor.report.spikes import SPIKES
 from monitor.series import Series, SeriesTable
 
 OF_STATE = {"param_distribution": True, "mv_distribution": True, "ops": ["min", "max", "mean", "norm"], "ndigits": 12}
@@ -73,6 +77,16 @@ def test_weights_and_moments_have_the_rows_of_the_dynamic_graph_and_one_warning_
     notes = [json.loads((one / "manifest.json").read_text())["notes"] for one in output.directories()]
     (said,) = (one["compiled_code"] for one in notes if "compiled_code" in one)
     assert "xy_distribution, wg_distribution" in said
+
+
+@pytest.mark.parametrize("how", ["dynamic", *WHOLE])
+def test_the_report_advises_no_log_where_steps_are_compiled_as_a_whole(how: str, output: Output) -> None:
+    recorded(how, Deep, output, run_numbers=True)
+    with facts_of(str(output.base)) as facts:
+        loss, jumps = (one for one in checks_of(facts) if one.name in ("Loss", SPIKES))
+    compiled = how != "dynamic"
+    assert (COMPILED in loss.finding.says, COMPILED in jumps.finding.says) == (compiled, compiled)
+    assert (loss.look, jumps.look) == ((f"{LOG}, {LOG_IN_PYTHON}" if compiled else LOG,) * 2)
 
 
 @pytest.mark.parametrize("how", WHOLE)
