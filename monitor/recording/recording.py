@@ -27,7 +27,7 @@ from monitor.recording.collectives import Communication
 from monitor.recording.parameters import NOT_OF_THE_STEP, SUMMED_EARLY
 from monitor.recording.recorder import Recorder
 from monitor.recording.run import OPEN, ProcessTopology, RecordingSpec, Run, identity_of
-from monitor.recording.startup_estimate import MissingKinds
+from monitor.recording.startup_estimate import MissingKinds, PartlyUnseenGradients
 from monitor.recording.step_clock import Schedule
 from monitor.selection import clean_name
 from monitor.series import SeriesTable
@@ -255,7 +255,10 @@ class Recording:
         self._apply_config: ApplyConfig = _nothing
         self._missing_kinds = MissingKinds(spec.failures, weakref.WeakMethod(self._notes))
         self._batches = BatchNotes()
-        self._listening: dict[str, Watcher] = {"the check for missing kinds": self._missing_kinds}
+        self._listening: dict[str, Watcher] = {
+            "the check for missing kinds": self._missing_kinds,
+            "the check for unseen gradients": PartlyUnseenGradients(spec.failures, self.series),
+        }
         self._listening |= {name: make(self.series) for name, make in listening.items()}
 
     def listen(self, name: str, make: WatcherFactory) -> None:

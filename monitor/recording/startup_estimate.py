@@ -24,6 +24,7 @@ from monitor.series import KIND_TABLE, MICRO_STEP_KINDS, REPLICA_KIND, RUN_KIND,
 from monitor.stats.features import own_columns
 from monitor.stats.histograms import MAGNITUDES
 from monitor.stats.ops import has_op
+from monitor.stats.partials import NANS, NEGINFS, POSINFS, SUMSQ
 from monitor.stats.table import StepRows
 from monitor.terminal import counted
 
@@ -54,6 +55,14 @@ def _expected() -> Iterator[ExpectedKinds]:
 
 
 EXPECTED: Final = tuple(_expected())
+
+
+BEFORE, AFTER = "grad_unreduced", "grad_reduced"
+UNSEEN: Final = (
+    "In step {step}, {of} with a row of grad_reduced have none of grad_unreduced, such as {name}. Backward did not call their "
+    "hooks, or it ran before the step began. Pipeline schedules that split backward in two (zero bubble) call no hooks, and "
+    "neither does torch.autograd.grad."
+)
 
 
 class MissingKinds:
@@ -121,6 +130,41 @@ def _message(one: ExpectedKinds, step: int, noted: str) -> str:
     likely = f"{one.why_none}The notes in manifest.json give the reason, if it is known."
     why = f"manifest.json notes: {noted}." if noted else likely
     return f"{one.field} is on, and {steps} no row of {kinds}. {why} docs/formats.md describes when a kind is measured."
+
+
+class PartlyUnseenGradients:
+    """Checks the first step with both kinds of gradients for parameters with ``grad_reduced`` alone (``Watcher``).
+
+    These prove no backward of this rank: zeros, which may be left from an earlier step, and gradients of parameters that other
+    ranks hold, too, which may be theirs.
+    """
+
+    def __init__(self, failures: Failures, series: SeriesTable) -> None:
+        self._failures, self._series = failures, series
+        self._has_looked = False
+
+    def look(self, rows: StepRows) -> None:
+        """Check the rows of a step. Skipped and incomplete steps are ignored."""
+        if self._has_looked or rows.status != "complete" or not rows.kinds.keys() >= {BEFORE, AFTER}:
+            return
+        self._has_looked = True
+        unreduced, reduced = rows.kinds[BEFORE], rows.kinds[AFTER]
+        seen = {replace(self._series[one], kind=AFTER) for one in unreduced.series.tolist()}
+        proven = (reduced.partials.columns[[SUMSQ, NANS, POSINFS, NEGINFS]] > 0).any(axis=0)
+        received = [self._series[one] for one in reduced.series[proven].tolist()]
+        unseen = [one.name for one in received if one not in seen and one not in self._series.placements]
+        if unseen and not any(BEFORE in said for said in self._failures.messages.values()):
+            of = f"{len(unseen)} of {counted(len(received), 'parameter')}"
+            self._failures.warn(f"{NOTHING_OF}some {BEFORE}", UNSEEN.format(step=rows.step, of=of, name=unseen[0]))
+
+    def dropped(self, step: int, reason: str) -> None:
+        """Ignore a step that was dropped."""
+
+    def save(self) -> None:
+        """Nothing to save."""
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 # --- Configurations that record less than they seem to.

@@ -14,12 +14,20 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
     SplitPoint,
     pipeline,
 )
 
 HOW = sys.argv[1]
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B, "traced": Schedule1F1B}
+OF_TWO_STAGES = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zero-bubble-v": ScheduleZBVZeroBubble,
+}
+"""Schedules of ranks that have two stages each."""
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "traced": Schedule1F1B, **OF_TWO_STAGES}
 MICRO_STEPS, LAYERS, STEPS = 4, 4, 3
 
 
@@ -57,11 +65,12 @@ def stages() -> list[Any]:
     if HOW == "traced":
         split = {"layers.2": SplitPoint.BEGINNING}
         return [pipeline(Model(), (torch.zeros(2, 8),), split_spec=split).build_stage(rank, cpu, dist.group.WORLD)]
-    count = 2 * size if HOW == "interleaved" else size
+    count = 2 * size if HOW in OF_TWO_STAGES else size
+    mine = (rank, count - 1 - rank) if HOW == "zero-bubble-v" else range(rank, count, size)
     each = LAYERS // count
     return [
         PipelineStage(Model().part(stage * each, (stage + 1) * each), stage, count, cpu, group=dist.group.WORLD)
-        for stage in range(rank, count, size)
+        for stage in mine
     ]
 
 
@@ -94,7 +103,7 @@ def train(attach: Attach) -> Any:
     modules = [stage.submod for stage in built]
     parameters = [p for module in modules for p in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.01)
-    schedule = SCHEDULES[HOW](built if HOW == "interleaved" else built[0], MICRO_STEPS, loss_fn=loss_of)
+    schedule = SCHEDULES[HOW](built if HOW in OF_TWO_STAGES else built[0], MICRO_STEPS, loss_fn=loss_of)
     attach(modules if len(modules) > 1 else modules[0], optimizer, MICRO_STEPS, process_group=dist.group.WORLD)
     told: dict[str, Any] = {"losses": [], "gradients": [], "before": [], "after": [], "moments": [], "passes": []}
     for stage in built:
@@ -104,7 +113,7 @@ def train(attach: Attach) -> Any:
         told["before"].append(norm_over_stages(parameters))
         told["moments"].append([norm_over_stages(s[k] for s in optimizer.state.values()) for k in ("exp_avg", "exp_avg_sq")])
         x, target, losses = torch.randn(8, 8), torch.randn(8, 8), []
-        first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+        first, last = dist.get_rank() == 0, any(stage.is_last for stage in built)
         schedule.step(*([x] if first else []), target=target if last else None, losses=losses)
         told["losses"].append([loss.item().hex() for loss in losses])
         told["gradients"].append(norm_over_stages(p.grad for p in parameters))
