@@ -310,13 +310,15 @@ def _wrappers_in(chunks: Iterable[nn.Module]) -> Iterator[DistributedDataParalle
 def _data_parallel(chunks: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, Placement]]:
     """The parameters inside DistributedDataParallel, each with its placement after reduction.
 
-    Ignored parameters are each rank's own.
+    Ignored parameters are each rank's own, unless the wrapper reduces them later than the others.
     """
     for wrapper in _wrappers_in(chunks):
         ranks = _replicated_over(wrapper)
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+        delayed = set(map(id, getattr(wrapper, "_delay_all_reduce_params", ())))
         for name, parameter in wrapper.module.named_parameters() if len(ranks) > 1 else ():
-            yield parameter, Placement(differing=ranks) if name in ignored else Placement(unclaimed=ranks)
+            is_own = name in ignored and id(parameter) not in delayed
+            yield parameter, Placement(differing=ranks) if is_own else Placement(unclaimed=ranks)
 
 
 # --- Recognises the framework of a model and its optimizer.

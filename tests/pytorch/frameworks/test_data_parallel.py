@@ -126,6 +126,17 @@ def test_a_parameter_that_no_rank_uses_has_no_gradient_and_no_moment(job: Job) -
         assert of == ({"param_origin", "param_updated"} if rank == 0 else set())
 
 
+def test_parameters_that_the_wrapper_reduces_later_are_replicas(run_job: Callable[..., Job]) -> None:
+    """It does not wait for this reduction, so their reduced gradients are missing. Weights and moments count once."""
+    job = run_job("data_parallel.py", 2, "delayed")
+    for step in range(STEPS):
+        test_the_norm_of_all_weights_is_that_of_the_model(job, step)
+        assert "module.last.bias" not in {*statistics(job, "grad_reduced", 0, step), *statistics(job, "grad_reduced", 1, step)}
+    test_the_norm_of_all_moments_is_that_of_the_optimizer(job)
+    test_replicas_are_written_by_the_first_rank_and_local_gradients_by_both(job)
+    assert any("No reduction of 1 " in said for said in job.warnings)
+
+
 def test_a_parameter_that_one_rank_uses_has_its_local_gradient_there_alone(run_job: Callable[..., Job]) -> None:
     job = run_job("data_parallel.py", 2, "one-rank")
     assert job.plain == job.monitored

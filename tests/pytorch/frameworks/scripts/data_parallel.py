@@ -61,6 +61,9 @@ def wrapped() -> DistributedDataParallel:
     network = Network()
     if HOW == "ignored":
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, ["first.bias"])
+    if HOW == "delayed":
+        later = [("last.bias", network.last.bias)]
+        OPTIONS[HOW] = {"delay_all_reduce_named_params": later, "param_to_hook_all_reduce": network.first.weight}
     model = DistributedDataParallel(network, **OPTIONS.get(HOW, {}))
     if HOW == "fp16-hook":
         model.register_comm_hook(None, fp16_compress_hook)
