@@ -256,6 +256,24 @@ def test_a_jagged_tensor_has_the_numbers_and_the_shape_of_its_rows_together(outp
     assert {one.layout for one in read_series(found.directory, manifest)} == {TensorLayout((6, 3), "torch.float64")}
 
 
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_a_jagged_tensor_with_lengths_has_no_numbers_of_what_lies_between_its_rows(
+    output: Output, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, native)
+    buffer, offsets, lengths = values(6, 3), torch.tensor([0, 2, 6]), torch.tensor([1, 3])
+    rows = torch.cat([buffer[:1], buffer[2:5]])
+    jagged = torch.nested.nested_tensor_from_jagged(buffer, offsets=offsets, lengths=lengths)
+    narrowed = torch.nested.narrow(buffer.reshape(2, 3, 3), 1, torch.tensor([0, 1]), torch.tensor([1, 2]), layout=torch.jagged)
+
+    found = activations(output, Returns(jagged, jagged.transpose(1, 2), narrowed), ops=["norm", "mean", "shape"])
+
+    narrow = torch.cat([buffer[:1], buffer[4:6]])
+    expected = [(rows, "[4, 3]"), (rows, "[3, 4]"), (narrow, "[3, 3]")]
+    for row, (x, shape) in zip(found.rows("actv"), expected, strict=True):
+        assert row.values == {"norm": pytest.approx(x.norm().item()), "mean": pytest.approx(x.mean().item()), "shape": shape}
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_a_strided_nested_tensor_has_the_numbers_of_all_its_elements(

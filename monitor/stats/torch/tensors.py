@@ -181,8 +181,7 @@ def _stored(x: Tensor) -> Readable:
         # The values of an uncoalesced tensor are terms of sums; their norm is not the norm of the tensor.
         values = (x if x.is_coalesced() else x.coalesce())._values()
     elif x.layout is torch.jagged:
-        buffer: Any = x  # an attribute of the Python object, not an operation that dispatch below Python would miss
-        return Readable(buffer._values)
+        return Readable(_rows_of(x))
     elif x.is_nested:
         return Readable(_buffer(x))
     elif x.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
@@ -190,6 +189,20 @@ def _stored(x: Tensor) -> Readable:
     else:
         return Readable(x.to_dense())
     return Readable(values, implicit_zeros=x.numel() - values.numel())
+
+
+def _rows_of(jagged: Any) -> Tensor:
+    """The rows of a jagged tensor, one after the other. With ``lengths`` its buffer has further elements between them.
+
+    Reads attributes of the Python object: dispatch below Python would miss operations.
+    """
+    values: Tensor = jagged._values
+    if jagged._lengths is None:
+        return values
+    lengths: Tensor = jagged._lengths.detach().to(values.device)
+    skipped = jagged._offsets[:-1].to(values.device) - (lengths.cumsum(0) - lengths)
+    rows = torch.repeat_interleave(skipped, lengths)
+    return values.index_select(jagged._ragged_idx - 1, rows + torch.arange(len(rows), device=rows.device))
 
 
 def _buffer(x: Tensor) -> Tensor:
