@@ -32,6 +32,7 @@ from monitor.recording.backend import HookSet, Removable
 from monitor.recording.parameters import AGGREGATED_EARLY, NOT_ACCUMULATED, SUMMED_EARLY, GradientRows, Reading
 from monitor.recording.phases import STILL_SCALED, OptimizerTurn
 from monitor.series import Ranks
+from monitor.terminal import counted
 
 # --- Whether a gradient is reduced when the optimizer's step begins: known from the framework, or observed, or assumed not to
 # be. Ranks that share parameters average their gradients inside backward (DistributedDataParallel and other frameworks),
@@ -392,6 +393,7 @@ class TorchGradients:
             else:
                 lost += 1
         if lost and self._rows.both:
-            said = f"In step {self._clock.step} {lost} gradients were complete before the last micro-batch of grad_acc_steps"
+            were = counted(lost, "gradient was", "gradients were")
+            said = f"In step {self._clock.step} {were} complete before the last micro-batch of grad_acc_steps"
             advice = "and were aggregated, unscaled or clipped before it was known: their grad_unreduced is missing."
             self._failures.warn("fewer micro-steps", f"{said} ({self._clock.micro_steps}) {advice}")

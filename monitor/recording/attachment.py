@@ -359,6 +359,7 @@ class Attachment:
 
     def others_stepped(self, old: Any, new: Any, stepped: Collection[int]) -> None:
         """End the step at the next forward, unless optimizers that were passed take part in it."""
+        self._others.latest = type(new).__name__
         if self.begun and not self._turns.begun:
             self._others.stepped(old, new, stepped)
 
@@ -507,9 +508,8 @@ class Attachment:
         self._steps.remove()
         if keep:
             self.settled()
-        if keep and not self._any_turn and max(self.clock.forward) >= self.clock.micro_steps:
-            names = ", ".join(dict.fromkeys(type(one).__name__ for one in self._steps.optimizers))
-            self._failures.warn("no optimizer's step", phases.NEVER_STEPPED.format(names=names))
+        if keep and not self._any_turn and (said := self._others.alone(self._steps.optimizers, self.clock, self._has_forwards)):
+            self._failures.warn(*said)
         try:
             was_active = self._recorder.active
             if keep:

@@ -11,6 +11,7 @@ from monitor.recording.attached_model import Attached, NamedParameter, Parameter
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import LEFT_BY_STEP, MOMENT_KINDS, Placement
+from monitor.terminal import counted
 
 # --- Records weight gradients before and after the data-parallel ranks reduce them: the part common to all frameworks.
 
@@ -24,7 +25,7 @@ AGGREGATED_EARLY: Final = (
 )
 NOT_REDUCED: Final = (
     "missing for gradients of which no reduction over the data-parallel ranks was seen before the optimizer's step: in step "
-    "{step} for {count} parameters, {names}"
+    "{step} for {count}, {names}"
 )
 NOT_FOLLOWED: Final = (
     "missing for gradients that came before their step began, in a step without rows of gradients: one is step {step}"
@@ -253,13 +254,13 @@ class GradientCollector(Collector):
     def _warn_not_reduced(self, names: Sequence[str]) -> None:
         listed = ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
         if not self._not_reduced:
-            self._not_reduced = NOT_REDUCED.format(step=self._clock.step, count=len(names), names=listed)
+            self._not_reduced = NOT_REDUCED.format(step=self._clock.step, count=counted(len(names), "parameter"), names=listed)
         self._failures.warn(
             "gradients that are not reduced",
-            f"No reduction of {len(names)} gradients over the data-parallel ranks was seen before the optimizer's step "
-            f"{self._clock.step} ({listed}): their grad_reduced is missing. If the optimizer reduces inside its step, they are "
-            "local before it. If they are reduced, pass the groups: dp_group (possibly of one rank) and tp_group to "
-            "set_monitor, process_group to TrainerMon.",
+            f"No reduction of {counted(len(names), 'gradient')} over the data-parallel ranks was seen before "
+            f"the optimizer's step {self._clock.step} ({listed}): their grad_reduced is missing. If the optimizer reduces "
+            "inside its step, they are local before it. If they are reduced, pass the groups: dp_group (possibly of one "
+            "rank) and tp_group to set_monitor, process_group to TrainerMon.",
         )
 
     def _hook_thawed(self) -> None:

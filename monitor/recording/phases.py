@@ -37,6 +37,10 @@ NEVER_STEPPED: Final = (
     "no optimizer that was passed to set_monitor has stepped ({names}), so no step has ended. Pass the "
     "optimizers whose step() the loop calls."
 )
+NEVER_CALLED: Final = (
+    "No training forward of the model that was passed to set_monitor was seen, and none of its optimizers stepped. Another "
+    "optimizer ({name}) stepped meanwhile. Pass the model that the loop trains, and not one that it was copied from."
+)
 NAMED: Final = 3
 """Parameters that a warning names."""
 
@@ -243,10 +247,11 @@ class OtherOptimizers:
 
     Attributes:
         forwards: The training forwards of the step so far.
+        latest: The class of the one that has stepped last; empty if there is none.
     """
 
     def __init__(self) -> None:
-        self.forwards = 0
+        self.forwards, self.latest = 0, ""
         self.clear()
 
     def clear(self) -> None:
@@ -281,6 +286,17 @@ class OtherOptimizers:
         new = next((name for name, ids in self._stepped.items() if not ids.isdisjoint(of_model)), "")
         self.clear()
         return IN_PLACE.format(new=new, forwards=clock.micro_steps) if new else ""
+
+    def alone(self, passed: Sequence[Any], clock: Clock, called: bool) -> tuple[str, str] | None:
+        """The cause and the text of the warning that no optimizer that was passed has ever stepped; None if nothing shows why.
+
+        Args:
+            called: Whether the model was called in training.
+        """
+        if max(clock.forward) >= clock.micro_steps:
+            names = ", ".join(dict.fromkeys(type(one).__name__ for one in passed))
+            return "no optimizer's step", NEVER_STEPPED.format(names=names)
+        return ("no forward", NEVER_CALLED.format(name=self.latest)) if self.latest and not called else None
 
 
 # --- Which recorded parameters each optimizer steps, and which ones a model got, lost or moved after it was attached.
