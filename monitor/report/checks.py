@@ -320,24 +320,24 @@ def _newest_saved(facts: Facts, rank: int) -> int:
 
 
 def _whole(facts: Facts) -> CheckFinding:
-    if lacking := _tensors_of(facts, "incomplete", "unplaced"):
-        return lacking._replace(says=f"Tensors lack a part: {lacking.says}.")
-    if apart := _tensors_of(facts, "without_global"):
+    lacking, place = _tensors_of(facts, "incomplete", "unplaced")
+    if lacking:
+        return CheckFinding(BAD, f"Tensors lack a part: {lacking}.", place)
+    apart, place = _tensors_of(facts, "without_global")
+    if apart:
         reason = facts.told["without_global"]["listed"][0]["reason"]
-        return apart._replace(says=f"No number of the whole tensor is known of {apart.says}: {reason}.")
+        return CheckFinding(BAD, f"No number of the whole tensor is known of {apart}: {reason}.", place)
     if not any(facts.told["tensors"].values()):
         return CheckFinding(NOT_LOOKED_AT, "There are no rows of whole tensors.")
     return CheckFinding(GOOD, "Every tensor has all its parts.")
 
 
-def _tensors_of(facts: Facts, *lists: str) -> CheckFinding | None:
-    """The names of the tensors in lists of the merge's report; None if there are none."""
+def _tensors_of(facts: Facts, *lists: str) -> tuple[str, Place]:
+    """The names of the tensors in lists of the merge's report, empty if there are none, and the place of the first."""
     every = [one for what in lists for one in facts.told[what]["listed"]]
     names = [f"{one['kind']} {one.get('name', '')}".strip() for one in every]
-    if not every:
-        return None
-    place = Place(kind=every[0]["kind"], name=every[0].get("name", ""))
-    return CheckFinding(BAD, _few(names, sum(map(facts.count, lists))), place)
+    place = Place(kind=every[0]["kind"], name=every[0].get("name", "")) if every else Place()
+    return _few(names, sum(map(facts.count, lists))), place
 
 
 def _files(facts: Facts) -> CheckFinding:

@@ -60,9 +60,10 @@ def replicas_agree(facts: Facts) -> CheckFinding:
 
 def _came_apart(facts: Facts) -> CheckFinding | None:
     """Weights that all ranks had alike at first, and that nothing has kept so: a model that was not wrapped."""
-    apart = [one for one in facts.told["without_global"]["listed"] if one["kind"] == WEIGHTS and "steps" in one]
-    begin = min((ranges_of(one["steps"])[0].start for one in apart), default=0)
-    if not apart or begin <= int(facts.kinds[WEIGHTS].steps[0]):  # ranks that never had the same weights may hold parts of them
+    rows, listed = facts.kinds.get(WEIGHTS), facts.told["without_global"]["listed"]
+    apart = [one for one in listed if one["kind"] == WEIGHTS and "steps" in one]
+    begin = min((some.start for one in apart for some in ranges_of(one["steps"])), default=0)
+    if rows is None or begin <= int(rows.steps.min(initial=begin)):  # ranks that never had the same may hold parts of them
         return None
     more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
     first = apart[0]["name"]
