@@ -350,10 +350,10 @@ def _is_trained(cell: nn.Cell) -> bool:
 
 
 def warn_of_evaluation(root: nn.Cell, failures: Failures) -> None:
-    """Warn once that a differentiated model was never put in training mode, so that its dropout has no effect."""
+    """Say once that a differentiated model was never put in training mode, so that its dropout has no effect."""
     if not root.training:
         said = "A model is trained with its training flag off: its gradients are recorded, but Dropout and BatchNorm act as in"
-        failures.warn("training flag", f"{said} evaluation. Call set_train(True) on it unless that is meant.")
+        failures.advise("training flag", f"{said} evaluation. Call set_train(True) on it unless that is meant.")
 
 
 def _inside(cell: nn.Cell) -> set[int]:
