@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 TESTED = (
     "pytorch/test_fast_path.py",
+    "pytorch/test_gradients_in_c.py",
     "pytorch/test_tensor_reader_freed.py",
     "pytorch/test_calls_on_threads.py",
     "sinks/test_lines.py",
