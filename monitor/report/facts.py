@@ -23,7 +23,7 @@ from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import ranges_of, steps_in
 from monitor.query.opened import Lacking, open_source, total_norms
 from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, in_order
-from monitor.report.bands import Numbers
+from monitor.report.bands import Means, Numbers
 from monitor.report.history import WINDOW, Axis, Exempt, Ints, KindHistory, SuddenBound
 from monitor.report.kind_reader import VALUE, KindReader, spans_of
 from monitor.series import CLIPPED_NORM, DIRECTION_KIND, GRAD_NORM, KIND_TABLE, KINDS, LEARNING_RATE, REPLICA_KIND, RUN_KIND
@@ -120,6 +120,17 @@ class Facts:
         them, ``log`` takes no numbers.
         """
         return any(LEARNING_RATE in str(one.notes.get("compiled_code", "")) for one in self.manifests.values())
+
+    @cached_property
+    def rates(self) -> dict[str, tuple[Ints, Numbers]]:
+        """Of each learning rate all recorded steps and the greatest of all ranks."""
+        rows = self.kinds.get(RUN_KIND)
+        names = [name for name in rows.names if name.startswith(LEARNING_RATE)] if rows is not None else []
+        means = Means(self.axis.steps)
+        if rows is None or not names:
+            return {}
+        rows.feed(means, None, names)
+        return {name: means.of(rows.names.index(name))[::2] for name in names}
 
     @cached_property
     def overflows(self) -> Ints:

@@ -17,7 +17,7 @@ from monitor.report.facts import TOTAL_KIND, Facts
 from monitor.report.findings import BAD, COMPILED, GOOD, NOT_LOOKED_AT, CheckFinding, Place
 from monitor.report.spike_batches import activations, batches, lone_rank, smaller
 from monitor.report.spike_links import Around, Evidence, Link, Spike
-from monitor.series import GRAD_NORM, LEARNING_RATE, RUN_KIND
+from monitor.series import GRAD_NORM, RUN_KIND
 
 SPIKES: Final = "Spikes"
 """The name of the check."""
@@ -69,8 +69,7 @@ class Explained(NamedTuple):
 
 def spikes(facts: Facts) -> CheckFinding:
     """Whether the loss or the total norm left its band, and why."""
-    numbers = _numbers(facts)
-    named = {name: one for name, one in numbers.items() if _is_judged(name)}
+    named = _numbers(facts)
     signed = sorted(name for name, (_, values) in named.items() if _is_signed(values))
     skipped = np.array(sorted(spike_links.skipped_steps(facts)), np.int64)
     early = sorted(name for name, one in named.items() if name not in signed and _is_lost_early(*one, skipped))
@@ -79,13 +78,12 @@ def spikes(facts: Facts) -> CheckFinding:
     without += f" {' and '.join(early)} had values that are not finite before there was a band: not looked at." if early else ""
     if not judged:
         return CheckFinding(NOT_LOOKED_AT, without.strip() or _too_few(named, facts))
-    rates = {name: each for name, each in numbers.items() if name.startswith(LEARNING_RATE)}
     first_loss = next((name for name in named if name != GRAD_NORM), "")
     every, cycles = list[Spike](), list[str]()
     for name, each in judged.items():
         out = [*jumps(name, *each, skipped)]
         for cycle in cycles_of(*each, out):
-            if explain(Around(facts, cycle.jumps[0], first_loss, rates, judged)).cause in ("", *_OF_DATA):
+            if explain(Around(facts, cycle.jumps[0], first_loss, facts.rates, judged)).cause in ("", *_OF_DATA):
                 out = [one for one in out if one not in cycle.jumps]
                 cycles.append(cycle.said)
         every += out
@@ -95,7 +93,7 @@ def spikes(facts: Facts) -> CheckFinding:
         apart = f", but for {_those_of_small_batches(small)}" if small else ""
         says = f"{' and '.join(sorted(judged))} stayed in the band of the values before{apart}.{without} {cyclic}".rstrip()
         return CheckFinding(GOOD, says, then=cyclic)
-    explained = [explain(Around(facts, one, first_loss, rates, judged)) for one in found[:MOST_EXPLAINED]]
+    explained = [explain(Around(facts, one, first_loss, facts.rates, judged)) for one in found[:MOST_EXPLAINED]]
     first = explained[0]
     more = f" {_more(found[1:])}" if len(found) > 1 else ""
     listed = tuple(map(_for_programs, explained))
@@ -145,17 +143,13 @@ def is_loss(name: str) -> bool:
 
 
 def _numbers(facts: Facts) -> dict[str, tuple[Ints, Numbers]]:
-    """Of losses and norms the mean of all ranks, of learning rates the greatest, in all recorded steps."""
+    """Of losses and norms that are judged all recorded steps and the mean of all ranks."""
     found: dict[str, tuple[Ints, Numbers]] = {}
     rows = facts.kinds.get(RUN_KIND)
-    if rows is not None:
-        wanted = [name for name in rows.names if _is_judged(name) or name.startswith(LEARNING_RATE)]
+    if rows is not None and (wanted := list(filter(_is_judged, rows.names))):
         means = Means(facts.axis.steps)
-        if wanted:
-            rows.feed(means, None, wanted)
-        for name in wanted:
-            steps, mean, greatest = means.of(rows.names.index(name))
-            found[name] = steps, greatest if name.startswith(LEARNING_RATE) else mean
+        rows.feed(means, None, wanted)
+        found |= {name: means.of(rows.names.index(name))[:2] for name in wanted}
     if facts.totals and GRAD_NORM not in found:
         found[GRAD_NORM] = (np.concatenate([one[0] for one in facts.totals]), np.concatenate([one[1] for one in facts.totals]))
     return found

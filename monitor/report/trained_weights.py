@@ -8,11 +8,10 @@ from typing import Final
 import numpy as np
 
 from monitor.query.sources import RowChoice
-from monitor.report.bands import Means
 from monitor.report.facts import Facts, regular_steps
 from monitor.report.findings import GOOD, NOT_LOOKED_AT, CheckFinding
 from monitor.report.kind_reader import GLOBAL_NAME, KindReader
-from monitor.series import LEARNING_RATE, PARAMETER_KINDS, RUN_KIND
+from monitor.series import PARAMETER_KINDS
 
 LOOKED_AT: Final = ("grad_reduced", "grad_unreduced")
 """Kinds of gradients. One is looked at, the first that was recorded."""
@@ -48,15 +47,8 @@ def trained_weights(facts: Facts) -> CheckFinding:
 
 def _no_rate(facts: Facts) -> str:
     """What is said of learning rates that are all 0 in the last steps: schedules may end too early."""
-    rows = facts.kinds.get(RUN_KIND)
-    rates = [name for name in rows.names if name.startswith(LEARNING_RATE)] if rows is not None else []
-    if rows is None or not rates:
-        return ""
-    means = Means(facts.axis.steps)
-    rows.feed(means, None, rates)
-    of_groups = [means.of(rows.names.index(name)) for name in rates]
-    moving = max((int(steps[greatest != 0].max(initial=-1)) for steps, _, greatest in of_groups), default=-1)
-    after = sorted({step for steps, _, _ in of_groups for step in steps.tolist() if step > moving})
+    moving = max((int(steps[greatest != 0].max(initial=-1)) for steps, greatest in facts.rates.values()), default=-1)
+    after = sorted({step for steps, _ in facts.rates.values() for step in steps.tolist() if step > moving})
     if len(after) < SILENT_STEPS:
         return ""
     return f"The learning rate has been 0 since step {after[0]}, so weights do not change. Look at its schedule if they should."
