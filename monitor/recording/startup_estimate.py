@@ -65,7 +65,20 @@ UNSEEN: Final = (
 )
 
 
-class MissingKinds:
+class _LooksOnly:
+    """What a ``Watcher`` need not do that only looks at rows."""
+
+    def dropped(self, step: int, reason: str) -> None:
+        """Ignore a step that was dropped."""
+
+    def save(self) -> None:
+        """Nothing to save."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class MissingKinds(_LooksOnly):
     """Checks the first collected steps for kinds without rows (``Watcher``).
 
     Args:
@@ -114,15 +127,6 @@ class MissingKinds:
         """Whether reading a kind has failed. Such a failure was reported before."""
         return any(kind in said for said in self._failures.counts for kind in one.kinds)
 
-    def dropped(self, step: int, reason: str) -> None:
-        """Ignore a step that was dropped."""
-
-    def save(self) -> None:
-        """Nothing to save."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
 
 def _message(one: ExpectedKinds, step: int, noted: str) -> str:
     kinds = ", ".join(one.kinds)
@@ -132,7 +136,7 @@ def _message(one: ExpectedKinds, step: int, noted: str) -> str:
     return f"{one.field} is on, and {steps} no row of {kinds}. {why} docs/formats.md describes when a kind is measured."
 
 
-class PartlyUnseenGradients:
+class PartlyUnseenGradients(_LooksOnly):
     """Checks the first step with both kinds of gradients for parameters with ``grad_reduced`` alone (``Watcher``).
 
     These prove no backward of this rank: zeros, which may be left from an earlier step, and gradients of parameters that other
@@ -156,15 +160,6 @@ class PartlyUnseenGradients:
         if unseen and not any(BEFORE in said for said in self._failures.messages.values()):
             of = f"{len(unseen)} of {counted(len(received), 'parameter')}"
             self._failures.warn(f"{NOTHING_OF}some {BEFORE}", UNSEEN.format(step=rows.step, of=of, name=unseen[0]))
-
-    def dropped(self, step: int, reason: str) -> None:
-        """Ignore a step that was dropped."""
-
-    def save(self) -> None:
-        """Nothing to save."""
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 # --- Configurations that record less than they seem to.
