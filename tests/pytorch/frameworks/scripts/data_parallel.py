@@ -89,6 +89,8 @@ def backward(model: DistributedDataParallel) -> Tensor:
         with nullcontext() if micro_step == MICRO_STEPS - 1 or HOW.startswith("synced") else model.no_sync():
             loss = loss_of(model)
             loss.backward()
+    if HOW == "delayed":
+        dist.barrier()  # which waits for the reduction that the wrapper only begins: the optimizer may read before it ends
     return loss
 
 
