@@ -22,6 +22,7 @@ from monitor.pytorch.hooks import (
     runs_backward,
     untraced,
 )
+from monitor.pytorch.kept_gradients import KeptGradients
 from monitor.pytorch.modules import before_forward
 from monitor.pytorch.process_group import has_others, is_settled, stage_ranks
 from monitor.pytorch.reductions.memory import Groups, ReductionGroup
@@ -231,6 +232,7 @@ class TorchGradients:
         self._summed: set[NamedParameter] = set()
         self.reading: Reading = "unknown"
         self._changes = ChangeDetector(self._failures)
+        self._kept = KeptGradients(self._failures)
         reader = attached.recorder.reader
         assert isinstance(reader, TorchTensorReader)
         self._arrivals = reader.arrivals
@@ -271,6 +273,7 @@ class TorchGradients:
 
     def after_reading(self, turn: OptimizerTurn, not_reduced: str) -> None:
         """Note how the gradients just read differ from those that backward left."""
+        self._kept.stepped(turn, self._clock.step)
         self.reductions.end_reading(turn.held is None)
         may_be_clipped = len(self._rows.reduced) > 0 and not self._framework.reads_before_clipping
         changed = may_be_clipped and self._changes.changed(self._framework.reduced, turn.held)
@@ -288,6 +291,7 @@ class TorchGradients:
 
     def remove(self) -> None:
         self._caught.remove()
+        self._kept.remove()
 
     def can_be_hooked(self, parameter: NamedParameter) -> bool:
         """A lazy parameter must have a shape, too."""
@@ -335,6 +339,7 @@ class TorchGradients:
         changes = self._changes
         if torch._C._current_graph_task_id() != changes.task:
             changes.backward_begins(parameter)
+            self._kept.arrived(parameter, gradient)
         changes.latest = parameter
         if self.reductions.follows:
             if self.reductions.arrived(parameter, gradient):

@@ -17,7 +17,7 @@ from monitor.anomalies.ranking.report import advice, counts, found_first, notes
 from monitor.coordinator.manifest_format import THINNED
 from monitor.failures import NOTHING_OF
 from monitor.report.bounds import beyond, first_beyond, within
-from monitor.report.data_of_ranks import data_of_ranks
+from monitor.report.data import data_of_ranks, data_of_steps
 from monitor.report.facts import NOT_JUDGED, TOTAL_KIND, Facts, ended_early, lacking_steps
 from monitor.report.findings import BAD, COMPILED, GOOD, LOG, LOG_IN_PYTHON, NOT_LOOKED_AT, CheckFinding, Place, State
 from monitor.report.history import WARM_UP, Sudden
@@ -427,6 +427,7 @@ CHECKS: Final = (
         "Replicas agree", replicas_agree, '"replica_check": true and "param_distribution": true; dp_group for gradients'
     ),
     CheckEntry("Data of ranks", data_of_ranks, '"wg_distribution": true; dp_group if no wrapper shows it'),
+    CheckEntry("Data of steps", data_of_steps, '"targets": {"": {"input": "all"}} and "xy_distribution": true'),
     CheckEntry("Unchanged between steps", unchanged_between_steps, '"replica_check": true and "param_distribution": true'),
     CheckEntry("Sudden changes", _sudden, f'"step_interval": 1, and more than {WARM_UP} steps', True),
     CheckEntry("All ranks recorded", _all_ranks, _MERGE, True, False),

@@ -225,6 +225,7 @@ def test_a_healthy_run_has_nothing_bad_and_says_what_was_not_looked_at(seed: int
     unseen = [one.name for one in checks if one.state == NOT_LOOKED_AT]
     assert unseen == [
         "Alert rules",
+        "Data of steps",
         "Unchanged between steps",
         "Loss",
         "Low precision",

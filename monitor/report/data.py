@@ -1,4 +1,6 @@
-"""Whether the ranks of a data-parallel group have different data: otherwise several do the work of one."""
+"""Whether the ranks of a data-parallel group have different data: otherwise several do the work of one. Whether data changes
+from step to step: otherwise a training sees one batch.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +41,7 @@ ALSO_OF_DATA: Final = {"actv": ("activations", "")}
 """Kinds that clear a suspicion. Alone, they may be of tensors that depend on no data, such as embeddings of positions, unless
 inputs of the model are among them.
 """
+MOST_NAMED: Final = 3
 INPUT: Final = ".input"
 """How the names of the model's own inputs begin."""
 
@@ -46,6 +49,7 @@ _THEN: Final = (
     "Give each rank its own part of the data: by torch's DistributedSampler, or by num_shards and shard_id of a dataset of "
     "MindSpore."
 )
+_IF_ONE_BATCH: Final = "That is right if it trains on one batch; if not, look at what gives it data."
 
 
 def data_of_ranks(facts: Facts) -> CheckFinding:
@@ -122,3 +126,25 @@ def _alike(ranks: Sequence[int], group: Sequence[int], kinds: Sequence[Numbers])
         else:
             found.append([rank])
     return [sorted(one) for one in found]
+
+
+def data_of_steps(facts: Facts) -> CheckFinding:
+    """Whether every rank's inputs of the model have changed in the last steps."""
+    rows = facts.kinds.get("actv")
+    inputs = [name for _, name in rows.series if name.startswith(INPUT)] if rows is not None else []
+    if rows is None or not inputs or len(rows.steps) < STEPS:
+        return CheckFinding(NOT_LOOKED_AT, f"There are no {STEPS} steps with inputs of the model.")
+    window = Window(rows.steps[-STEPS:])
+    rows.feed(window, range(int(window.steps[0]), int(window.steps[-1]) + 1), names=inputs)
+    window = window.filled()
+    stays = (np.isfinite(window.values) & (window.values == window.values[0])).all(axis=0)
+    with_inputs, changing = np.unique(window.rank), np.unique(window.rank[~stays])
+    if not len(with_inputs):
+        return CheckFinding(NOT_LOOKED_AT, f"The last {STEPS} steps have no inputs of the model.")
+    same = [facts.ranks[rank] for rank in np.setdiff1d(with_inputs, changing).tolist()]
+    if not same:
+        return CheckFinding(GOOD, f"Inputs of the model changed in the last {STEPS} recorded steps.")
+    where = f" on {listed(same)}" if len(facts.ranks) > 1 else ""
+    shown = ", ".join(inputs[:MOST_NAMED]) + (", ..." if len(inputs) > MOST_NAMED else "")
+    says = f"The model had the same inputs ({shown}) in each of the last {STEPS} recorded steps{where}. {_IF_ONE_BATCH}"
+    return CheckFinding(GOOD, says, then=says)

@@ -1,4 +1,6 @@
-"""Ranks of a data-parallel group that compute the same from their data are named, and only those."""
+"""Ranks of a data-parallel group that compute the same from their data are named, and only those. And so are ranks whose data
+stays the same from step to step.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ def same_data(when: Callable[[int], bool], names: Mapping[str, float]) -> Callab
     return fault
 
 
-def check(base: Path) -> CheckResult:
+def check(base: Path, of: str = "ranks") -> CheckResult:
     with reported(base) as (_, checks, _):
-        return next(one for one in checks if one.name == "Data of ranks")
+        return next(one for one in checks if one.name == f"Data of {of}")
 
 
 def written(
@@ -210,3 +212,42 @@ def test_nothing_is_said_of_steps_after_another_rank_has_stopped(tmp_path: Path)
 def test_kernels_may_round_otherwise_on_each_rank(factor: float, state: str, tmp_path: Path) -> None:
     base = written(tmp_path, together(3), lambda rank, step: {WEIGHT: same(step, "weight") * factor**rank})
     assert check(base).state == state
+
+
+def inputs(
+    base: Path, draw: Callable[[int, int, str], str], names: tuple[str, ...] = (".input.x", ".input.mask")
+) -> CheckResult:
+    """What is said of steps if inputs have values drawn by rank, step and name."""
+
+    def values(rank: int, step: int) -> Mapping[tuple[str, str], Floats]:
+        drawn = {("actv", name): same(0, draw(rank, step, name)) for name in names}
+        return {**drawn, ("actv", "layers.0.output"): same(step, str(rank))}
+
+    return check(written(base, together(2), values), "steps")
+
+
+@pytest.mark.parametrize(("ranks", "where"), [((0, 1), "ranks 0, 1"), ((1,), "rank 1")])
+def test_ranks_whose_inputs_stay_the_same_are_named_without_blame(ranks: tuple[int, ...], where: str, tmp_path: Path) -> None:
+    found = inputs(tmp_path, lambda rank, step, name: name if rank in ranks else f"{name} {step}")
+    assert found.state == GOOD
+    assert found.finding.says.startswith(
+        f"The model had the same inputs (.input.x, .input.mask) in each of the last 8 recorded steps on {where}. "
+    )
+    assert found.finding.then == found.finding.says
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda _rank, step, name: name if "mask" in name else str(step),
+        lambda _rank, step, name: f"{name} {step == 6}",
+    ],
+    ids=["all but one", "in all steps but one"],
+)
+def test_inputs_of_which_some_stay_the_same_are_good(draw: Callable[[int, int, str], str], tmp_path: Path) -> None:
+    found = inputs(tmp_path, draw)
+    assert (found.state, found.finding.then) == (GOOD, "")
+
+
+def test_steps_without_inputs_of_the_model_are_not_looked_at(tmp_path: Path) -> None:
+    assert inputs(tmp_path, lambda *_: "", names=()).state == NOT_LOOKED_AT
