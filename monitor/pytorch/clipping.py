@@ -5,7 +5,8 @@ gradients between the end of backward and the optimizer's step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf
 from typing import Any, Final
 
 import torch
@@ -37,6 +38,16 @@ FULLY_SHARDED: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"
 """The module that defines ``FullyShardedDataParallel``, whose method sums the norm over its ranks."""
 
 EUCLIDEAN: Final = 2.0
+SCALED_LIMIT: Final = 16.0
+"""A limit that is not less than the loss scale divided by this is itself multiplied by the scale. Our choice."""
+
+_NOT_CLIPPED: Final[tuple[frozenset[int] | None, float]] = frozenset(), inf
+"""Ids of the clipped parameters, None if they are not known, and the limit."""
+
+_SCALED: Final = (
+    "Gradients were clipped to {limit:g} while the loss scale {scale:g} multiplied them. Then they are as small as with a "
+    "limit of {limit:g}/{scale:g}, and grad_norm is not recorded. Call scaler.unscale_(optimizer) before clipping."
+)
 
 
 def _patch_of_fsdp() -> TorchCallPatch | None:
@@ -52,7 +63,9 @@ class GradientClipping(CallListener):
     """
 
     def __init__(self, listener: StepListener, failures: Failures) -> None:
-        self._listener = listener
+        self._listener, self._failures = listener, failures
+        self._latest = _NOT_CLIPPED
+        self._has_looked = False
         self._report = failures.guarded("following the clipping of gradients", self._reported)
         self._computed: tuple[Any, float] | None = None
         self._within_fsdp = False
@@ -66,6 +79,20 @@ class GradientClipping(CallListener):
         for patch in self._patches:
             patch.remove(self)
         self._computed = None
+
+    def optimizer_stepped(self) -> None:
+        """Clippings before it are over."""
+        self._latest = _NOT_CLIPPED
+
+    def scaled_step_begins(self, stepped: Collection[int], scale: Tensor) -> None:
+        """An optimizer is about to step parameters with these ids. Their gradients are still multiplied by ``scale``."""
+        of, limit = self._latest
+        if self._has_looked or limit == inf or (of is not None and of.isdisjoint(stepped)):
+            return
+        self._has_looked = True
+        factor = scale.item()  # this once a device is waited for
+        if limit < factor / SCALED_LIMIT:
+            self._failures.warn("clipping of scaled gradients", _SCALED.format(limit=limit, scale=factor))
 
     def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         del args, kwargs
@@ -87,13 +114,14 @@ class GradientClipping(CallListener):
 
     def _reported(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         limit = float(_argument("max_norm", 1, args, kwargs, None))
-        if patch is self._fsdp:
-            root, norm_type = args[0], _argument("norm_type", 2, args, kwargs, EUCLIDEAN)
-            found = _if(norm_type == EUCLIDEAN, result)
-            self._listener.clipped(Clipping(found, limit, _ids(root), is_total=True, intact=_followed(root)))
-            return
-        given, norm = _argument("parameters", 0, args, kwargs, None), _argument("total_norm", 2, args, kwargs, None)
+        given = args[0] if patch is self._fsdp else _argument("parameters", 0, args, kwargs, None)
         of = _ids(given)
+        self._latest = of, limit
+        if patch is self._fsdp:
+            found = _if(_argument("norm_type", 2, args, kwargs, EUCLIDEAN) == EUCLIDEAN, result)
+            self._listener.clipped(Clipping(found, limit, of, is_total=True, intact=_followed(given)))
+            return
+        norm = _argument("total_norm", 2, args, kwargs, None)
         computed, self._computed = self._computed, None
         by_torch = computed is not None and computed[0] is norm
         is_euclidean = computed is None or not by_torch or computed[1] == EUCLIDEAN

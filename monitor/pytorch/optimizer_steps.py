@@ -193,7 +193,8 @@ class OptimizerSteps(CallListener):
         if not optimizers:
             self._at_every_step(register_optimizer_step_pre_hook, self._adopt_if_monitored, "finding the optimizer")
         self._at_every_step(register_optimizer_step_post_hook, self._is_other, "looking for a replaced optimizer")
-        self._hooks.add(GradientClipping(listener, failures))
+        self._clipping = GradientClipping(listener, failures)
+        self._hooks.add(self._clipping)
         SCALER_PATCH.add(self)
 
     def _adopt(self, optimizer: Optimizer) -> None:
@@ -278,6 +279,8 @@ class OptimizerSteps(CallListener):
             if scaler.is_enabled() and scaler._scale is not None:
                 index, late = self._scalers.setdefault(scaler, len(self._scalers)), not _has_unscaled(scaler, optimizer)
                 self._listener.loss_scale(one, scaler._scale, index, late=late)
+                if late:
+                    self._clipping.scaled_step_begins(_ids(one), scaler._scale)
 
     def _scaler_ended(self, scaler: GradScaler, optimizer: Any, *_: Any, **__: Any) -> None:
         for one in self._monitored(optimizers_in(optimizer)) if scaler.is_enabled() else ():
@@ -328,6 +331,7 @@ class OptimizerSteps(CallListener):
             return
         if _within_a_step_of(optimizer) or self._is_captured(optimizer):
             return
+        self._clipping.optimizer_stepped()
         self._listener.after_step(optimizer, skipped=_skipped_itself(optimizer))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
-from watching import Output, assert_rows, attached
+from watching import Output, assert_rows, attached, warnings_in
 
 from monitor.failures import Failures
 from monitor.pytorch import TrainerMon
@@ -123,6 +123,49 @@ def test_gradients_unscaled_and_clipped_by_the_loop_are_reduced_ones(output: Out
         scale.step(optimizer)
     assert_rows(output, "grad_unreduced", unreduced)
     assert_rows(output, "grad_reduced", reduced)
+
+
+CLIPPING: dict[str, tuple[bool, float, int]] = {
+    "unscaled by the loop": (True, 1.0, 0),
+    "still scaled": (False, 1.0, 1),
+    "still scaled, and so is the limit": (False, 0.5 * SCALE, 0),
+    "nothing is clipped": (False, float("inf"), 0),
+}
+"""Whether the loop unscales, the limit, and the warnings."""
+
+
+@pytest.mark.parametrize("how", CLIPPING)
+def test_gradients_clipped_while_they_are_scaled_are_told_once(
+    how: str, output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    unscales, limit, warnings = CLIPPING[how]
+    model, scale = small_model(), scaler()
+    optimizer = SGD(model.parameters(), 0.1)
+    with attached(output, model, optimizer, **GRADIENTS):
+        for _ in range(3):
+            backward(model, scale)
+            if unscales:
+                scale.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+            scale.step(optimizer)
+            scale.update()
+            optimizer.zero_grad()
+    said = [one for one in warnings_in(caplog) if "Gradients were clipped to 1 while the loss scale 256 multiplied" in one]
+    assert len(said) == warnings
+
+
+def test_a_clipping_before_the_step_before_is_forgotten(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    model, scale = small_model(), scaler()
+    optimizer = SGD(model.parameters(), 0.1)
+    with attached(output, model, optimizer, **GRADIENTS):
+        for clips in (True, False):
+            backward(model, scale)
+            if clips:
+                scale.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(list(model.parameters()), 1.0)
+            scale.step(optimizer)
+            scale.update()
+    assert [one for one in warnings_in(caplog) if "clipped" in one] == []
 
 
 def test_a_skipped_step_has_weights_and_moments_before_it_and_none_after(output: Output) -> None:
