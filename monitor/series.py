@@ -163,6 +163,9 @@ COLLECTIVE_INPUT: Final = "pre_0"
 COLLECTIVE_OUTPUT: Final = "post_0"
 """The same of what a rank got from it."""
 
+EVALUATION: Final = "evaluation_mode"
+"""The note that a model trains in evaluation mode, so that activations have no rows."""
+
 LEFT_BY_STEP: Final = "_updated"
 """What the name of a kind has after that of the same tensors before the step."""
 

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
 from monitor.failures import Failures
+from monitor.pytorch.forgotten import KeptGradients, TrainingMode
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.hooks import (
     NO_BACKWARD,
@@ -22,7 +23,6 @@ from monitor.pytorch.hooks import (
     runs_backward,
     untraced,
 )
-from monitor.pytorch.kept_gradients import KeptGradients
 from monitor.pytorch.modules import before_forward
 from monitor.pytorch.process_group import has_others, is_settled, stage_ranks
 from monitor.pytorch.reductions.memory import Groups, ReductionGroup
@@ -232,7 +232,7 @@ class TorchGradients:
         self._summed: set[NamedParameter] = set()
         self.reading: Reading = "unknown"
         self._changes = ChangeDetector(self._failures)
-        self._kept = KeptGradients(self._failures)
+        self._kept, self._mode = KeptGradients(self._failures), TrainingMode(attached)
         reader = attached.recorder.reader
         assert isinstance(reader, TorchTensorReader)
         self._arrivals = reader.arrivals
@@ -274,6 +274,8 @@ class TorchGradients:
     def after_reading(self, turn: OptimizerTurn, not_reduced: str) -> None:
         """Note how the gradients just read differ from those that backward left."""
         self._kept.stepped(turn, self._clock.step)
+        if self._changes.latest is not None:
+            self._mode.stepped()
         self.reductions.end_reading(turn.held is None)
         may_be_clipped = len(self._rows.reduced) > 0 and not self._framework.reads_before_clipping
         changed = may_be_clipped and self._changes.changed(self._framework.reduced, turn.held)

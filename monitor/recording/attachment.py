@@ -120,8 +120,8 @@ BATCH: Final = "batch"
 """The name under which ``log`` takes identifiers, which are no numbers."""
 
 BETWEEN_STEPS: Final = (
-    "log({names}) was called after optimizer.step() has ended a step, and before the next forward. It is not known to which of "
-    "the two steps the numbers belong, and they are not recorded. Call log before optimizer.step(). A step "
+    "log({names}) was called after optimizer.step() has ended a step, and before the next forward in training mode. It is not "
+    "known to which of the two steps the numbers belong, and they are not recorded. Call log before optimizer.step(). A step "
     "that is compiled as a whole cannot have such numbers."
 )
 

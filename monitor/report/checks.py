@@ -28,7 +28,7 @@ from monitor.report.replicas import replicas_agree, unchanged_between_steps
 from monitor.report.spike_links import RATE
 from monitor.report.spikes import SPIKES, is_loss, spikes
 from monitor.report.trained_weights import lacked_gradient, trained_weights
-from monitor.series import CLIPPED_NORM, GRAD_NORM, GRADIENT_KINDS, HEALTH_KIND, REPLICA_KIND, RUN_KIND
+from monitor.series import CLIPPED_NORM, EVALUATION, GRAD_NORM, GRADIENT_KINDS, HEALTH_KIND, REPLICA_KIND, RUN_KIND
 from monitor.stats.loads import LOAD_KIND
 from monitor.terminal import counted
 
@@ -279,6 +279,10 @@ def _still_runs(facts: Facts, ranks: Collection[int]) -> bool:
     return any((now - one.astimezone(UTC)).total_seconds() < STILL_RUNS_S for one in saved)
 
 
+_DROPPED: Final = "docs/performance.md says why steps are dropped."
+_IN_EVALUATION: Final = "forwards have no rows then. Call model.train() after each evaluation."
+
+
 def _steps(facts: Facts) -> CheckFinding:
     dropped, gaps = facts.told["dropped"]["listed"], facts.told["gaps"]["listed"]
     if _still_runs(facts, facts.ranks):  # ranks may be a few steps apart
@@ -293,9 +297,9 @@ def _steps(facts: Facts) -> CheckFinding:
         places += [Place(step + 1, None, kind) for kind, step in ended.items()]
         first = min(places, key=lambda one: (one.step or 0, one.kind))
         count = len(lost) + facts.count("dropped") + facts.count("gaps") - len(dropped) - len(facts.told["gaps"]["listed"])
-        return CheckFinding(
-            BAD, f"Steps are missing: {_few(lost, count)}.", first, "docs/performance.md says why steps are dropped."
-        )
+        modes = [str(one.notes[EVALUATION]) for one in facts.manifests.values() if EVALUATION in one.notes]
+        why = f"{capitalized(modes[0])}: {_IN_EVALUATION}" if modes and first.kind in ended else _DROPPED
+        return CheckFinding(BAD, f"Steps are missing: {_few(lost, count)}.", first, why)
     known = {*facts.kinds, *facts.others, *NOT_JUDGED}
     if thinned := facts.told.get("thinned", {}).get("listed"):  # an earlier version knew none
         removed = [f"rank {one['rank']}, {one['steps']['count']:,} of {_of(one)}" for one in thinned]

@@ -1,4 +1,4 @@
-"""Finds out that a loop never clears its gradients: each step's are then added to those of all steps before."""
+"""Finds out what a loop forgets: to clear its gradients, and to put the model back into training mode after an evaluation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from monitor.failures import Failures
 from monitor.pytorch.hooks import GradientVersion
-from monitor.recording.attached_model import NamedParameter
+from monitor.recording.attached_model import Attached, NamedParameter
 from monitor.recording.backend import Removable
 from monitor.recording.phases import OptimizerTurn
+from monitor.series import EVALUATION
 
 SUSPICIOUS: Final = 3
 """Steps in a row after which the gradient itself is looked at. Our choice."""
@@ -21,6 +22,10 @@ _KEPT: Final = (
     "The gradient of {name} is not cleared between steps: in step {step} a backward has added to what earlier steps left "
     "there, and rows of gradients contain the sum. If it should be cleared, call optimizer.zero_grad() before the first "
     "backward of each step."
+)
+_EVALUATED: Final = (
+    "The model was in evaluation mode when step {step} trained it: Dropout and BatchNorm act as in evaluation, and its "
+    "activations have no rows. {then}"
 )
 
 
@@ -89,3 +94,31 @@ class KeptGradients:
         if self._looking is not None:
             self._looking[1].remove()
             self._looking = None
+
+
+class TrainingMode:
+    """Looks whether the model is in training mode when it trains. Libraries load models in evaluation mode."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._roots, self._clock = attached.watch.chunks, attached.clock
+        self._failures, self._note = attached.failures, attached.note
+        self._has_trained = self._is_done = False
+
+    def stepped(self) -> None:
+        """An optimizer is about to step with gradients of this step."""
+        if self._is_done:
+            return
+        if max(self._clock.forward) >= 0 or any(root.training for root in self._roots):
+            self._has_trained = True
+            return
+        self._is_done = True
+        if any(module.training for root in self._roots for module in root.modules()):  # a part of it trains, as a new head
+            return
+        step = self._clock.step
+        self._note(EVALUATION, f"the model trains in evaluation mode, first in step {step}")
+        if self._has_trained:
+            then = "It was in training mode before: call model.train() after each evaluation."
+            self._failures.warn("evaluation mode", _EVALUATED.format(step=step, then=then))
+        else:
+            then = "Call model.train() before training, unless that is meant."
+            self._failures.advise("evaluation mode", _EVALUATED.format(step=step, then=then))

@@ -1,4 +1,4 @@
-"""A loop that never clears its gradients is warned of, once. One that clears them in any way is not."""
+"""A loop that never clears its gradients, or trains in evaluation mode, is warned of, once. Other loops are not."""
 
 from __future__ import annotations
 
@@ -124,3 +124,68 @@ def reduced(output: Output) -> None:
 
 def test_gradients_that_a_wrapper_reduces_are_followed(tmp_path: Path) -> None:
     on_two_ranks(reduced, tmp_path)
+
+
+# --- The mode of the model.
+
+LEFT = "It was in training mode before: call model.train() after each evaluation."
+FROM_THE_START = "Call model.train() before training, unless that is meant."
+
+
+def evaluated(output: Output, modes: Callable[[nn.Module, int], object]) -> dict[str, Any]:
+    """The manifest of a training whose loop sets the mode before each step, by its number."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with attached(output, model, optimizer, wg_distribution=True, xy_distribution=True, ops=["norm"]):
+        for step in range(STEPS):
+            modes(model, step)
+            model(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return output.manifest()
+
+
+def told_of_mode(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one for one in warnings_in(caplog) if "was in evaluation mode" in one]
+
+
+def test_a_model_that_is_left_in_evaluation_mode_is_told_once_and_counted(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = evaluated(output, lambda model, step: model.train(step < 4))
+    assert [one.endswith(LEFT) and "when step 4 trained it" in one for one in told_of_mode(caplog)] == [True]
+    assert manifest["failures"] == {"evaluation mode": 1}
+    assert manifest["notes"]["evaluation_mode"] == "the model trains in evaluation mode, first in step 4"
+
+
+def test_a_model_that_trains_in_evaluation_mode_from_the_start_is_advice(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = evaluated(output, lambda model, _: model.eval())
+    assert [one.endswith(FROM_THE_START) and "when step 0 trained it" in one for one in told_of_mode(caplog)] == [True]
+    assert "evaluation mode" not in manifest["failures"]
+
+
+def test_a_model_of_which_a_part_trains_in_training_mode_is_not_told(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    evaluated(output, lambda model, _: model.eval()[2].train())  # type: ignore[index]
+    assert told_of_mode(caplog) == []
+
+
+def test_an_evaluation_between_steps_is_not_told(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    """With gradients, and also between a backward and the optimizer's step."""
+
+    def evaluate(model: nn.Module, _: int) -> None:
+        model.eval()(torch.randn(3, 4)).sum().backward()
+        model.train()
+
+    manifest = evaluated(output, evaluate)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with attached(output, model, optimizer, wg_distribution=True, ops=["norm"]):
+        for _ in range(3):
+            model.train()(torch.randn(3, 4)).sum().backward()
+            model.eval()(torch.randn(3, 4))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert told_of_mode(caplog) == []
+    assert "evaluation_mode" not in manifest["notes"]
