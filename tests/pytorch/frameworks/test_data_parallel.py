@@ -58,9 +58,11 @@ def test_training_has_the_same_bits(job: Job) -> None:
     assert job.plain == job.monitored
 
 
-def test_nothing_is_warned_of_and_nothing_needs_a_note(job: Job) -> None:
-    assert job.warnings == []
-    assert [job.manifest(rank).notes for rank in (0, 1)] == [{}, {}]
+def test_nothing_is_warned_of_and_nothing_needs_a_note_but_the_mode(job: Job, how: str) -> None:
+    modes = 2 if how == "evaluation-mode" else 0
+    assert [("was in evaluation mode when step 0" in said) for said in job.warnings] == [True] * modes
+    notes = {"evaluation_mode": "the model trains in evaluation mode, first in step 0"} if modes else {}
+    assert [job.manifest(rank).notes for rank in (0, 1)] == [notes, notes]
 
 
 @pytest.mark.parametrize("step", range(STEPS))
