@@ -102,6 +102,7 @@ class CellHooks:
     def __init__(self, collector: ModuleCollector) -> None:
         self._collector = collector
         self._failures = collector.failures
+        self._mode = TrainingFlag(collector.failures)
 
     def hook_module(
         self, watcher: ModuleWatcher, before: Callable[..., None], after: Callable[..., None], hooks: HookSet
@@ -178,7 +179,7 @@ class CellHooks:
         """Whether a forward of the whole model that begins now trains, regardless of its training flag."""
         training = trains(root)
         if training and not REPLAYING.get():
-            warn_of_evaluation(root, self._failures)
+            self._mode.called(root)
         return training
 
     def backward_begins(self, x: Tensor, call: Callable[[Tensor], None]) -> None:
@@ -349,11 +350,26 @@ def _is_trained(cell: nn.Cell) -> bool:
     return False
 
 
-def warn_of_evaluation(root: nn.Cell, failures: Failures) -> None:
-    """Say once that a differentiated model was never put in training mode, so that its dropout has no effect."""
-    if not root.training:
+class TrainingFlag:
+    """Says once that a model trains with its training flag off, so that its dropout has no effect."""
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        self._was_on = self._is_said = False
+
+    def called(self, root: nn.Cell) -> None:
+        """A forward that trains begins."""
+        self._was_on |= root.training
+        if root.training or self._is_said:
+            return
+        self._is_said = True
         said = "A model is trained with its training flag off: its gradients are recorded, but Dropout and BatchNorm act as in"
-        failures.advise("training flag", f"{said} evaluation. Call set_train(True) on it unless that is meant.")
+        if self._was_on:
+            self._failures.warn(
+                "training flag", f"{said} evaluation. It was on before: call set_train(True) after an evaluation."
+            )
+        else:
+            self._failures.advise("training flag", f"{said} evaluation. Call set_train(True) on it unless that is meant.")
 
 
 def _inside(cell: nn.Cell) -> set[int]:

@@ -13,7 +13,7 @@ from training import Net, train
 
 from monitor.failures import Failures
 from monitor.mindspore import tape
-from monitor.mindspore.modules import chunks_of, compiled, observable, refuse_graph_mode, warn_of_evaluation
+from monitor.mindspore.modules import TrainingFlag, chunks_of, compiled, observable, refuse_graph_mode
 from monitor.mindspore.tape import COMPILED_VARIABLE
 
 
@@ -159,16 +159,21 @@ def test_hooks_on_cells_that_take_them_are_called_and_change_no_bit() -> None:
     assert hooked == outcome(hooked=False)[0]
 
 
-def test_a_model_that_trains_with_its_flag_off_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("was_on", [False, True])
+def test_a_model_that_trains_with_its_flag_off_is_reported_once(was_on: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted if an evaluation has left it so. Cells are made with the flag off."""
     net, failures = Net(), Failures()
+    mode = TrainingFlag(failures)
     with caplog.at_level(logging.WARNING, "monitor"):
-        warn_of_evaluation(net, failures)
+        if was_on:
+            mode.called(net.set_train(True))
         assert not caplog.messages
         net.set_train(False)
         for _ in range(2):
-            warn_of_evaluation(net, failures)
+            mode.called(net)
     assert len(caplog.messages) == 1
-    assert "set_train(True)" in caplog.messages[0]
+    assert ("It was on before" in caplog.messages[0]) == was_on
+    assert failures.counts == ({"training flag": 1} if was_on else {})
 
 
 def test_a_model_is_one_cell_or_a_list_of_chunks() -> None:
