@@ -24,6 +24,7 @@ from monitor.coordinator.series_file import MeasuredColumns, MeasuredSeries, Ser
 from monitor.formats import FORMATS
 from monitor.merge.execution import MergeError
 from monitor.merge.restarts import RunPart, continued_jobs, cut, parts_of
+from monitor.terminal import counted
 
 NO_END: Final = 2**63 - 1
 
@@ -314,7 +315,7 @@ def _described(runs: Sequence[RankRun]) -> str:
     ranks = len({run.rank for run in runs})
     first = runs[0].manifest
     watched = "" if first.watched is None else f", {first.watched.role} (number {first.watched.number + 1} in its process)"
-    return f"started {first.started}, {ranks} of {first.world_size} ranks{watched}"
+    return f"started {first.started}, {ranks} of {counted(first.world_size, 'rank')}{watched}"
 
 
 # --- Which directories of one launch are of the same recording, where ranks began unequal numbers of them.

@@ -30,6 +30,7 @@ from monitor.merge.outputs import FILE_NAME
 from monitor.merge.parts import command_of, difference_of, options_of
 from monitor.merge.report import Report
 from monitor.sinks.files import StepSpan
+from monitor.terminal import counted
 
 BATCH_SECONDS: Final = 5.0
 """Windows that are done are put into the set at least so often."""
@@ -424,7 +425,7 @@ class Rounds:
             self._target.close()
             return report
         rows = sum(report.rows.values())
-        self._say(f"merged up to step {max(report.steps, default=-1)}, {rows:,} rows; {self.waiting}")
+        self._say(f"merged up to step {max(report.steps, default=-1)}, {counted(rows, 'row')}; {self.waiting}")
         return None
 
     def _wait(self, reason: str) -> None:

@@ -41,7 +41,7 @@ EUCLIDEAN: Final = 2.0
 SCALED_LIMIT: Final = 16.0
 """A limit that is not less than the loss scale divided by this is itself multiplied by the scale. Our choice."""
 
-_NOT_CLIPPED: Final[tuple[frozenset[int] | None, float]] = frozenset(), inf
+NOT_CLIPPED: Final[tuple[frozenset[int] | None, float]] = frozenset(), inf
 """Ids of the clipped parameters, None if they are not known, and the limit."""
 
 _SCALED: Final = (
@@ -60,11 +60,14 @@ class GradientClipping(CallListener):
     """Reports each clipping to a listener, when it is done.
 
     A norm that is no Euclidean one, or that is spread over the ranks, is reported as None: the gradients have changed.
+
+    Attributes:
+        latest: The latest clipping since an optimizer has stepped.
     """
 
     def __init__(self, listener: StepListener, failures: Failures) -> None:
         self._listener, self._failures = listener, failures
-        self._latest = _NOT_CLIPPED
+        self.latest = NOT_CLIPPED
         self._has_looked = False
         self._report = failures.guarded("following the clipping of gradients", self._reported)
         self._computed: tuple[Any, float] | None = None
@@ -80,13 +83,9 @@ class GradientClipping(CallListener):
             patch.remove(self)
         self._computed = None
 
-    def optimizer_stepped(self) -> None:
-        """Clippings before it are over."""
-        self._latest = _NOT_CLIPPED
-
     def scaled_step_begins(self, stepped: Collection[int], scale: Tensor) -> None:
         """An optimizer is about to step parameters with these ids. Their gradients are still multiplied by ``scale``."""
-        of, limit = self._latest
+        of, limit = self.latest
         if self._has_looked or limit == inf or (of is not None and of.isdisjoint(stepped)):
             return
         self._has_looked = True
@@ -116,7 +115,7 @@ class GradientClipping(CallListener):
         limit = float(_argument("max_norm", 1, args, kwargs, None))
         given = args[0] if patch is self._fsdp else _argument("parameters", 0, args, kwargs, None)
         of = _ids(given)
-        self._latest = of, limit
+        self.latest = of, limit
         if patch is self._fsdp:
             found = _if(_argument("norm_type", 2, args, kwargs, EUCLIDEAN) == EUCLIDEAN, result)
             self._listener.clipped(Clipping(found, limit, of, is_total=True, intact=_followed(given)))

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from monitor.failures import Failures
-from monitor.pytorch.clipping import GradientClipping
+from monitor.pytorch.clipping import NOT_CLIPPED, GradientClipping
 from monitor.pytorch.hooks import TorchCallPatch
 from monitor.recording import arguments
 from monitor.recording.arguments import MAX_WRAPPERS, held_by
@@ -331,7 +331,7 @@ class OptimizerSteps(CallListener):
             return
         if _within_a_step_of(optimizer) or self._is_captured(optimizer):
             return
-        self._clipping.optimizer_stepped()
+        self._clipping.latest = NOT_CLIPPED
         self._listener.after_step(optimizer, skipped=_skipped_itself(optimizer))
 
 

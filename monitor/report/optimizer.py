@@ -14,6 +14,7 @@ from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Plac
 from monitor.report.history import WARM_UP, Axis, Exempt, Ints, KindHistory, SuddenBound
 from monitor.report.kind_reader import KindReader
 from monitor.report.trained_weights import lacked_gradient
+from monitor.terminal import counted
 
 # --- How often gradients were clipped.
 
@@ -50,7 +51,7 @@ def clipping(facts: Facts) -> CheckFinding:
     known = share_of_clipped(facts)
     if known is None:
         return CheckFinding(NOT_LOOKED_AT, "The norms of gradients before and after clipping were not recorded.")
-    says = f"Gradients were clipped in {known['share']:.0%} of {known['steps']:,} steps"
+    says = f"Gradients were clipped in {known['share']:.0%} of {counted(known['steps'], 'step')}"
     says += f", and in {known['last']:.0%} of the last {LAST}." if known["steps"] > LAST else "."
     return CheckFinding(GOOD, says + (OFTEN_SAID if known["last"] > OFTEN else ""))
 

@@ -12,6 +12,7 @@ from monitor.report.facts import Facts, regular_steps
 from monitor.report.findings import GOOD, NOT_LOOKED_AT, CheckFinding
 from monitor.report.kind_reader import GLOBAL_NAME, KindReader
 from monitor.series import PARAMETER_KINDS
+from monitor.terminal import counted
 
 LOOKED_AT: Final = ("grad_reduced", "grad_unreduced")
 """Kinds of gradients. One is looked at, the first that was recorded."""
@@ -40,7 +41,8 @@ def trained_weights(facts: Facts) -> CheckFinding:
         noted = says + _IF_FROZEN
     if never:
         says += f"No gradient at all was recorded of {_some(never, every)}."
-    says = says.strip() or f"All {every:,} weights had a gradient in the last {SILENT_STEPS} steps."
+    every_one = f"{'All ' if every > 1 else ''}{counted(every, 'weight')}"
+    says = says.strip() or f"{every_one} had a gradient in the last {SILENT_STEPS} steps."
     still = _no_rate(facts)
     return CheckFinding(GOOD, f"{says} {still}".strip(), then=f"{noted} {still}".strip())
 
@@ -100,4 +102,4 @@ def _last_steps(facts: Facts) -> tuple[dict[str, int], list[int]]:
 
 def _some(names: Sequence[str], every: int) -> str:
     more = ", ..." if len(names) > MOST_NAMED else ""
-    return f"{len(names):,} of {every:,} weights ({', '.join(names[:MOST_NAMED])}{more})"
+    return f"{len(names):,} of {counted(every, 'weight')} ({', '.join(names[:MOST_NAMED])}{more})"
