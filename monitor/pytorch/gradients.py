@@ -463,7 +463,7 @@ class KeptGradients:
         self._arrived = False
         gradient = parameter.tensor.grad  # clipping and reductions have changed it since backward
         self._left = None if gradient is None else GradientVersion(gradient)
-        if self._steps >= SUSPICIOUS:
+        if self._steps >= SUSPICIOUS and parameter.tensor.requires_grad:
             self._is_done = True
             self._look(parameter, step + 1)
 
