@@ -193,17 +193,21 @@ STATE_NAMES: Final = {
 }
 """The attributes that hold each kind of state."""
 
-MOMENTUM_NAMES: Final = {
-    "Momentum": ("moments",),
-    "ThorAscend": ("moments",),
-    "ThorGpu": ("moments",),
-    "SGD": ("accum", "momentum_buf"),
-    "RMSProp": ("moment",),
-    "RMSprop": ("moment",),
+NAMES_OF_CLASSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "Momentum": {"exp_avg": ("moments",)},
+    "ThorAscend": {"exp_avg": ("moments",)},
+    "ThorGpu": {"exp_avg": ("moments",)},
+    "SGD": {"exp_avg": ("accum", "momentum_buf")},
+    "RMSProp": {"exp_avg": ("moment",), "exp_avg_sq": ("ms",)},
+    "RMSprop": {"exp_avg": ("moment",), "exp_avg_sq": ("mean_square",)},
+    "Adadelta": {"exp_avg_sq": ("accum",)},
 }
-"""The attributes of the momentum in classes that step along one: it counts as ``exp_avg``. Other classes use these names
-otherwise.
+"""The attributes of the momentum, which counts as ``exp_avg``, and of the mean square, in classes that name them so. Other
+classes use these names otherwise.
 """
+
+INITIALLY_ONE: Final = "ms"
+"""The state of a class above that does not begin as zeros. The class updates its ``moment`` in every step, too."""
 
 ADAM_WS: Final = ("AdamW", "FusedAdamW")
 """Classes of ``mindspore.experimental`` and ``mindspore.mint`` that decay weights apart from the gradient."""
@@ -237,7 +241,8 @@ class OptimizerState:
         """Inspect an optimizer before training begins: this may wait."""
         self.optimizer = innermost(optimizer)
         self._momentum = _number(getattr(self.optimizer, "momentum", None))
-        self._names = next((names for known, names in MOMENTUM_NAMES.items() if is_a(self.optimizer, known)), ())
+        found = (names for known, names in NAMES_OF_CLASSES.items() if is_a(self.optimizer, known))
+        self._names: Mapping[str, tuple[str, ...]] = next(found, {})
         self._is_mindspore_class = _is_mindspore_class(self.optimizer)
         self._clones: Sequence[Clones] = ()
         self._roles: Mapping[str, Clones] = {}
@@ -261,7 +266,7 @@ class OptimizerState:
 
     def _kept(self, kind: str, place: int) -> Iterator[tuple[Any, int]]:
         """What may hold the moment of the parameter at an index, and the index in it."""
-        names = self._names if kind == "exp_avg" and self._names else STATE_NAMES[kind]
+        names = self._names.get(kind, STATE_NAMES[kind])
         cloned = {one.attribute for one in self._clones}  # these are known to be other state
         yield from ((getattr(self.optimizer, name, None), place) for name in names if name not in cloned)
         if self._is_mindspore_class and (in_group := self.group(place).get(kind)) is not None:
@@ -303,8 +308,9 @@ class OptimizerState:
         }
 
     def has_stepped(self) -> bool:
-        """Whether a moment differs from 0, the initial value in every optimizer. Waits."""
-        names = {*self._names, *(name for names in STATE_NAMES.values() for name in names)}
+        """Whether a moment differs from 0, the initial value in every optimizer but ``INITIALLY_ONE``. Waits."""
+        every_name = (*self._names.values(), *STATE_NAMES.values())
+        names = {name for names in every_name for name in names} - {INITIALLY_ONE}
         kept = (getattr(self.optimizer, name, None) for name in names)
         known = [every for every in kept if isinstance(every, tuple)]
         known += [tuple(one.members.values()) for one in self._roles.values()]
@@ -356,7 +362,7 @@ class OptimizerState:
                 return True
             # The Adams of mindspore.experimental and mindspore.mint create it and do not update it.
             return bool(group.get("amsgrad")) and is_a(self.optimizer, *ADAM_WS) if group else hasattr(self.optimizer, "vhat")
-        if self._names:
+        if "exp_avg" in self._names:
             return bool(group.get("momentum", self._momentum) != 0)
         return getattr(self.optimizer, "use_first_moment", True) is not False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +47,7 @@ def kinds_of(framework: MindSporeFramework, parameter: Named) -> dict[str, str]:
         ("nn.SGD", {}),
         ("nn.SGD momentum", {"exp_avg": "accum."}),
         ("nn.Momentum", {"exp_avg": "moments."}),
-        ("nn.RMSProp", {}),
+        ("nn.RMSProp", {"exp_avg_sq": "mean_square."}),
         ("nn.AdaMax", {"exp_avg": "moment1."}),
         ("experimental.Adam", {"exp_avg": "exp_avg.", "exp_avg_sq": "exp_avg_sq."}),
         ("experimental.AdamW", {"exp_avg": "exp_avg.", "exp_avg_sq": "exp_avg_sq."}),
@@ -70,6 +71,9 @@ def test_other_optimizers_have_the_moments_that_they_use() -> None:
         "FTRL": nn.FTRL(net.trainable_params()),
         "Lamb": nn.Lamb(net.trainable_params(), 0.1),
         "RMSProp": nn.RMSProp(net.trainable_params(), momentum=0.5),
+        "RMSprop": optim.RMSprop(net.trainable_params()),
+        "Adadelta": nn.Adadelta(net.trainable_params()),
+        "experimental Adadelta": optim.Adadelta(net.trainable_params()),
         "AdaFactor": nn.AdaFactor(net.trainable_params(), learning_rate=0.1, relative_step=False),
         "AdaFactor without": nn.AdaFactor(net.trainable_params(), learning_rate=0.1, relative_step=False, beta1=0.0),
         "LARS": nn.LARS(nn.Momentum(net.trainable_params(), 0.1, momentum=0.9)),
@@ -80,7 +84,10 @@ def test_other_optimizers_have_the_moments_that_they_use() -> None:
     assert found == {
         "FTRL": set(),
         "Lamb": {"exp_avg", "exp_avg_sq"},
-        "RMSProp": {"exp_avg"},
+        "RMSProp": {"exp_avg", "exp_avg_sq"},
+        "RMSprop": {"exp_avg_sq"},
+        "Adadelta": {"exp_avg_sq"},
+        "experimental Adadelta": {"exp_avg_sq"},
         "AdaFactor": {"exp_avg"},
         "AdaFactor without": set(),
         "LARS": {"exp_avg"},
@@ -106,15 +113,21 @@ def test_no_note_is_made_of_an_optimizer_whose_moments_are_all_there(name: str) 
     assert set(watched(net, OPTIMIZERS[name](net.trainable_params()))[0].notes()) <= {"loss_scale"}
 
 
-def test_an_optimizer_that_has_not_stepped_has_no_moments_yet_and_one_that_continues_has() -> None:
+@pytest.mark.parametrize(
+    ("kind", "attribute", "made"),
+    [("exp_avg", "moment1", nn.Adam), ("exp_avg_sq", "ms", nn.RMSProp), ("exp_avg_sq", "mean_square", optim.RMSprop)],
+)
+def test_an_optimizer_that_has_not_stepped_has_no_moments_yet_and_one_that_continues_has(
+    kind: str, attribute: str, made: Callable[..., nn.Cell]
+) -> None:
     net = Net()
-    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    optimizer = made(net.trainable_params(), 0.01)
     one = Named(net.a.weight)
     fresh = framework_of([net], optimizer, main_grad=False)
-    assert fresh.moment("exp_avg", one) is None
-    assert fresh.keeps("exp_avg", one)
+    assert fresh.moment(kind, one) is None
+    assert fresh.keeps(kind, one)
     train(net, optimizer)
-    assert framework_of([net], optimizer, main_grad=False).moment("exp_avg", one) is optimizer.moment1[0]
+    assert framework_of([net], optimizer, main_grad=False).moment(kind, one) is getattr(optimizer, attribute)[0]
 
 
 def test_moments_are_those_of_the_parameter_though_groups_have_another_order() -> None:
