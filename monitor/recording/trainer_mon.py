@@ -221,7 +221,7 @@ class ModelMonitor(DeprecatedMethods):
         if not watch.ownership.monitored and not self._ends_after_first_step and not self._dynamic:
             self._warn_if_none_monitored(watch.ownership)
         elif shared is not None:
-            if not {*map(id, shared.attachment.watch.framework.optimizers)} < {*map(id, framework.optimizers)}:
+            if {*map(id, framework.optimizers)} <= {*map(id, shared.attachment.watch.framework.optimizers)}:
                 said = "set_monitor was called again for the same model or optimizer. It is attached again, at the same step."
                 self._failures.warn("attached twice", said)
             self._hook(shared, watch, self._names(watch), start or shared.attachment.settled(), watch_of)

@@ -70,6 +70,17 @@ def test_called_twice_it_attaches_anew_and_continues_counting(output: Output, ca
     assert "set_monitor was called again for the same model or optimizer" in said
 
 
+def test_called_again_with_a_new_optimizer_it_warns_of_nothing(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    with attached(output, net, adam(net), **EVERYTHING) as monitor:
+        for number in range(2):
+            optimizer = adam(net)
+            monitor.set_monitor(net, 1, optimizer)
+            step_with(net, optimizer, number)
+    assert steps_of(output, "param_updated") == steps_of(output, "grad_reduced") == [0, 1]
+    assert warnings_in(caplog) == []
+
+
 def test_another_model_has_a_recording_of_its_own(output: Output) -> None:
     net, other = Net(), Net()
     optimizer, its_optimizer = adam(net), adam(other)
