@@ -233,6 +233,9 @@ _STOPPED: Final = (
     "No optimizer changes this weight any more: look at the learning rate, and at what was frozen or loaded before this step. "
     "MindSpore's optimizers do not see weights that are loaded after their first step."
 )
+_CUT_OFF: Final = "The loss no longer depends on this weight: look at what was frozen or detached before this step."
+_ENDED: Final = {UPDATES_KIND: _STOPPED, **dict.fromkeys(GRADIENT_KINDS, _CUT_OFF)}
+"""What is said of values of a kind that have become zero."""
 
 
 def _sudden(facts: Facts) -> CheckFinding:
@@ -243,8 +246,8 @@ def _sudden(facts: Facts) -> CheckFinding:
     found = [one for one in row_events(facts) if one.is_finite]
     if not found:
         return CheckFinding(GOOD, f"{counted(judged, 'value is', 'values are')} like those before.")
-    has_stopped = found[0].kind == UPDATES_KIND and not found[0].sudden.value
-    return CheckFinding(BAD, f"First came {said(found[0], facts)}.", found[0].place, _STOPPED if has_stopped else _JUMPED)
+    then = _JUMPED if found[0].sudden.value else _ENDED.get(found[0].kind, _JUMPED)
+    return CheckFinding(BAD, f"First came {said(found[0], facts)}.", found[0].place, then)
 
 
 def _all_ranks(facts: Facts) -> CheckFinding:

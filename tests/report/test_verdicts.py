@@ -89,6 +89,18 @@ def test_the_verdict_names_the_place_of_a_fault_in_the_rows(what: str, tmp_path:
     )
 
 
+def test_gradients_that_become_zero_are_those_of_a_weight_that_was_cut_off(tmp_path: Path) -> None:
+    """As MindSpore has them of a weight that is frozen in the middle."""
+
+    def fault(_rank: int, step: int, kind: str, name: str, values: np.ndarray) -> np.ndarray:
+        return values * (step < WHEN) if (kind, name) == ("grad_unreduced", "layers.2.weight") else values
+
+    with reported(record(tmp_path, fault)) as (_, checks, verdict):
+        (found,) = [one.finding for one in checks if one.name == "Sudden changes"]
+    assert found.place.name == verdict.place.name == "layers.2.weight"
+    assert found.then == "The loss no longer depends on this weight: look at what was frozen or detached before this step."
+
+
 def test_a_flipped_bit_that_no_number_shows_is_named(tmp_path: Path) -> None:
     fault = planted(1, "param_origin", "layers.3.weight", 1 + 2.0**-22)
     _, checks, verdict = modelled(record(tmp_path / "without", fault))
