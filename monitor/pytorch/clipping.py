@@ -83,10 +83,14 @@ class GradientClipping(CallListener):
             patch.remove(self)
         self._computed = None
 
-    def scaled_step_begins(self, stepped: Collection[int], scale: Tensor) -> None:
-        """An optimizer is about to step parameters with these ids. Their gradients are still multiplied by ``scale``."""
+    def scaled_step_begins(self, stepped: Callable[[], Collection[int]], scale: Tensor) -> None:
+        """An optimizer is about to step. Its gradients are still multiplied by ``scale``.
+
+        Args:
+            stepped: Returns the ids of its parameters. Called until one clipping was looked at: there may be thousands.
+        """
         of, limit = self.latest
-        if self._has_looked or limit == inf or (of is not None and of.isdisjoint(stepped)):
+        if self._has_looked or limit == inf or (of is not None and of.isdisjoint(stepped())):
             return
         self._has_looked = True
         factor = scale.item()  # this once a device is waited for

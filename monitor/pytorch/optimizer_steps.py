@@ -280,7 +280,7 @@ class OptimizerSteps(CallListener):
                 index, late = self._scalers.setdefault(scaler, len(self._scalers)), not _has_unscaled(scaler, optimizer)
                 self._listener.loss_scale(one, scaler._scale, index, late=late)
                 if late:
-                    self._clipping.scaled_step_begins(_ids(one), scaler._scale)
+                    self._clipping.scaled_step_begins(partial(_ids, one), scaler._scale)
 
     def _scaler_ended(self, scaler: GradScaler, optimizer: Any, *_: Any, **__: Any) -> None:
         for one in self._monitored(optimizers_in(optimizer)) if scaler.is_enabled() else ():

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from monitor.anomalies.ranking.ranking import capitalized, listed
 from monitor.report.bands import Numbers, Window
 from monitor.report.facts import Facts
-from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place, first_names
 from monitor.report.kind_reader import KindReader
 
 STEPS: Final = 8
@@ -41,7 +41,6 @@ ALSO_OF_DATA: Final = {"actv": ("activations", "")}
 """Kinds that clear a suspicion. Alone, they may be of tensors that depend on no data, such as embeddings of positions, unless
 inputs of the model are among them.
 """
-MOST_NAMED: Final = 3
 INPUT: Final = ".input"
 """How the names of the model's own inputs begin."""
 
@@ -145,6 +144,6 @@ def data_of_steps(facts: Facts) -> CheckFinding:
     if not same:
         return CheckFinding(GOOD, f"Inputs of the model changed in the last {STEPS} recorded steps.")
     where = f" on {listed(same)}" if len(facts.ranks) > 1 else ""
-    shown = ", ".join(inputs[:MOST_NAMED]) + (", ..." if len(inputs) > MOST_NAMED else "")
-    says = f"The model had the same inputs ({shown}) in each of the last {STEPS} recorded steps{where}. {_IF_ONE_BATCH}"
+    same_inputs = f"The model had the same inputs ({first_names(inputs)}) in each of the last {STEPS} recorded steps{where}."
+    says = f"{same_inputs} {_IF_ONE_BATCH}"
     return CheckFinding(GOOD, says, then=says)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 State = Literal["good", "bad", "not looked at"]
@@ -37,3 +38,12 @@ class CheckFinding(NamedTuple):
     place: Place = Place()
     then: str = ""
     listed: tuple[dict[str, Any], ...] = ()
+
+
+MOST_NAMED: Final = 3
+"""Names in a sentence."""
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first names, and dots if there are more."""
+    return ", ".join([*names[:MOST_NAMED], *(["..."] if len(names) > MOST_NAMED else [])])

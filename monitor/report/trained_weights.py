@@ -9,7 +9,7 @@ import numpy as np
 
 from monitor.query.sources import RowChoice
 from monitor.report.facts import Facts, regular_steps
-from monitor.report.findings import GOOD, NOT_LOOKED_AT, CheckFinding
+from monitor.report.findings import GOOD, NOT_LOOKED_AT, CheckFinding, first_names
 from monitor.report.kind_reader import GLOBAL_NAME, KindReader
 from monitor.series import PARAMETER_KINDS
 from monitor.terminal import counted
@@ -20,7 +20,6 @@ LOOKED_AT: Final = ("grad_reduced", "grad_unreduced")
 SILENT_STEPS: Final = 16
 """Recorded steps without a gradient after which a weight is named. Our choice: an expert may have no token for a few steps."""
 
-MOST_NAMED: Final = 3
 _IF_FROZEN: Final = "That is right if they were frozen; if not, look for what cut them off from the loss."
 
 
@@ -101,5 +100,4 @@ def _last_steps(facts: Facts) -> tuple[dict[str, int], list[int]]:
 
 
 def _some(names: Sequence[str], every: int) -> str:
-    more = ", ..." if len(names) > MOST_NAMED else ""
-    return f"{len(names):,} of {counted(every, 'weight')} ({', '.join(names[:MOST_NAMED])}{more})"
+    return f"{len(names):,} of {counted(every, 'weight')} ({first_names(names)})"
