@@ -47,7 +47,7 @@ class WithPresets(build_py):
                 shutil.copyfile(path, presets / path.name)
 
 
-# Vectors, and the same bits wherever they are computed: no product is fused into a sum, and nothing else is rearranged.
+# Vectors, and the same bits wherever they are computed: the compiler fuses no product into a sum, and rearranges nothing else.
 KERNEL = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 HEADERS = tuple(f"monitor/stats/host_{part}.h" for part in ("kernel", "pass", "moments", "magnitudes"))

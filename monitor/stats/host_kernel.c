@@ -191,6 +191,7 @@ typedef struct {
 #define LOAD load_float
 #define PIECE_AT piece_float
 #define MAGNITUDE fabsf
+#define EXACT 1
 #include "host_pass.h"
 #undef REAL
 #undef COUNTER
@@ -198,6 +199,7 @@ typedef struct {
 #undef LOAD
 #undef PIECE_AT
 #undef MAGNITUDE
+#undef EXACT
 
 #define REAL double
 #define COUNTER int64_t
@@ -205,16 +207,17 @@ typedef struct {
 #define LOAD load_double
 #define PIECE_AT piece_double
 #define MAGNITUDE fabs
+#define EXACT 0
 #include "host_pass.h"
 
 static INLINE int reduce_format(
-    const void *x, size_t n, enum format format, double bound, int wanted, const beside *also, double *row) {
+    const void *x, size_t n, enum format format, double bound, int wanted, int fused, const beside *also, double *row) {
     switch (format) { /* a separate loop per format, in which the format is a constant */
-    case FLOAT32: return reduce_float(x, n, FLOAT32, bound, wanted, also, row);
-    case BFLOAT16: return reduce_float(x, n, BFLOAT16, bound, wanted, also, row);
-    case FLOAT16: return reduce_float(x, n, FLOAT16, bound, wanted, also, row);
-    case INT64: return reduce_double(x, n, INT64, bound, wanted, NULL, row);
-    default: return reduce_double(x, n, FLOAT64, bound, wanted, NULL, row);
+    case FLOAT32: return reduce_float(x, n, FLOAT32, bound, wanted, fused, also, row);
+    case BFLOAT16: return reduce_float(x, n, BFLOAT16, bound, wanted, fused, also, row);
+    case FLOAT16: return reduce_float(x, n, FLOAT16, bound, wanted, fused, also, row);
+    case INT64: return reduce_double(x, n, INT64, bound, wanted, fused, NULL, row);
+    default: return reduce_double(x, n, FLOAT64, bound, wanted, fused, NULL, row);
     }
 }
 
@@ -228,40 +231,41 @@ typedef struct {
     void (*magnitudes)(const void *x, size_t n, enum format format, double *bins);
 } kernel;
 
-/* Functions of a kernel, compiled for some processors. `grouping`: see `count_piece`. */
-#define KERNEL(processors, target, grouping)                                                                                     \
+/* Functions of a kernel, compiled for some processors. `able`: whether their vectors multiply and add in one operation (`fused`),
+ * and shift each element by a number of its own (`grouping`, see `count_piece`). */
+#define KERNEL(processors, target, able)                                                                                         \
     target static int reduce_##processors(                                                                                       \
         const void *x, size_t n, enum format format, double bound, int wanted, const beside *also, double *row) {                \
-        return reduce_format(x, n, format, bound, wanted, also, row);                                                            \
+        return reduce_format(x, n, format, bound, wanted, able, also, row);                                                      \
     }                                                                                                                            \
     target static void moments_##processors(const void *x, size_t n, enum format format, double *row) {                          \
-        add_higher_moments(x, n, format, row);                                                                                   \
+        add_higher_moments(x, n, format, able, row);                                                                             \
     }                                                                                                                            \
     target static void add_##processors(short_sums *to, const unsigned char *piece, size_t count) {                              \
-        add_piece(to, piece, count, 0);                                                                                          \
+        add_piece(to, piece, count, 0, able);                                                                                    \
     }                                                                                                                            \
     target static void count_##processors(histogram *to, const unsigned char *piece, size_t count) {                             \
-        count_piece(to, piece, count, grouping);                                                                                 \
+        count_piece(to, piece, count, able);                                                                                     \
     }                                                                                                                            \
     target static void bins_##processors(                                                                                        \
         const histogram *from, const void *x, size_t n, enum format format, double *bins) {                                      \
         write_bins(from, x, n, format, bins);                                                                                    \
     }                                                                                                                            \
     target static void magnitudes_##processors(const void *x, size_t n, enum format format, double *bins) {                      \
-        count_magnitudes(x, n, format, grouping, bins);                                                                          \
+        count_magnitudes(x, n, format, able, bins);                                                                              \
     }
 #define NAMES(processors)                                                                                                        \
     {#processors,         reduce_##processors, moments_##processors, add_##processors,                                           \
      count_##processors, bins_##processors,   magnitudes_##processors}
 
-#if defined(__x86_64__) /* before AVX2 it has no such shifts */
+#if defined(__x86_64__) /* before AVX2 it has neither */
 KERNEL(any, , 0)
 #else
 KERNEL(any, , 1)
 #endif
 #if defined(__GNUC__) && defined(__x86_64__)
-KERNEL(avx2, __attribute__((target("avx2"))), 1)
-KERNEL(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), 1)
+KERNEL(avx2, __attribute__((target("avx2,fma"))), 1)
+KERNEL(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), 1)
 #endif
 
 static const kernel KERNELS[] = {
@@ -277,10 +281,10 @@ static int runs(const char *name) {
 #if defined(__GNUC__) && defined(__x86_64__)
     if (!strcmp(name, "avx512")) {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vl");
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
     }
     if (!strcmp(name, "avx2")) {
-        return __builtin_cpu_supports("avx2");
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     }
 #endif
     return !strcmp(name, "any");

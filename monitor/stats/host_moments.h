@@ -21,15 +21,17 @@ typedef struct {
     int power;
 } short_sums;
 
-/* With `selecting`, elements that are not finite are left out. */
-static INLINE void add_terms(short_sums *to, const unsigned char *group, float pivot, float scale, int selecting) {
+/* With `selecting`, elements that are not finite are left out. With `fused`, a distance takes one operation: the scale is a power of
+ * two, so it is rounded in the same place. */
+static INLINE void add_terms(short_sums *to, const unsigned char *group, float pivot, float scale, int selecting, int fused) {
     float cubes[LANES], fourths[LANES], abssum[LANES];
 #pragma GCC unroll 1 /* else gcc keeps lanes in 16 registers, not in vectors */
     for (int k = 0; k < LANES; k++) {
-        float c = 0, f = 0, a = 0;
+        float c = -0.0f, f = -0.0f, a = -0.0f; /* What is added to it stays as it is, so the first sums take no operation. */
         uint32_t least = to->least[k];
         for (int i = 0; i < TERMS; i++) {
-            float v = load_float(group, i * LANES + k), off = (v - pivot) * scale;
+            float v = load_float(group, i * LANES + k);
+            float off = fused ? fmaf(v, scale, -pivot * scale) : (v - pivot) * scale;
             uint32_t bits = magnitude_bits(group, i * LANES + k), kept = bits;
             if (selecting) {
                 kept = bits < 0x7f800000u ? bits : 0;
@@ -65,18 +67,18 @@ static INLINE void begin_powers(short_sums *to, double mean, double lo, double h
     }
 }
 
-static INLINE void add_piece(short_sums *to, const unsigned char *piece, size_t count, int selecting) {
+static INLINE void add_piece(short_sums *to, const unsigned char *piece, size_t count, int selecting, int fused) {
     const size_t terms = (size_t)TERMS * LANES;
     float last[TERMS * LANES], pivot = to->pivot, scale = to->scale;
     size_t j = 0;
     for (; j + terms <= count; j += terms) {
         fetch_ahead_of(piece + 4 * j, 4 * terms);
-        add_terms(to, piece + 4 * j, pivot, scale, selecting);
+        add_terms(to, piece + 4 * j, pivot, scale, selecting, fused);
     }
     if (j < count) { /* filled up with NaN, which are left out */
         memset(last, 0xff, sizeof last);
         memcpy(last, piece + 4 * j, 4 * (count - j));
-        add_terms(to, (const unsigned char *)last, pivot, scale, 1);
+        add_terms(to, (const unsigned char *)last, pivot, scale, 1, fused);
     }
 }
 
@@ -120,7 +122,7 @@ static INLINE void write_moments(const short_sums *of, double *row) {
     row[M4] = ldexp(f - off * (4.0 * c - off * (6.0 * m2 + 3.0 * squared)), 4 * power);
 }
 
-static INLINE void add_of_format(const unsigned char *x, size_t n, enum format format, double *row) {
+static INLINE void add_of_format(const unsigned char *x, size_t n, enum format format, int fused, double *row) {
     short_sums to;
     begin_powers(&to, row[SUM] / finite_elements(row), row[MIN], row[MAX]);
     for (size_t i = 0; i < n; i += PIECE) {
@@ -128,19 +130,19 @@ static INLINE void add_of_format(const unsigned char *x, size_t n, enum format f
         size_t count = n - i > PIECE ? PIECE : n - i;
         const unsigned char *piece = piece_float(x, i, count, format, widened);
         if (finite_elements(row) == (double)n) { /* a separate loop */
-            add_piece(&to, piece, count, 0);
+            add_piece(&to, piece, count, 0, fused);
         } else {
-            add_piece(&to, piece, count, 1);
+            add_piece(&to, piece, count, 1, fused);
         }
     }
     write_moments(&to, row);
 }
 
 /* The second read, for the row of elements that are narrow. */
-static INLINE void add_higher_moments(const void *x, size_t n, enum format format, double *row) {
+static INLINE void add_higher_moments(const void *x, size_t n, enum format format, int fused, double *row) {
     switch (format) { /* a separate loop per format, in which the format is a constant */
-    case FLOAT32: add_of_format(x, n, FLOAT32, row); break;
-    case BFLOAT16: add_of_format(x, n, BFLOAT16, row); break;
-    default: add_of_format(x, n, FLOAT16, row);
+    case FLOAT32: add_of_format(x, n, FLOAT32, fused, row); break;
+    case BFLOAT16: add_of_format(x, n, BFLOAT16, fused, row); break;
+    default: add_of_format(x, n, FLOAT16, fused, row);
     }
 }

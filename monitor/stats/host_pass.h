@@ -6,9 +6,11 @@
  *   LOAD          element i of REALs
  *   PIECE_AT      where some elements of an array lie as REALs, widened if they have 16 bits
  *   MAGNITUDE(v)  of a REAL
+ *   EXACT         whether the square of a REAL is exact in double precision
  *
  * Each statistic has LANES accumulators, which compilers turn into vectors, so no element waits for the sum before it. Lanes are
- * always added up in one order and no product is fused into a sum, so every processor computes the same bits. */
+ * always added up in one order, and a product is fused into a sum only where it is exact, so every processor computes the same
+ * bits. With `fused`, processors can do that. */
 
 /* Results for the elements read. If a sum is not finite, they include NaN or Inf, unless those were counted and left out. */
 typedef struct {
@@ -23,7 +25,7 @@ typedef struct {
     COUNTER smalls[LANES], nans[LANES], posinfs[LANES], neginfs[LANES];
 } NAMED(lanes);
 
-static INLINE void NAMED(add)(NAMED(lanes) *to, int k, REAL v, REAL bound, int counting) {
+static INLINE void NAMED(add)(NAMED(lanes) *to, int k, REAL v, REAL bound, int counting, int fused) {
     int finite = !counting || MAGNITUDE(v) < INFINITY;
     REAL low = finite ? v : INFINITY, high = finite ? v : -INFINITY;
     double wide = finite ? v : 0.0;
@@ -31,7 +33,7 @@ static INLINE void NAMED(add)(NAMED(lanes) *to, int k, REAL v, REAL bound, int c
     to->hi[k] = high > to->hi[k] ? high : to->hi[k];
     to->smalls[k] += MAGNITUDE(v) < bound;
     to->sum[k] += wide;
-    to->sumsq[k] += wide * wide;
+    to->sumsq[k] = fused && EXACT ? fma(wide, wide, to->sumsq[k]) : to->sumsq[k] + wide * wide;
     if (counting) {
         to->nans[k] += v != v;
         to->posinfs[k] += v == INFINITY;
@@ -55,7 +57,8 @@ static void NAMED(begin)(short_sums *powers, const NAMED(lanes) *of, size_t coun
  * measured a piece after its numbers: it is in the first-level cache then, and the other sums take all registers. That is the sums
  * of words, with `checking`, and what `also` names, which may be NULL. */
 static INLINE NAMED(read) NAMED(read_all)(
-    const unsigned char *x, size_t n, enum format format, REAL bound, int counting, int checking, const beside *also) {
+    const unsigned char *x, size_t n, enum format format, REAL bound, int counting, int checking, int fused,
+    const beside *also) {
     NAMED(read) all = {INFINITY, -INFINITY, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0};
     for (size_t i = 0; i < n;) {
         size_t end = n - i > BLOCK ? i + BLOCK : n;
@@ -72,11 +75,11 @@ static INLINE NAMED(read) NAMED(read_all)(
             for (; j + LANES <= count; j += LANES) {
                 fetch_ahead_of(piece + sizeof(REAL) * j, sizeof(REAL) * LANES);
                 for (int k = 0; k < LANES; k++) {
-                    NAMED(add)(&to, k, LOAD(piece, j + k), bound, counting);
+                    NAMED(add)(&to, k, LOAD(piece, j + k), bound, counting, fused);
                 }
             }
             for (int k = 0; j < count; j++, k++) {
-                NAMED(add)(&to, k, LOAD(piece, j), bound, counting);
+                NAMED(add)(&to, k, LOAD(piece, j), bound, counting, fused);
             }
             if (checking) {
                 add_words(&all.words, &all.places, x, i, count, format);
@@ -204,16 +207,16 @@ static INLINE int NAMED(higher)(const unsigned char *x, size_t n, enum format fo
 /* Writes the whole row. Returns 0, with undefined contents of the row, if squares leave the range of their sum, or fourth powers
  * do and the higher moments are wanted. */
 static INLINE int NAMED(reduce)(
-    const unsigned char *x, size_t n, enum format format, double bound, int wanted, const beside *also, double *row) {
+    const unsigned char *x, size_t n, enum format format, double bound, int wanted, int fused, const beside *also, double *row) {
     NAMED(read) all;
     if (wanted & CHECK_SUMS) {
-        all = NAMED(read_all)(x, n, format, (REAL)bound, 0, 1, also);
+        all = NAMED(read_all)(x, n, format, (REAL)bound, 0, 1, fused, also);
     } else {
-        all = NAMED(read_all)(x, n, format, (REAL)bound, 0, 0, also);
+        all = NAMED(read_all)(x, n, format, (REAL)bound, 0, 0, fused, also);
     }
     uint64_t bits = wanted & CHECK_SUMS ? all.words + n : 0, places = all.places;
     if (!isfinite(all.sumsq)) {
-        all = NAMED(read_all)(x, n, format, (REAL)bound, 1, 0, NULL);
+        all = NAMED(read_all)(x, n, format, (REAL)bound, 1, 0, fused, NULL);
     }
     double finite = (double)n - all.nans - all.posinfs - all.neginfs;
     int in_range = isfinite(all.sumsq) && all.sumsq >= finite * LEAST_SQUARE;
