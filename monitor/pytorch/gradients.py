@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
 from monitor.failures import Failures
 from monitor.pytorch.frameworks.framework import Framework
+from monitor.pytorch.frameworks.pipelining import StageBackwards
 from monitor.pytorch.hooks import (
     NO_BACKWARD,
     ChangeDetector,
@@ -250,6 +251,8 @@ class TorchGradients:
         begins = self._failures.guarded("beginning a forward of a wrapper", self._wrapper_begins)
         for wrapper in self._framework.wrappers:
             self._caught.add(before_forward(wrapper, begins, compiled=True))
+        if any(self._framework.wrappers):
+            self._caught.add(StageBackwards(self._wrapper_prepared, self._failures))
 
     @property
     def wanted(self) -> bool:
@@ -267,6 +270,10 @@ class TorchGradients:
         """In evaluation mode, too: a wrapper reduces whatever its mode is."""
         if self._due.now and torch.is_grad_enabled() and not runs_backward():
             self.reductions.wrapper_begins(wrapper)
+
+    def _wrapper_prepared(self, module: nn.Module) -> None:
+        if self._due.now:
+            self._framework.wrapper_prepared(module)
 
     def before_reading(self, turn: OptimizerTurn) -> None:
         """The step pre-hook. Reduction is done; the training loop may have clipped."""

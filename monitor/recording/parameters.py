@@ -20,8 +20,8 @@ NOT_ACCUMULATED: Final = (
 )
 EACH_MICRO_BATCH: Final = "gradients are aggregated after every micro-batch: a row holds the last micro-batch's alone"
 AGGREGATED_EARLY: Final = (
-    "gradients are aggregated after every micro-batch: a row holds the mean over the ranks so far and the last micro-batch of "
-    "this rank; no_sync would keep them apart"
+    "gradients are aggregated before the last micro-batch, at least in one step: a row of such a step holds the mean over the "
+    "ranks so far and what this rank has added since; no_sync would keep them apart"
 )
 NOT_REDUCED: Final = (
     "missing for gradients of which no reduction over the data-parallel ranks was seen before the optimizer's step: in step "

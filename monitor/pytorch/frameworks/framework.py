@@ -170,6 +170,10 @@ class Framework:
         """A forward of one of the ``wrappers`` begins, with gradients enabled. It shows whether gradients will be reduced."""
         self._reducers.wrapper_begins(wrapper)
 
+    def wrapper_prepared(self, module: nn.Module) -> None:
+        """A pipeline's schedule has the next backward of ``module`` reduce gradients, if it is one of the ``wrappers``."""
+        self._reducers.wrapper_prepared(module)
+
     @property
     def follows_backward(self) -> bool:
         """Whether ``backward_reaches`` must be called for gradients."""
@@ -369,9 +373,9 @@ def _any_is(chunks: Sequence[nn.Module], imported: str, name: str) -> bool:
 
 # --- Tracks which gradients DistributedDataParallel has reduced when the optimizer's step begins.
 #
-# A forward of the wrapper outside ``no_sync`` prepares its reducer, which reduces at the end of the next backward. A
-# gradient is reduced if the last backward that added to it did so. If a loop calls the module inside the wrapper, or a
-# forward is not observed, that is unknown.
+# A forward of the wrapper outside ``no_sync`` prepares its reducer, which reduces at the end of the next backward. The
+# schedule of a pipeline may prepare it, too. A gradient is reduced if the last backward that added to it did so. If a loop
+# calls the module inside the wrapper, or a forward is not observed, that is unknown.
 
 REDUCE_NOTHING: Final = frozenset({"noop_hook", "post_localSGD_hook"})
 """Communication hooks of torch that leave gradients local, or average them over some ranks only."""
@@ -383,15 +387,15 @@ class _Reducer:
     Attributes:
         ready: Whether the next backward will reduce.
         reduced: Whether the last backward has reduced; None if none was seen.
-        reduced_before: Whether the one before it in the step has.
+        reduced_before: Whether the one before it in the step has, or may have.
         backward: The backward that was seen last: the last one, or one that is nested in it.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self._module: weakref.ref[Any] = weakref.ref(module)
-        self.ready = False
+        self.ready = self._by_schedule = False
         self.reduced: bool | None = None
-        self.reduced_before = self._reduced_in_step = False
+        self.reduced_before = self._ready_in_step = False
         self.backward = NO_BACKWARD
         self._latest = NO_BACKWARD
 
@@ -399,16 +403,20 @@ class _Reducer:
         self.ready = self.ready or bool(getattr(self._module(), "require_backward_grad_sync", False))
         self._latest = NO_BACKWARD
 
+    def prepared(self) -> None:
+        self.ready = self._by_schedule = True
+        self._latest = NO_BACKWARD
+
     def begin_step(self) -> None:
-        self.reduced_before = self._reduced_in_step = False
+        self.reduced_before = self._ready_in_step = False
 
     def backward_reaches(self, backward: int) -> None:
         """Another backward than ``backward`` has reached a parameter."""
         self.backward = backward
         if not self._continues(backward):
-            self.reduced_before, self._reduced_in_step = self._reduced_in_step, self.is_ready
-            self.reduced = self._reduced_in_step
-            self.ready = False
+            self.reduced_before, self._ready_in_step = self._ready_in_step, self.ready
+            self.reduced = self.is_ready
+            self.ready = self._by_schedule = False
         self._latest = max(self._latest, backward)
 
     def _continues(self, backward: int) -> bool:
@@ -421,10 +429,10 @@ class _Reducer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an observed forward prepared it, and the wrapper's flag agrees. The flag alone proves nothing: it is set from
-        the beginning.
+        """Whether a schedule prepared it, or an observed forward, and the wrapper's flag agrees. The flag alone proves nothing:
+        it is set from the beginning.
         """
-        return self.ready and bool(getattr(self._module(), "require_forward_param_sync", False))
+        return self._by_schedule or (self.ready and bool(getattr(self._module(), "require_forward_param_sync", False)))
 
     @property
     def makes_views(self) -> bool:
@@ -464,6 +472,10 @@ class Reducers:
 
     def wrapper_begins(self, wrapper: nn.Module) -> None:
         self._known[id(wrapper)].forward_begins()
+
+    def wrapper_prepared(self, module: nn.Module) -> None:
+        if (one := self._known.get(id(module))) is not None:
+            one.prepared()
 
     def backward_reaches(self, parameter: Tensor) -> None:
         one = self._of.get(id(parameter))
