@@ -233,8 +233,7 @@ KIND_TABLE: Final = (
         "gradient",
         "LOCAL_GRADIENT",
         warned=True,
-        why_none="PyTorch gradients that the loop or a zero bubble schedule assigns to .grad, such as those of "
-        "torch.autograd.grad, have none. ",
+        why_none="PyTorch gradients that the loop assigns to .grad, such as those of torch.autograd.grad, have none. ",
     ),
     _of_step(
         "grad_reduced",

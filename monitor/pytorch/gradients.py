@@ -251,8 +251,7 @@ class TorchGradients:
         begins = self._failures.guarded("beginning a forward of a wrapper", self._wrapper_begins)
         for wrapper in self._framework.wrappers:
             self._caught.add(before_forward(wrapper, begins, compiled=True))
-        if any(self._framework.wrappers):
-            self._caught.add(StageBackwards(self._wrapper_prepared, self._failures))
+        self._caught.add(StageBackwards(self, self._framework, self._failures))
 
     @property
     def wanted(self) -> bool:
@@ -270,10 +269,6 @@ class TorchGradients:
         """In evaluation mode, too: a wrapper reduces whatever its mode is."""
         if self._due.now and torch.is_grad_enabled() and not runs_backward():
             self.reductions.wrapper_begins(wrapper)
-
-    def _wrapper_prepared(self, module: nn.Module) -> None:
-        if self._due.now:
-            self._framework.wrapper_prepared(module)
 
     def before_reading(self, turn: OptimizerTurn) -> None:
         """The step pre-hook. Reduction is done; the training loop may have clipped."""
@@ -347,7 +342,11 @@ class TorchGradients:
             return
         self._arrives(parameter, gradient, complete=complete)
 
-    def _arrives(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool) -> None:
+    def assigned(self, parameter: NamedParameter, gradient: Tensor, micro_step: int) -> None:
+        """A pipeline's schedule has added the gradient of a micro-batch, outside of a backward."""
+        self._arrives(parameter, gradient, complete=False, micro_step=micro_step)
+
+    def _arrives(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool, micro_step: int = -1) -> None:
         changes = self._changes
         if torch._C._current_graph_task_id() != changes.task:
             changes.backward_begins(parameter)
@@ -364,7 +363,7 @@ class TorchGradients:
             self._unreduced.record(parameter, gradient)
             self._left.pop(parameter, None)
         else:
-            self._accumulated(parameter, gradient)
+            self._accumulated(parameter, gradient, micro_step)
 
     def _is_summed(self, parameter: NamedParameter) -> None:
         """The gradient is no longer local to this rank. Later backwards of the step add to it, so it stays non-local."""
@@ -375,8 +374,9 @@ class TorchGradients:
             self._rows.note_local(f"{SUMMED_EARLY}: first in step {self._clock.step} for {parameter.name}")
             self._failures.warn("gradients that are summed early", SUMMED_ADVICE.format(self._clock.step, parameter.name))
 
-    def _accumulated(self, parameter: NamedParameter, gradient: Tensor) -> None:
-        micro_step = self._rows.micro_step(parameter)
+    def _accumulated(self, parameter: NamedParameter, gradient: Tensor, micro_step: int) -> None:
+        """Take the sum so far. Without a known micro-step (-1) it is that of the backward in progress."""
+        micro_step = self._rows.micro_step(parameter) if micro_step < 0 else micro_step
         if self._clock.micro_steps > 1:
             self._follow(parameter, gradient)
         if self._each_micro_step:

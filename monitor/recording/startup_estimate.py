@@ -60,8 +60,7 @@ EXPECTED: Final = tuple(_expected())
 BEFORE, AFTER = "grad_unreduced", "grad_reduced"
 UNSEEN: Final = (
     "In step {step}, {of} with a row of grad_reduced have none of grad_unreduced, such as {name}. Backward did not call their "
-    "hooks, or it ran before the step began. Pipeline schedules that split backward in two (zero bubble) call no hooks, and "
-    "neither does torch.autograd.grad."
+    "hooks, or it ran before the step began. torch.autograd.grad calls no hooks, and neither does a pipeline's dw_builder."
 )
 
 

@@ -1,34 +1,54 @@
-"""Stages of ``torch.distributed.pipelining`` in DistributedDataParallel.
+"""Stages of ``torch.distributed.pipelining``: what their schedules do with gradients, and no public hook shows.
 
-A schedule runs all forwards of the wrapper under ``no_sync``. Before the last backward of a stage it prepares the wrapper's
-reducer itself, which then reduces. No public hook shows that.
+A schedule runs all forwards of DistributedDataParallel under ``no_sync``. Before the last backward of a stage it prepares the
+wrapper's reducer itself, which then reduces. Schedules that split backward in two (zero bubble) add the gradients of weights to
+``.grad`` without a hook.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from types import FrameType
+from typing import Any, Final, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from monitor.failures import Failures
-from monitor.pytorch.hooks import TorchCallPatch
+from monitor.pytorch.frameworks.framework import Framework
+from monitor.pytorch.hooks import GradientVersion, TorchCallPatch
+from monitor.recording.attached_model import NamedParameter
 from monitor.recording.patches import CallListener, CallPatch
 
 ARGUMENTS: Final = ("self", "backward_type", "bwd_kwargs", "last_backward")
 
 
-class StageBackwards(CallListener):
-    """Reports the backwards before which a schedule prepares a reducer. Without stages it does nothing.
+class AssignedGradients(Protocol):
+    """Takes gradients that a schedule adds outside of a backward.
 
-    Args:
-        prepared: Called with the module of the stage before such a backward, whether it is a wrapper or not.
+    Attributes:
+        hooked: The parameters whose gradients are read when a backward reaches them.
     """
 
-    def __init__(self, prepared: Callable[[nn.Module], None], failures: Failures) -> None:
-        self._prepared = failures.guarded("following the last backward of a stage", prepared)
+    hooked: Sequence[NamedParameter]
+
+    @property
+    def wanted(self) -> bool:
+        """Whether gradients are read now."""
+
+    def assigned(self, parameter: NamedParameter, gradient: Tensor, micro_step: int) -> None:
+        """Read the sum so far, to which the gradient of a micro-batch was added."""
+
+
+class StageBackwards(CallListener):
+    """Follows the backwards of stages. Without stages it does nothing."""
+
+    def __init__(self, gradients: AssignedGradients, framework: Framework, failures: Failures) -> None:
+        self._gradients, self._framework = gradients, framework
+        self._before: list[tuple[NamedParameter, GradientVersion | None]] = []
+        self._begins = failures.guarded("following the backward of a stage", self._backward_begins)
+        self._ended = failures.guarded("reading the gradients of a stage", self._weights_ended)
         self._patch = _backward_of_stages()
         if self._patch is not None:
             self._patch.add(self)
@@ -38,11 +58,48 @@ class StageBackwards(CallListener):
             self._patch.remove(self)
 
     def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A stage begins a backward. If it is split in two (zero bubble), it calls no hooks, and the reducer waits in vain."""
         del patch
-        given = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
-        if given.get("backward_type") == "full" and given.get("last_backward"):
-            self._prepared(given["self"].submod)
+        if self._gradients.wanted:
+            self._begins({**dict(zip(ARGUMENTS, args, strict=False)), **kwargs})
+
+    def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        del patch, args, kwargs, result
+        if self._before:
+            self._ended()
+
+    def call_raised(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del patch, args, kwargs
+        self._before = []
+
+    def _backward_begins(self, given: Mapping[str, Any]) -> None:
+        """If it is split in two, it calls no hooks, and the reducer waits in vain."""
+        module: nn.Module = given["self"].submod
+        if given["backward_type"] == "weight":
+            own = {id(p) for p in module.parameters()}
+            found = ((one, self._gradient(one)) for one in self._gradients.hooked if id(one.tensor) in own)
+            self._before = [(one, None if gradient is None else GradientVersion(gradient)) for one, gradient in found]
+        elif given["backward_type"] == "full" and given.get("last_backward"):
+            self._framework.wrapper_prepared(module)
+
+    def _weights_ended(self) -> None:
+        before, self._before = self._before, []
+        micro_step = _micro_step_on_stack()
+        for parameter, version in before:
+            gradient = self._gradient(parameter)
+            if gradient is not None and micro_step is not None and (version is None or not version.is_intact(gradient)):
+                self._gradients.assigned(parameter, gradient, micro_step)
+
+    def _gradient(self, parameter: NamedParameter) -> Tensor | None:
+        return self._framework.local_gradient(parameter.tensor)
+
+
+def _micro_step_on_stack() -> int | None:
+    """The micro-batch of whose weights a stage computes the gradients."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "backward_weight_one_chunk":
+        frame = frame.f_back
+    number = None if frame is None else frame.f_locals.get("bwd_chunk_id")
+    return number if isinstance(number, int) else None
 
 
 def _backward_of_stages() -> CallPatch | None:

@@ -19,12 +19,14 @@ from torch.distributed.pipelining import (
     SplitPoint,
     pipeline,
 )
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 HOW = sys.argv[1]
 OF_TWO_STAGES = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
     "zero-bubble-v": ScheduleZBVZeroBubble,
+    "dual-pipe-v": ScheduleDualPipeV,
 }
 """Schedules of ranks that have two stages each."""
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "traced": Schedule1F1B, **OF_TWO_STAGES}
@@ -66,7 +68,7 @@ def stages() -> list[Any]:
         split = {"layers.2": SplitPoint.BEGINNING}
         return [pipeline(Model(), (torch.zeros(2, 8),), split_spec=split).build_stage(rank, cpu, dist.group.WORLD)]
     count = 2 * size if HOW in OF_TWO_STAGES else size
-    mine = (rank, count - 1 - rank) if HOW == "zero-bubble-v" else range(rank, count, size)
+    mine = (rank, count - 1 - rank) if HOW.endswith("-v") else range(rank, count, size)
     each = LAYERS // count
     return [
         PipelineStage(Model().part(stage * each, (stage + 1) * each), stage, count, cpu, group=dist.group.WORLD)
