@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from types import FrameType
 from typing import Any, Final, Protocol
 
 from torch import Tensor, nn
@@ -21,7 +20,13 @@ from monitor.pytorch.hooks import GradientVersion, TorchCallPatch
 from monitor.recording.attached_model import NamedParameter
 from monitor.recording.patches import CallListener, CallPatch
 
-ARGUMENTS: Final = ("self", "backward_type", "bwd_kwargs", "last_backward")
+BACKWARD: Final = "backward_maybe_with_nosync"
+WEIGHTS: Final = "backward_weight_one_chunk"
+"""The second half of a split backward. It calls ``BACKWARD``."""
+ARGUMENTS: Final = {
+    BACKWARD: ("self", "backward_type", "bwd_kwargs", "last_backward"),
+    WEIGHTS: ("self", "bwd_chunk_id", "last_backward"),
+}
 
 
 class AssignedGradients(Protocol):
@@ -47,20 +52,20 @@ class StageBackwards(CallListener):
     def __init__(self, gradients: AssignedGradients, framework: Framework, failures: Failures) -> None:
         self._gradients, self._framework = gradients, framework
         self._before: list[tuple[NamedParameter, GradientVersion | None]] = []
+        self._micro_step = 0  # of the weights whose gradients are computed now
         self._begins = failures.guarded("following the backward of a stage", self._backward_begins)
         self._ended = failures.guarded("reading the gradients of a stage", self._weights_ended)
-        self._patch = _backward_of_stages()
-        if self._patch is not None:
-            self._patch.add(self)
+        self._patches = _patches_of_stages()
+        for patch in self._patches:
+            patch.add(self)
 
     def remove(self) -> None:
-        if self._patch is not None:
-            self._patch.remove(self)
+        for patch in self._patches:
+            patch.remove(self)
 
     def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        del patch
         if self._gradients.wanted:
-            self._begins({**dict(zip(ARGUMENTS, args, strict=False)), **kwargs})
+            self._begins({**dict(zip(ARGUMENTS[patch.name], args, strict=False)), **kwargs})
 
     def call_ended(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         del patch, args, kwargs, result
@@ -74,7 +79,9 @@ class StageBackwards(CallListener):
     def _backward_begins(self, given: Mapping[str, Any]) -> None:
         """If it is split in two, it calls no hooks, and the reducer waits in vain."""
         module: nn.Module = given["self"].submod
-        if given["backward_type"] == "weight":
+        if "bwd_chunk_id" in given:
+            self._micro_step = given["bwd_chunk_id"]
+        elif given["backward_type"] == "weight":
             own = {id(p) for p in module.parameters()}
             found = ((one, self._gradient(one)) for one in self._gradients.hooked if id(one.tensor) in own)
             self._before = [(one, None if gradient is None else GradientVersion(gradient)) for one, gradient in found]
@@ -83,32 +90,22 @@ class StageBackwards(CallListener):
 
     def _weights_ended(self) -> None:
         before, self._before = self._before, []
-        micro_step = _micro_step_on_stack()
         for parameter, version in before:
             gradient = self._gradient(parameter)
-            if gradient is not None and micro_step is not None and (version is None or not version.is_intact(gradient)):
-                self._gradients.assigned(parameter, gradient, micro_step)
+            if gradient is not None and (version is None or not version.is_intact(gradient)):
+                self._gradients.assigned(parameter, gradient, self._micro_step)
 
     def _gradient(self, parameter: NamedParameter) -> Tensor | None:
         return self._framework.local_gradient(parameter.tensor)
 
 
-def _micro_step_on_stack() -> int | None:
-    """The micro-batch of whose weights a stage computes the gradients."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "backward_weight_one_chunk":
-        frame = frame.f_back
-    number = None if frame is None else frame.f_locals.get("bwd_chunk_id")
-    return number if isinstance(number, int) else None
-
-
-def _backward_of_stages() -> CallPatch | None:
-    """The patch, if the program has imported stages that it fits."""
+def _patches_of_stages() -> Sequence[CallPatch]:
+    """The patches, if the program has imported stages that they fit."""
     stage = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
-    return None if stage is None else _patch_of(stage)
+    return () if stage is None else _patches_of(stage)
 
 
 @cache
-def _patch_of(stage: Any) -> CallPatch | None:
-    patch = TorchCallPatch(stage, "backward_maybe_with_nosync", ARGUMENTS)
-    return patch if patch.fits else None
+def _patches_of(stage: Any) -> Sequence[CallPatch]:
+    patches = [TorchCallPatch(stage, name, arguments) for name, arguments in ARGUMENTS.items()]
+    return patches if all(patch.fits for patch in patches) else ()
