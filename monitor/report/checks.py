@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from monitor.anomalies.bounds import GROUPS, Bound
 from monitor.anomalies.corruption import ADVICE
+from monitor.anomalies.odd_copies import STATE_KINDS
 from monitor.anomalies.ranking.origins import notes_a_change
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
 from monitor.anomalies.ranking.report import advice, counts, found_first, notes
@@ -94,12 +95,9 @@ class RowEvent(NamedTuple):
         return self.kind == RUN_KIND and is_loss(self.name)
 
 
-_FIRST_IN_A_STEP: Final = ("param_origin",)
-"""Weights are read late in a step, and passes have used them before."""
-
-
 def row_events(facts: Facts, *, only_infinite: bool = False) -> list[RowEvent]:
     """What rows alone show, in the order in which it happened as far as rows say. A loss comes between forward and backward.
+    Weights and moments are read late in a step, and were there before it.
 
     Args:
         only_infinite: Only values that are not finite: the first one of each kind, and the first event of each series.
@@ -111,7 +109,7 @@ def row_events(facts: Facts, *, only_infinite: bool = False) -> list[RowEvent]:
         infinite = (one for one in (history.first_infinite, *history.events) if one and not math.isfinite(one.value))
         for one in filter(partial(_is_fault, facts, kind), infinite if only_infinite else history.events):
             event = RowEvent(kind, names[one.series], facts.ranks[one.rank], one)
-            late = (kind not in _FIRST_IN_A_STEP, forward + 0.5 if event.is_loss else number)
+            late = (kind not in STATE_KINDS, forward + 0.5 if event.is_loss else number)
             found.append((one.step, late, one.micro_step, one.series, event))
     return [one[-1] for one in sorted(found)]
 

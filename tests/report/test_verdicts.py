@@ -89,6 +89,15 @@ def test_the_verdict_names_the_place_of_a_fault_in_the_rows(what: str, tmp_path:
     )
 
 
+def test_a_bad_moment_comes_before_the_weight_that_the_step_makes_of_it(tmp_path: Path) -> None:
+    def fault(_rank: int, step: int, _kind: str, name: str, values: np.ndarray) -> np.ndarray:
+        return values * np.nan if (step, name) == (WHEN, "layers.2.weight") else values
+
+    kinds = dict.fromkeys(("param_updated", "exp_avg"), NAMES["param_origin"])
+    with reported(record(tmp_path, fault, names=kinds)) as (_, _checks, verdict):
+        assert (verdict.place.step, verdict.place.kind, verdict.place.name) == (WHEN, "exp_avg", "layers.2.weight")
+
+
 def test_gradients_that_become_zero_are_those_of_a_weight_that_was_cut_off(tmp_path: Path) -> None:
     """As MindSpore has them of a weight that is frozen in the middle."""
 

@@ -16,6 +16,7 @@ from monitor.anomalies.listeners import MOST
 from monitor.anomalies.overflows import has_loss_scale, overflows_among
 from monitor.anomalies.ranking.graph import SCALED, DataflowGraph, DataflowGraphs, Subject, subject_of
 from monitor.anomalies.ranking.loading import Flaw, RecordingEvents
+from monitor.config.model import CHECKSUM
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
 from monitor.coordinator.output import RankDirectory
 from monitor.merge.discovery import Found, RankRun, discover
@@ -404,6 +405,13 @@ class EventTable:
         return found
 
     @cached_property
+    def not_finite(self) -> Flags:
+        """Whether the tensor held a NaN or an Inf. A check of bits does not say so: its events have no value."""
+        bits = [number for number, op in enumerate(self.ops) if op == CHECKSUM]
+        found: Flags = ~self.finite & ~np.isin(self.op, bits)
+        return found
+
+    @cached_property
     def overflowed(self) -> Flags:
         """Whether a gradient was not finite because the loss scale was too high. The optimizer skipped the step."""
         skipped = np.zeros(len(self), np.bool_)
@@ -411,7 +419,7 @@ class EventTable:
             if one.overflows:
                 first, end = np.searchsorted(self.member, [number, number + 1])
                 skipped[first:end] = np.isin(self.step[first:end], list(one.overflows))
-        return skipped & ~self.finite & np.isin(self.role, SCALED)
+        return skipped & self.not_finite & np.isin(self.role, SCALED)
 
     @cached_property
     def stage(self) -> Columns:

@@ -285,7 +285,7 @@ def ranking_of(folder: Path, most: int, step_filter: StepFilter | None = None) -
     overflowed = table.overflowed[listed]
     harmless_last = np.concatenate([listed[~overflowed], listed[overflowed]])
     first = harmless_last[are_origins[harmless_last]][:1].tolist()
-    not_finite = harmless_last[~table.finite[harmless_last]][:1].tolist()
+    not_finite = harmless_last[table.not_finite[harmless_last]][:1].tolist()
     described = {
         number: _described(job, table, number, is_origin=bool(are_origins[number]))
         for number in [*listed[:most].tolist(), *first, *not_finite]

@@ -438,6 +438,12 @@ def test_after_a_deviation_the_first_nan_is_reported_as_well(tmp_path):
     )
 
 
+def test_other_bits_after_a_deviation_are_no_nan(tmp_path):
+    rank = PlayedRank().fire("param_origin", "b.weight", step=0, op="norm", value=2.0, rule="AnomalyTurbulence")
+    rank.fire("param_origin", "b.weight", step=0, op="checksum", rule="ChangedBetweenSteps")
+    assert "NaN" not in advice(ranked(tmp_path, rank))
+
+
 def test_a_nan_that_may_follow_from_a_deviation_is_named_too(tmp_path):
     rank = PlayedRank().fire("actv", "a.x.output", op="norm", value=2.0).fire("actv", "b.output", value=1.0)
     told = advice(ranked(tmp_path, rank.fire("actv", "b.input", op="norm", value=2.0)))
