@@ -75,8 +75,8 @@ class SuddenBound(NamedTuple):
         small: A value is none if it and its history are below this share of the greatest value of its kind in the step. A value
             that becomes zero is one.
         of_one: The number of a tensor of one element must rise by this factor. Infinity: it is not judged.
-        adds_up: It adds up over many steps, and grows for long when gradients do. So the factor counts from the nearest value
-            of its history, not from the median.
+        adds_up: It adds up over many steps, as weights and moments do, and may grow for long. So the factor counts from the
+            nearest value of its history or from the value before it, not from the median.
     """
 
     factor: float = FACTOR
@@ -88,7 +88,7 @@ class SuddenBound(NamedTuple):
     def of(cls, kind: str) -> SuddenBound:
         """The bound of a kind."""
         if kind in PARAMETER_KINDS:
-            return cls(FACTOR_OF_WEIGHTS)
+            return cls(FACTOR_OF_WEIGHTS, adds_up=True)
         if kind == "update_ratio":
             return cls(of_one=math.inf)  # it is as large as one likes when the weight passes zero
         if kind.removesuffix(LEFT_BY_STEP) in MOMENT_KINDS:
@@ -358,6 +358,7 @@ class KindHistory:
         factor = np.where(of_one, self._bound.of_one, self._bound.factor)
         if self._bound.adds_up:
             apart = np.minimum(apart, np.maximum(logarithm - _taken(held, np.maximum(number - 1, 0)), held[0] - logarithm))
+            apart = np.fmin(apart, np.abs(logarithm - np.concatenate([self._held[-1:, own], logarithm[:-1]])))
         far = judged & (deviations >= SUDDEN) & (apart >= np.log(factor))
         lost = recorded & ~finite
         if len(self._exempt.overflows):

@@ -57,9 +57,9 @@ def of_one_element(values: Sequence[float], kind: str) -> KindHistory:
     return history
 
 
-@pytest.mark.parametrize("kind", ["exp_avg_sq", "exp_avg_sq_updated", "exp_avg"])
-@pytest.mark.parametrize("begin", range(64, 80, 5))
-def test_a_moment_may_grow_for_long_and_not_jump(kind: str, begin: int) -> None:
+@pytest.mark.parametrize("kind", ["exp_avg_sq", "exp_avg_sq_updated", "exp_avg", "param_origin", "param_updated"])
+@pytest.mark.parametrize("begin", [10, *range(64, 80, 5)])
+def test_a_moment_or_a_weight_may_grow_for_long_and_not_jump(kind: str, begin: int) -> None:
     def events(factors: Sequence[float]) -> list[int]:
         values = 1e-9 * np.cumprod([*[1.001] * begin, *factors])
         steps = np.arange(len(values))
