@@ -124,6 +124,10 @@ class Failures:
         """Count ``cause`` and log ``message`` the first time."""
         self._once(cause, message, None)
 
+    def nothing_of(self, what: str, message: str) -> None:
+        """Warn of rows or numbers that were requested, and that this training does not have: no failure."""
+        self.warn(f"{NOTHING_OF}{what}", message)
+
     def advise(self, cause: str, message: str) -> None:
         """Log ``message`` the first time. Nothing is lost, so it is not counted."""
         if cause not in self._advised:

@@ -87,7 +87,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         del run_context
         if self._misses_loss:
             self._misses_loss = False
-            self._failures.warn("compiled loss", NO_LOSS)
+            self._failures.nothing_of("compiled loss", NO_LOSS)
         self.monitor.batch_ended()
 
     def on_train_end(self, run_context: RunContext) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.common import _no_grad
 
-from monitor.failures import NOTHING_OF
 from monitor.mindspore.features.reading import is_floating_point
 from monitor.mindspore.frameworks.adams import MindSporeMoments
 from monitor.mindspore.frameworks.optimizer_state import ADAM_WS, MINT, OptimizerState, classes_of, is_a, rate_of
@@ -42,7 +41,7 @@ class MindSporeAdamCollector(Collector):
         if not self._framework.is_adam(turn.optimizer):
             name = type(turn.optimizer).__name__
             said = f"ur_distribution records the updates of Adam, and {name} is no known Adam"
-            self._failures.warn(f"{NOTHING_OF}adam_update", f"{said}: there are no rows.")
+            self._failures.nothing_of("adam_update", f"{said}: there are no rows.")
             return
         counted: dict[NamedParameter, ComputedRow] = {}
 
@@ -192,7 +191,7 @@ class MindSporeStepReading:
         if not self._framework.is_adam(turn.optimizer):
             name = type(turn.optimizer).__name__
             said = f"staleness and below_eps need an Adam optimizer, and {name} is no known Adam"
-            self._failures.warn(f"{NOTHING_OF}staleness", f"optimizer_health: {said}: their cells are empty.")
+            self._failures.nothing_of("staleness", f"optimizer_health: {said}: their cells are empty.")
 
     def end_step(self) -> None:
         self._uses.clear()

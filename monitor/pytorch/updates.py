@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from monitor.failures import NOTHING_OF
 from monitor.pytorch.frameworks.dtensor import part_like
 from monitor.pytorch.frameworks.optimizer_state import SteppedTensor
 from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
@@ -189,7 +188,7 @@ class AdamSteps:
         elif not group.keys() >= HYPERPARAMETERS:  # a class of that name may be any user's
             why = f"the parameter groups of this {name} lack betas or eps"
         if why:
-            self._failures.warn(f"{NOTHING_OF}{lacking}", f"{needs}, and {why}: {without}.")
+            self._failures.nothing_of(lacking, f"{needs}, and {why}: {without}.")
         return not why
 
 

@@ -14,7 +14,7 @@ from typing import Final
 from monitor.anomalies.rules import BOUNDS, AnomalyBounds
 from monitor.config import MonitorConfig
 from monitor.coordinator.estimate import Bounds, KindLoad, estimate
-from monitor.failures import LOGGER, NOTHING_OF, Failures
+from monitor.failures import LOGGER, Failures
 from monitor.formats import Histogram
 from monitor.recording.attached_model import AttachmentSpec, ModelNames, NamedParameter
 from monitor.recording.backend import RecordingBackend
@@ -115,7 +115,7 @@ class MissingKinds(_LooksOnly):
         late = [one for one in missing if self._steps[one.kinds[0]] >= one.after]
         for one in late:
             if not self._has_failed(one):
-                self._failures.warn(f"{NOTHING_OF}{one.kinds[0]}", _message(one, rows.step, self._noted(one)))
+                self._failures.nothing_of(one.kinds[0], _message(one, rows.step, self._noted(one)))
         self._expected = [one for one in missing if one not in late]
 
     def _noted(self, one: ExpectedKinds) -> str:
@@ -158,7 +158,7 @@ class PartlyUnseenGradients(_LooksOnly):
         unseen = [one.name for one in received if one not in seen and one not in self._series.placements]
         if unseen and not any(BEFORE in said for said in self._failures.messages.values()):
             of = f"{len(unseen)} of {counted(len(received), 'parameter')}"
-            self._failures.warn(f"{NOTHING_OF}some {BEFORE}", UNSEEN.format(step=rows.step, of=of, name=unseen[0]))
+            self._failures.nothing_of(f"some {BEFORE}", UNSEEN.format(step=rows.step, of=of, name=unseen[0]))
 
 
 # --- Configurations that record less than they seem to.

@@ -91,7 +91,7 @@ class GradientCopies:
         """Nothing to do: only copies of this monitor's code are read."""
 
     def warn(self, key: str, said: str) -> None:
-        self.failures.warn(key, said)
+        self.failures.nothing_of(key, said)
 
     def compiled(self, executor: Any, phase: str, others: Sequence[Any]) -> None:
         """Nothing to do: the parameters of the code show whether it copies."""

@@ -327,10 +327,10 @@ class StepsFromOutside(CompilerListener):
             said = said.format(why=why, fields=", ".join(missing), to_do=to_do)
             kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing or kind.name in missing)
             # The check for missing kinds says nothing of kinds that a cause names.
-            self._say("compiled_code", f"reading {kinds} in compiled code", said)
+            self._say("compiled_code", f"{kinds} in compiled code", said)
 
-    def _say(self, note: str, cause: str, said: str) -> None:
-        self._failures.warn(cause, said)
+    def _say(self, note: str, what: str, said: str) -> None:
+        self._failures.nothing_of(what, said)
         self._listener.sealer.note(note, said)
 
     def _missing(self, config: MonitorConfig, *, writes: bool, has_gradients: bool) -> list[str]:
@@ -403,7 +403,7 @@ class StepsFromOutside(CompilerListener):
             if run:
                 self._count_forward()  # unless one was measured
         while (most := max(steps.values(), default=0)) > 1:
-            self._failures.warn(f"steps without {BETWEEN}", SEVERAL.format(count=most))
+            self._failures.nothing_of(f"steps without {BETWEEN}", SEVERAL.format(count=most))
             for one in [one for one in run if steps[one] == most]:
                 self._listener.unseen_step(one.optimizer)
                 steps[one] -= 1
@@ -414,7 +414,7 @@ class StepsFromOutside(CompilerListener):
         """Record what MindSpore's operations have measured in an execution that has made so many steps."""
         if steps > 1 and self._program is not None and self._program.tape is not None:
             self._program.tape.drain()
-            self._failures.warn(f"steps without {INSIDE}", SEVERAL_MEASURED.format(count=steps))
+            self._failures.nothing_of(f"steps without {INSIDE}", SEVERAL_MEASURED.format(count=steps))
             return
         self.is_replaying = steps > 0
         try:

@@ -258,7 +258,7 @@ class Program:
         """Warn once, and note it in the manifest. If nothing is recorded yet, the manifest takes ``notes`` when that begins."""
         if self.failures is None:
             return
-        self.failures.warn(key, said)
+        self.failures.nothing_of(key, said)
         if self.notes.get(key := f"compiled_code: {key}") != said:
             self.notes[key] = said
             if self.note is not None and self.recorder is not None and self.recorder.active:

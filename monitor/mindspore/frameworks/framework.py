@@ -175,7 +175,7 @@ class MindSporeFramework:
 
     def _warn_unmeasured(self) -> None:
         if self._failures is not None:
-            self._failures.warn("parameters outside of optimizers", UNMEASURED)
+            self._failures.nothing_of("parameters outside of optimizers", UNMEASURED)
 
     def moments(self, kinds: Sequence[str], parameter: ParameterHolder, optimizer: Any) -> Sequence[Tensor | None]:
         """``moment`` for each kind."""

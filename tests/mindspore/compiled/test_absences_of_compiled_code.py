@@ -13,6 +13,10 @@ from compiled_steps import RECORDED, WHOLE, Deep, adam, by_model, mode_of, recor
 from mindspore import Tensor, nn, ops
 from training import inputs
 
+from monitor.report.checks import checks_of
+from monitor.report.facts import facts_of
+from monitor.report.findings import NOT_LOOKED_AT
+
 LATE = "compiled before the monitor was attached"
 TAKEN = "Another monitor observes cells of this model"
 REPLACED = "A later monitor of the same model"
@@ -28,6 +32,17 @@ def said_of(what: str, caplog: pytest.LogCaptureFixture) -> list[str]:
 def made() -> tuple[nn.Cell, nn.Cell]:
     net = with_fixed_weights(Deep())
     return net, adam(net.trainable_params())
+
+
+def test_a_report_does_not_call_a_run_bad_for_what_compiled_code_cannot_have(output: Output) -> None:
+    with mode_of("graph"):
+        net, optimizer = made()
+        with attached(output, net, optimizer, **RECORDED | {"run_numbers": True, "update_ratio": True}):
+            train(step_of("graph", net, optimizer))
+    with facts_of(str(output.base)) as facts:
+        (found,) = [one.finding for one in checks_of(facts) if one.name == "Monitoring itself"]
+    assert found.state == NOT_LOOKED_AT
+    assert NO_RATES in found.says
 
 
 # --- Attached after compilation.
