@@ -365,7 +365,7 @@ class KindHistory:
             lost &= ~self._is_overflow(step, own)
         sudden = lost | (far & ~self._is_small(logarithm, median))
         if sudden.any():
-            typical = np.where(number >= WARM_UP, np.exp(median.astype(np.float64)), np.nan)
+            typical = np.where(number >= WARM_UP, _numbers_of(median), np.nan)
             about = own, step, micro_step, matrix, typical, deviations
             follows, is_last = _next_ones(zero, recorded)
             waits = sudden & zero & is_last & (np.cumsum(sudden, axis=0) == 1)
@@ -421,7 +421,7 @@ class KindHistory:
         more = judged[when, columns] & (greatest > self.deviations[own])
         pairs, when = own[more], when[more]
         self.deviations[pairs], self.at[pairs] = greatest[more], step[when]
-        self.value[pairs], self.typical[pairs] = matrix[when, columns[more]], np.exp(median[more].astype(np.float64))
+        self.value[pairs], self.typical[pairs] = matrix[when, columns[more]], _numbers_of(median[more])
 
     def _note_events(self, sudden: Flags, own: Ints, *about: NDArray[Any]) -> None:
         columns = np.flatnonzero(sudden.any(axis=0) & ~self._has_event[own])
@@ -473,6 +473,11 @@ def _next_ones(flags: Flags, recorded: Flags) -> tuple[Flags, Flags]:
 def _taken(held: Values, place: Ints) -> Values:
     taken: Values = np.take_along_axis(held, np.minimum(place, len(held) - 1)[None], axis=0)[0]
     return taken
+
+
+def _numbers_of(logarithm: Values) -> NDArray[np.float64]:
+    numbers: NDArray[np.float64] = np.where(logarithm <= ZERO, 0, np.exp(logarithm.astype(np.float64)))
+    return numbers
 
 
 def _runs(bins: Ints) -> Iterator[tuple[int, slice]]:

@@ -90,6 +90,11 @@ def test_one_outlier_stands_out_and_does_not_hide_the_next_one(factor: float) ->
     assert [one.step for one in history.events] == [40]
 
 
+def test_what_follows_only_zeros_is_compared_with_zero() -> None:
+    (event,) = judged([[*[0.0] * 20, np.nan]]).events
+    assert event.typical == 0
+
+
 @pytest.mark.parametrize("way", [1.0, -1.0])
 def test_a_steady_trend_does_not_stand_out(way: float) -> None:
     history = judged([[np.exp(way * step / 10) for step in range(200)]])
