@@ -405,11 +405,17 @@ class EventTable:
         return found
 
     @cached_property
-    def not_finite(self) -> Flags:
-        """Whether the tensor held a NaN or an Inf. A check of bits does not say so: its events have no value."""
-        bits = [number for number, op in enumerate(self.ops) if op == CHECKSUM]
-        found: Flags = ~self.finite & ~np.isin(self.op, bits)
+    def of_bits(self) -> Flags:
+        """Whether a check of bits found that copies differ, or that something changed between steps. Such events have no value,
+        and all ranks have them if nothing says which copy is wrong.
+        """
+        found: Flags = np.isin(self.op, [number for number, op in enumerate(self.ops) if op == CHECKSUM])
         return found
+
+    @cached_property
+    def not_finite(self) -> Flags:
+        """Whether the tensor held a NaN or an Inf."""
+        return ~self.finite & ~self.of_bits
 
     @cached_property
     def overflowed(self) -> Flags:

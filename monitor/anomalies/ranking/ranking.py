@@ -149,8 +149,9 @@ def _shows(member: Member, series: Series, step: int) -> bool:
 
 
 def _same(of: EventTable, number: int, members: list[Member]) -> list[int]:
-    """Events of the same tensor, step and micro-step on these members."""
+    """Events of the same tensor, step and micro-step on these members; those of rules and those of checks of bits apart."""
     same = (of.step == of.step[number]) & (of.micro_step == of.micro_step[number]) & (of.meant == of.meant[number])
+    same &= of.of_bits == of.of_bits[number]
     among = [index for index, one in enumerate(of.members) if any(one is other for other in members)]
     found: list[int] = np.flatnonzero(same & np.isin(of.member, among)).tolist()
     return found

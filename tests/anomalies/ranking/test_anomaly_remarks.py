@@ -426,6 +426,15 @@ def test_a_part_of_a_tensor_is_not_compared_with_the_parts_that_others_hold(tmp_
     ]
 
 
+def test_copies_that_differ_are_no_sign_that_all_of_them_have_the_nan(tmp_path):
+    one, other = replicas()
+    other.fire("param_origin", "b.weight")
+    for rank in (one, other):
+        rank.fire("param_origin", "b.weight", op="checksum", rule="UnlikeCopies")
+    (found,) = [event for event in ranked(tmp_path, one, other).ranked if event.op == "nans"]
+    assert (str(found.alone), found.shared) == ("only on rank 1 of its 2 data-parallel replicas", None)
+
+
 def test_after_a_deviation_the_first_nan_is_reported_as_well(tmp_path):
     rank = PlayedRank().fire("param_updated", "a.x.weight", step=0, op="norm", value=2.0, rule="AnomalyTurbulence")
     told = advice(ranked(tmp_path, rank.fire("actv", "b.output", step=2, value=1.0), most=1))
