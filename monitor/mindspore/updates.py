@@ -7,11 +7,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from mindspore import Tensor, nn
-from mindspore.common import _no_grad
 
 from monitor.mindspore.features.reading import is_floating_point
 from monitor.mindspore.frameworks.adams import MindSporeMoments
-from monitor.mindspore.frameworks.optimizer_state import ADAM_WS, MINT, OptimizerState, classes_of, is_a, rate_of
+from monitor.mindspore.frameworks.optimizer_state import ADAM_WS, MINT, OptimizerState, classes_of, is_a, next_rate, rate_of
 from monitor.recording.attached_model import Attached, ComputedRow, NamedParameter
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.recording.updates import HealthCollector, RatioCollector, WeightsBefore
@@ -154,10 +153,7 @@ def _rate(state: OptimizerState, place: int) -> Any:
         return rate_of(group)
     kept: Any = getattr(state.optimizer, "learning_rate", None)
     one = kept[place] if getattr(state.optimizer, "is_group_lr", False) else kept
-    if not isinstance(one, nn.Cell):
-        return one
-    with _no_grad():
-        return one(state.optimizer.global_step).reshape(())
+    return next_rate(state.optimizer, one)
 
 
 def _added_decay(state: OptimizerState, place: int) -> Number | None:

@@ -153,6 +153,14 @@ def test_an_optimizer_without_second_moment_has_no_staleness(output: Output, cap
     assert "staleness and below_eps need an Adam optimizer, and SGD is no known Adam" in said
 
 
+def test_an_optimizer_that_computes_its_rate_has_updates(output: Output) -> None:
+    net = Net()
+    optimizer = nn.AdaFactor(net.trainable_params())
+    with attached(output, net, optimizer, **HEALTH):
+        optimizer(tuple(Tensor(np.ones(one.shape, np.float32)) for one in optimizer.parameters))
+    assert [values["swallowed"] for values in found(output).values()] == [0.0] * 4
+
+
 def test_training_has_the_same_bits(output: Output) -> None:
     ends = []
     for monitored in (False, True):

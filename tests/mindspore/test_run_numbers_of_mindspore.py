@@ -99,8 +99,10 @@ class Halving(nn.learning_rate_schedule.LearningRateSchedule):
         (lambda parameters: nn.Adam(parameters, Halving()), [[0.5, 0.25, 0.125]]),
         (in_groups, [[0.5] * STEPS, [0.25] * STEPS]),
         (lambda parameters: optim.SGD(parameters, 0.5), [[0.5] * STEPS]),
+        (nn.AdaFactor, [[pytest.approx(0.01)] * STEPS]),
+        (lambda parameters: nn.AdaFactor(parameters, warmup_init=True), [[pytest.approx(1e-6 * step) for step in (1, 2, 3)]]),
     ],
-    ids=["list", "schedule", "groups", "experimental"],
+    ids=["list", "schedule", "groups", "experimental", "relative", "relative with warm-up"],
 )
 def test_learning_rates_are_those_of_the_step(output: Output, optimizer: Any, expected: list[list[float]]) -> None:
     stepped(output, optimizer)

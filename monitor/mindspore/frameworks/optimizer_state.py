@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mindspore import Parameter, Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import _no_grad
 from mindspore.experimental import optim
 
@@ -342,8 +342,7 @@ class OptimizerState:
         kept: Any = getattr(self.optimizer, "learning_rate", None)
         each = kept if getattr(self.optimizer, "is_group_lr", False) else (kept,)
         groups_of = {id(one): one for one in each}.values()  # grouped parameters have one entry each, the same in a group
-        with _no_grad():
-            return [one(self.optimizer.global_step).reshape(()) if isinstance(one, nn.Cell) else one for one in groups_of]
+        return [next_rate(self.optimizer, one) for one in groups_of]
 
     def _is_place_in(self, kept: Sequence[Parameter], place: int) -> bool:
         """Whether a tuple has one member for each parameter. In other classes it may cover only some of them."""
@@ -370,6 +369,20 @@ class OptimizerState:
 def rate_of(group: Mapping[str, Any]) -> Any:
     """The learning rate that a group of parameters is stepped with. ``mint.optim.SGD`` ignores later changes of ``lr``."""
     return group.get("lr_float", group.get("lr"))
+
+
+def next_rate(optimizer: Any, kept: Any) -> Any:
+    """The learning rate for the next step.
+
+    Args:
+        kept: What the optimizer keeps: a rate, or a schedule, which computes it from the number of steps so far. ``AdaFactor``
+            with ``relative_step`` keeps 0, and computes a rate that it does not keep.
+    """
+    with _no_grad():
+        if getattr(optimizer, "relative_step", False):
+            step = optimizer.step.reshape(()) + 1.0
+            return ops.minimum(step * 1e-6 if optimizer.warmup_init else 1e-2, 1.0 / ops.sqrt(step))
+        return kept(optimizer.global_step).reshape(()) if isinstance(kept, nn.Cell) else kept
 
 
 def _is_mindspore_class(optimizer: nn.Cell) -> bool:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.mindspore.features import choices, reading as features
+from monitor.mindspore.frameworks.optimizer_state import next_rate
 from monitor.mindspore.hooks import after_forward
 from monitor.mindspore.process_group import place
 from monitor.mindspore.trainer_mon import TrainerMon
@@ -124,7 +125,7 @@ def learning_rate(optimizer: Any) -> Number | None:
         return kept(groups[0]["lr"])
     found = optimizer.get_lr() if hasattr(optimizer, "get_lr") else None
     first = found[0] if isinstance(found, tuple | list) else found
-    return None if first is None else kept(first)
+    return None if first is None else kept(next_rate(optimizer, first))
 
 
 def gradient_scale(optimizer: Any, failures: Failures) -> MindSporeGradientScale | None:
