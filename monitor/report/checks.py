@@ -274,8 +274,9 @@ def _to_the_end(facts: Facts) -> CheckFinding:
 
 
 def _still_runs(facts: Facts, ranks: Collection[int]) -> bool:
-    """Whether one of these ranks has just saved its manifest."""
-    saved = [datetime.fromisoformat(facts.manifests[one].saved) for one in ranks if one in facts.manifests]
+    """Whether one of these ranks has just saved its manifest, and will again."""
+    manifests = [facts.manifests[one] for one in ranks if one in facts.manifests]
+    saved = [datetime.fromisoformat(one.saved) for one in manifests if not one.closed]
     now = datetime.now(UTC)
     return any((now - one.astimezone(UTC)).total_seconds() < STILL_RUNS_S for one in saved)
 
@@ -326,6 +327,9 @@ def _newest_saved(facts: Facts, rank: int) -> int:
 
 def _whole(facts: Facts) -> CheckFinding:
     lacking, place = _tensors_of(facts, "incomplete", "unplaced")
+    new = {one["rank"] for one in facts.told["unplaced"]["listed"]}
+    if lacking and not facts.count("incomplete") and all(_still_runs(facts, [rank]) for rank in new):
+        return CheckFinding(NOT_LOOKED_AT, f"The job still runs, and its manifests do not know all tensors yet: {lacking}.")
     if lacking:
         return CheckFinding(BAD, f"Tensors lack a part: {lacking}.", place)
     apart, place = _tensors_of(facts, "without_global")

@@ -69,6 +69,19 @@ def test_warnings_and_failures_of_the_monitor_are_told_with_their_reasons(tmp_pa
     assert check.finding == CheckFinding(BAD, says)
 
 
+def test_tensors_that_are_newer_than_the_manifest_of_a_running_job_lack_nothing(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path)
+    one.write(0, {"grad_unreduced": [Measured("w")]})
+    one.manifest.save()
+    one.write(1, {"grad_unreduced": [Measured("w")], "exp_avg": [Measured("w")]})
+    one.flush()
+    with reported(tmp_path) as (_, checks, _verdict):
+        assert state_of(checks, "Tensors whole") == NOT_LOOKED_AT
+    one.close()
+    with reported(tmp_path) as (_, checks, _verdict):
+        assert state_of(checks, "Tensors whole") == GOOD
+
+
 def test_a_kind_that_the_training_does_not_have_is_told_and_makes_no_run_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
