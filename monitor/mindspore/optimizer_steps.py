@@ -130,8 +130,8 @@ class MindSporeOptimizerSteps:
     ) -> None:
         """An optimizer has stepped in compiled code, which has measured its gradients, weights and moments."""
         self._warn_of_missing(NOT_IN_COMPILED_CODE, of_steps=True)
-        given.begin_step(gradients)
         given.measured = before
+        given.begin_step(gradients)
         self._guarded("reading before the step", self._listener.before_step)(optimizer)
         self._guarded("reading gradients", self._listener.gradients_ready)(optimizer)
         given.measured = after

@@ -122,3 +122,15 @@ def test_weights_loaded_after_the_optimizers_first_step_are_not_trained_and_rows
     with attached(output, net, optimizer, update_ratio=True):
         trained(optimizer, net)
     assert {row.values["update_ratio"] > 0 for row in output.rows("update_ratio")} == {in_time}
+
+
+def test_moments_that_are_loaded_after_the_monitor_was_attached_have_rows_before_the_first_step(output: Output) -> None:
+    net = Net()
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    with attached(output, net, optimizer, mv_distribution=True):
+        for one in (*optimizer.moment1, *optimizer.moment2):
+            one.set_data(ms.Tensor(np.full(one.shape, 0.5, np.float32)))
+        trained(optimizer, net)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        first = [row.values["norm"] for row in output.rows(kind) if row.step == 0]
+        assert first == pytest.approx([0.5 * one.size**0.5 for one in optimizer.parameters])

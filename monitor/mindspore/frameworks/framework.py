@@ -73,8 +73,9 @@ class SteppedOptimizer:
         return self.state.place(parameter)
 
     def begin_step(self, gradients: Sequence[Tensor | None]) -> None:
-        """The optimizer was called with these gradients."""
+        """The optimizer was called with these gradients. Before its first step this waits: moments may have been loaded."""
         self.state.refresh()
+        self.has_stepped = self.has_stepped or (not self.is_compiled and self.state.has_stepped())
         self.gradients = gradients
 
     def call_ended(self) -> None:
