@@ -47,6 +47,9 @@ SMALL_SHARE: Final = 1 / 64
 zero in exact arithmetic.
 """
 
+LEAST_TOGETHER: Final = 8
+"""Of fewer values the median may be that of a fault."""
+
 # The cells of a heat map, such that the greatest of several is the one to show.
 NOT_RECORDED: Final = 0
 HISTORY_BEGINS: Final = 1
@@ -77,12 +80,15 @@ class SuddenBound(NamedTuple):
         of_one: The number of a tensor of one element must rise by this factor. Infinity: it is not judged.
         adds_up: It adds up over many steps, as weights and moments do, and may grow for long. So the factor counts from the
             nearest value of its history or from the value before it, not from the median.
+        in_batches: It is as large as the batch makes it, as gradients are. So where most others of its kind fall, the factor
+            counts from their fall.
     """
 
     factor: float = FACTOR
     small: float = 0.0
     of_one: float = FACTOR
     adds_up: bool = False
+    in_batches: bool = False
 
     @classmethod
     def of(cls, kind: str) -> SuddenBound:
@@ -93,7 +99,7 @@ class SuddenBound(NamedTuple):
             return cls(of_one=math.inf)  # it is as large as one likes when the weight passes zero
         if kind.removesuffix(LEFT_BY_STEP) in MOMENT_KINDS:
             return cls(adds_up=True)
-        return cls(small=SMALL_SHARE if kind in (*GRADIENT_KINDS, "actv_grad") else 0.0)
+        return cls(small=SMALL_SHARE, in_batches=True) if kind in (*GRADIENT_KINDS, "actv_grad") else cls()
 
 
 USUAL: Final = SuddenBound()
@@ -360,6 +366,8 @@ class KindHistory:
             apart = np.minimum(apart, np.maximum(logarithm - _taken(held, np.maximum(number - 1, 0)), held[0] - logarithm))
             apart = np.fmin(apart, np.abs(logarithm - np.concatenate([self._held[-1:, own], logarithm[:-1]])))
         far = judged & (deviations >= SUDDEN) & (apart >= np.log(factor))
+        if self._bound.in_batches:
+            far &= ~_fall_together(far & (logarithm > ZERO), logarithm - median, judged, np.log(factor))
         lost = recorded & ~finite
         if len(self._exempt.overflows):
             lost &= ~self._is_overflow(step, own)
@@ -473,6 +481,20 @@ def _next_ones(flags: Flags, recorded: Flags) -> tuple[Flags, Flags]:
 def _taken(held: Values, place: Ints) -> Values:
     taken: Values = np.take_along_axis(held, np.minimum(place, len(held) - 1)[None], axis=0)[0]
     return taken
+
+
+def _fall_together(far: Flags, change: Values, judged: Flags, factor: NDArray[np.float64]) -> Flags:
+    """Whether a value that fell ``far`` is not that far below what the median change of its step and kind would make of it.
+
+    Args:
+        change, factor: As logarithms; ``change`` from the history of each value.
+    """
+    together = np.zeros_like(far)
+    for time in np.flatnonzero((far & (change < 0)).any(axis=1)).tolist():
+        others = change[time, judged[time]]
+        if len(others) >= LEAST_TOGETHER:
+            together[time] = far[time] & (change[time] < 0) & (change[time] > min(float(np.median(others)), 0.0) - factor)
+    return together
 
 
 def _numbers_of(logarithm: Values) -> NDArray[np.float64]:

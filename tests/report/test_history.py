@@ -215,3 +215,16 @@ def test_a_gradient_that_stays_small_beside_others_has_no_sudden_change(kind: st
 @pytest.mark.parametrize(("size", "then"), [(1e-6, 0.1), (0.1, 1e-6), (1e-3, 1e3), (1e-6, 0.0), (1e-6, np.nan)])
 def test_a_gradient_that_is_or_becomes_large_or_zero_changes_suddenly(size: float, then: float) -> None:
     assert changes(size, then) == [40]
+
+
+@pytest.mark.parametrize("kind", ["grad_unreduced", "grad_reduced", "actv_grad"])
+@pytest.mark.parametrize(("most", "one", "found"), [(1 / 20, 1 / 41, []), (1, 1 / 41, [9]), (1 / 20, 0.0, [9]), (20, 41, [9])])
+def test_a_fall_of_all_gradients_makes_none_of_them_sudden(kind: str, most: float, one: float, found: list[int]) -> None:
+    """A small batch, or an easy one, has small gradients. Series 9 falls more than the others, or alone."""
+    values = np.stack([noise(60, seed) for seed in range(10)], axis=1)
+    values[40:42, :9] *= most
+    values[40:42, 9] *= one
+    history = KindHistory(Axis(np.arange(60), 60), 1, bound=SuddenBound.of(kind))
+    steps, series = np.divmod(np.arange(values.size), 10)
+    history.add(steps, series * 0 - 1, series, series * 0, values.ravel())
+    assert [event.series for event in history.events] == found
