@@ -232,13 +232,13 @@ def who(one: Mapping[str, Any]) -> str:
     return f"{ranks}: other bits than the {one['agreeing']} ranks that agree{own}"
 
 
-def suspect(about: Mapping[str, Any]) -> str:
-    """What to do, of the ``bits`` of a report: which host, and which checkpoints."""
+def suspect(about: Mapping[str, Any], *, of_device: bool = True) -> str:
+    """What to do, of the ``bits`` of a report: which host, if it may be the device, and which checkpoints."""
     first, good, until = about["first"][0], about["checkpoint"], about["agreed_until"]
     wrong = first["odd_ranks"] if first["agreeing"] else first.get("changed_on", ())
     named = zip(first["odd_ranks"], first["hosts"], strict=True)
     hosts = dict.fromkeys(host for rank, host in named if host and rank in wrong)
-    leave = f"take {', '.join(list(hosts)[:8])} out of the job; " if hosts else ""
+    leave = f"take {', '.join(list(hosts)[:8])} out of the job; " if hosts and of_device else ""
     so_far = "so far " if about.get("so_far") else ""
     last = f"{so_far}the last step in which all compared copies agree is {until}"
     agreed = "no earlier step was compared" if until is None else last

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, Literal
+
+import numpy as np
 
 from monitor.anomalies.between_steps import WRITTEN
 from monitor.anomalies.odd_copies import suspect, who
 from monitor.coordinator.manifest_format import checks_replicas
 from monitor.merge.report import ranges_of
+from monitor.report.bands import Window
 from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
-from monitor.series import REPLICA_KIND
+from monitor.series import LEARNING_RATE, REPLICA_KIND, RUN_KIND
 from monitor.terminal import counted
 
 WEIGHTS: Final = "param_origin"
+MOST_RATES: Final = 4
 _APART: Final = (
     "If they train one model, nothing averages their gradients: wrap it, as in DistributedDataParallel, or average them. "
     "If each rank trains its own, pass process_group to TrainerMon."
@@ -29,7 +34,9 @@ def replicas_agree(facts: Facts) -> CheckFinding:
             f"{first['kind']} {first['name']} does not have the same bits on all ranks in step {first['step']}: {who(first)}."
         )
         name = facts.shown_name(first["kind"], first["name"])
-        return CheckFinding(BAD, says, Place(first["step"], first["odd_ranks"][0], first["kind"], name), f"{suspect(bits)}.")
+        rates = _rates_apart(facts, first)
+        then = f"{rates}{suspect(bits, of_device=not rates)}."
+        return CheckFinding(BAD, says, Place(first["step"], first["odd_ranks"][0], first["kind"], name), then)
     if said := _said_while_running(facts, "copies"):
         return said
     differing = facts.told["disagreements"]["listed"]
@@ -56,6 +63,28 @@ def replicas_agree(facts: Facts) -> CheckFinding:
         says = "No tensor is known to be a replica. If ranks hold the same, pass their group to set_monitor as dp_group."
         return CheckFinding(NOT_LOOKED_AT, says)
     return CheckFinding(NOT_LOOKED_AT, "No rank recorded its replicas.")
+
+
+def _rates_apart(facts: Facts, first: Mapping[str, Any]) -> str:
+    """What is said of a learning rate that the ranks with other bits have alone, in the step or in the one before."""
+    rows = facts.kinds.get(RUN_KIND)
+    names = [name for name in rows.names if name.startswith(LEARNING_RATE)] if rows is not None else []
+    steps = facts.axis.steps[facts.axis.steps <= first["step"]][-2:]
+    if rows is None or not names or not len(steps):
+        return ""
+    window = Window(steps)
+    rows.feed(window, range(int(steps[0]), int(steps[-1]) + 1), names)
+    window, odd = window.filled(), set(first["odd_ranks"])
+    for name, at in ((name, at) for name in names for at in range(len(steps))):
+        columns = np.flatnonzero(window.series == rows.names.index(name)).tolist()
+        rates = {facts.ranks[window.rank[one]]: float(window.values[at, one]) for one in columns}
+        usual = {rate for rank, rate in rates.items() if rank not in odd}
+        others = {rank: rate for rank, rate in rates.items() if rank in odd and rate not in usual}
+        if others and (usual if first["agreeing"] else len(set(others.values())) > 1):
+            known = {**{rate: rank for rank, rate in rates.items()}, **{rate: rank for rank, rate in others.items()}}
+            each = ", ".join(f"{rate:g} on rank {rank}" for rate, rank in sorted(known.items())[:MOST_RATES])
+            return f"Look at what sets the learning rate on each rank: {name} is {each} in step {steps[at]}; "
+    return ""
 
 
 def _came_apart(facts: Facts) -> CheckFinding | None:

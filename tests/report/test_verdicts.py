@@ -127,6 +127,25 @@ def test_a_flipped_bit_that_no_number_shows_is_named(tmp_path: Path) -> None:
     assert row[WHEN] == max(row)
 
 
+@pytest.mark.parametrize("since", [WHEN - 2, WHEN - 1, WHEN, None])
+def test_other_bits_of_a_rank_with_another_learning_rate_are_no_fault_of_its_device(tmp_path: Path, since: int | None) -> None:
+    """From two steps before on, the copies would differ earlier: it is said all the same."""
+    bits = planted(1, "param_origin", "layers.3.weight", 1 + 2.0**-22)
+
+    def fault(rank: int, step: int, kind: str, name: str, values: np.ndarray) -> np.ndarray:
+        if kind == "run":
+            return np.full(8, 1.5e-3 if rank == 1 and since is not None and step >= since else 1e-3)
+        return bits(rank, step, kind, name, values)
+
+    names = {**NAMES, "run": ["learning_rate.0"]}
+    with reported(record(tmp_path, fault, names=names, checked=True)) as (_, checks, _):
+        (found,) = [one.finding for one in checks if one.name == "Replicas agree"]
+    step = WHEN - 1 if since in (WHEN - 2, WHEN - 1) else WHEN
+    each = f"learning_rate.0 is 0.001 on rank 0, 0.0015 on rank 1 in step {step}; "
+    assert found.then.startswith(f"Look at what sets the learning rate on each rank: {each}") == (since is not None)
+    assert "the last step in which all compared copies agree is 19" in found.then
+
+
 def test_the_same_bits_on_all_ranks_are_good(tmp_path: Path) -> None:
     _, checks, verdict = modelled(record(tmp_path, checked=True))
     (one,) = [one for one in checks if one.name == "Replicas agree"]
