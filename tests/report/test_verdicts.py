@@ -146,6 +146,18 @@ def test_other_bits_of_a_rank_with_another_learning_rate_are_no_fault_of_its_dev
     assert "the last step in which all compared copies agree is 19" in found.then
 
 
+def test_a_rank_without_learning_rates_has_no_other_one(tmp_path: Path) -> None:
+    bits = planted(1, "param_origin", "layers.3.weight", 1 + 2.0**-22)
+
+    def fault(rank: int, step: int, kind: str, name: str, values: np.ndarray) -> np.ndarray:
+        return np.full(8, 1e-3) if kind == "run" else bits(rank, step, kind, name, values)
+
+    names = {**NAMES, "run": ["learning_rate.0"]}
+    with reported(record(tmp_path, fault, names=names, checked=True, lost={1: range(WHEN - 1, WHEN)})) as (_, checks, _):
+        (found,) = [one.finding for one in checks if one.name == "Replicas agree"]
+    assert found.then.startswith("the last step in which all compared copies agree")
+
+
 def test_the_same_bits_on_all_ranks_are_good(tmp_path: Path) -> None:
     _, checks, verdict = modelled(record(tmp_path, checked=True))
     (one,) = [one for one in checks if one.name == "Replicas agree"]
