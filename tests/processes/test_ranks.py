@@ -75,7 +75,7 @@ def test_every_recording_of_a_job_has_an_id_of_its_own(job: Job) -> None:
 def test_gradients_that_are_aggregated_after_every_micro_batch_are_marked_and_others_are_not(job: Job) -> None:
     noted = {
         section: [
-            "after every micro-batch" in str(one.manifest().notes.get("grad_unreduced")) for one in job.recordings(section)
+            "before the last micro-batch" in str(one.manifest().notes.get("grad_unreduced")) for one in job.recordings(section)
         ]
         for section in ("aggregated-early", "accumulated", "views")
     }

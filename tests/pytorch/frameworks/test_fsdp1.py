@@ -11,7 +11,7 @@ import pytest
 from jobs import Job
 from watching import Row
 
-from monitor.recording.parameters import NOT_ACCUMULATED
+from monitor.recording.parameters import AGGREGATED_EARLY, NOT_ACCUMULATED
 from monitor.series import LOCAL, Placement, Shard
 
 JOBS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
@@ -208,7 +208,7 @@ def test_the_manifest_says_when_a_row_lacks_micro_batches(ran: Ran) -> None:
 
 def test_the_manifest_says_when_a_row_holds_a_mean_of_earlier_micro_batches(ran: Ran) -> None:
     said = ran("endings").manifest(0).notes["grad_unreduced"]
-    assert said.startswith("gradients are aggregated after every micro-batch: a row holds the mean over the ranks so far")
+    assert said == AGGREGATED_EARLY
 
 
 @pytest.mark.parametrize("name", ["full", "grad-op", "none"])
