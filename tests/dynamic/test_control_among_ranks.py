@@ -290,8 +290,9 @@ def test_a_rank_whose_store_hangs_waits_for_the_bound_and_knows_later_which_step
 
 
 def test_a_rank_that_cannot_reach_the_store_at_the_start_says_so_and_catches_up(make_store: MakeStore, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
+    path, its_own = tmp_path / "config.json", tmp_path / "its_own.json"  # the first rank may still read its file
     write(path, collect_times=1)
+    write(its_own, collect_times=2)
     well = Controller(
         str(path),
         load_config(path),
@@ -299,10 +300,9 @@ def test_a_rank_that_cannot_reach_the_store_at_the_start_says_so_and_catches_up(
         Failures(),
     )
     well.start(Noted())
-    write(path, collect_times=2)
     connection, told, failures = Stalling(make_store()), Noted(), Failures()
     connection.open.clear()
-    late = Controller(str(path), load_config(path), JobConnection(1, 2, connection, "job/", intervals=FAST), failures)
+    late = Controller(str(its_own), load_config(its_own), JobConnection(1, 2, connection, "job/", intervals=FAST), failures)
     late.start(told, timeout_s=0.05)
     assert list(failures.counts) == ["no agreement at the start"]
     assert late.begin(0) is None
