@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from threading import get_ident
 from typing import Any, ClassVar, Final
 
@@ -298,7 +298,8 @@ INTERCEPTION: Final = CollectiveInterception()
 #
 # The program may change outputs without a wait: in a callback, which torch runs at once where the future is complete, even
 # before the callback of the monitor, which waits for the backend's thread; or once ``is_completed`` or ``done`` returns True.
-# Then outputs are read at that moment if they are complete, and a later read trusts their versions alone.
+# So outputs are read right before a callback. Otherwise they are read at that moment if they are complete, and a later read
+# trusts their versions alone.
 #
 # Several threads may wait for a call. Reading lets other threads run, so each of them waits until the outputs were read.
 
@@ -316,11 +317,41 @@ END_GROUP: Final = TorchCallPatch(dist.ProcessGroup, "_end_coalescing")
 PATCHES: Final = (WAIT, GET_FUTURE, WAIT_FOR_FUTURE, BEGIN_GROUP, END_GROUP, *NOT_WAITED_FOR)
 """One set for this process, since callers look the methods up in the class."""
 
+
+class _CallbackPatch(TorchCallPatch):
+    """A method through which the program passes a callback to a future."""
+
+    def _patched(self, original: Any) -> Any:
+        @wraps(original)
+        def with_reading(future: Any, callback: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(future, self._reading_before(future, callback), *args, **kwargs)
+
+        return super()._patched(with_reading)
+
+    def _opaque(self, patched: Any, original: Any) -> Any:
+        del original  # torch's method, which a compiler does not trace
+        return untraced(patched)
+
+    def _reading_before(self, future: Any, callback: Any) -> Any:
+        """A callback that reads the outputs of the future's call first, if these are pending."""
+        followers = [one for known in self._listeners if isinstance(one := known(), _Followers)]
+        outputs = [found for one in followers for found in one.pending(future) or ()]
+        if not outputs or not callable(callback):
+            return callback
+
+        def read_first(done: Any) -> Any:
+            for one in outputs:
+                one.done(done)
+            return callback(done)
+
+        return read_first
+
+
 ADD_CALLBACK: Final = torch._C.Future.add_done_callback
 IS_DONE: Final = torch._C.Future.done
 FOLLOWED: Final = (
-    TorchCallPatch(torch._C.Future, "add_done_callback"),
-    TorchCallPatch(torch._C.Future, "then"),
+    _CallbackPatch(torch._C.Future, "add_done_callback"),
+    _CallbackPatch(torch._C.Future, "then"),
     TorchCallPatch(torch._C, "_collect_all"),
 )
 """Functions that make something follow a future, or each of several."""
@@ -384,7 +415,10 @@ class Completion(CallListener):
         self._backward = NO_BACKWARD
         self._thread = _ThreadCalls()
         self._guarded_notify = failures.guarded("following a communication operator", self._notify)
-        self._followers = _Followers(failures.guarded("following a communication operator", self._followed))
+        self._followers = _Followers(
+            failures.guarded("following a communication operator", self._followed),
+            failures.guarded("following a communication operator", self._pending_of),
+        )
 
     def listen(self) -> None:
         for patch in PATCHES:
@@ -457,9 +491,15 @@ class Completion(CallListener):
 
     def _followed(self, futures: Sequence[Any]) -> None:
         for future in futures:
-            for outputs in self._pending.get(future, ()):
-                outputs.followed = True
+            for outputs in self._pending_of(future):
                 self._follow(future, outputs)
+
+    def _pending_of(self, future: Any) -> Sequence[_Outputs]:
+        """The outputs of the call that a future is of, which something is about to follow."""
+        found = self._pending.get(future, ())
+        for outputs in found:
+            outputs.followed = True
+        return found
 
     def call_ended(self, patch: patches.CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any], result: Any) -> None:
         mine = self._thread
@@ -507,14 +547,21 @@ class Completion(CallListener):
 
 
 class _Followers(CallListener):
-    """Calls ``followed`` with the futures that something is about to follow."""
+    """Learns of what is about to follow futures.
 
-    def __init__(self, followed: Callable[[Sequence[Any]], object]) -> None:
-        self._followed = followed
+    Args:
+        followed: Called with futures that others are collected from.
+        pending: Called with a future that gets a callback; returns the outputs to read before it, or None.
+    """
+
+    def __init__(
+        self, followed: Callable[[Sequence[Any]], object], pending: Callable[[Any], Sequence[_Outputs] | None]
+    ) -> None:
+        self._followed, self.pending = followed, pending
 
     def call_begins(self, patch: patches.CallPatch, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
-        if args:
-            self._followed(args[:1] if patch.owner is torch._C.Future else args[0])
+        if args and not isinstance(patch, _CallbackPatch):
+            self._followed(args[0])
 
 
 def _failed(future: Any) -> bool:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from monitor.failures import Failures
-from monitor.pytorch.collectives.interception import IS_DONE, Completion
+from monitor.pytorch.collectives.interception import FOLLOWED, IS_DONE, Completion
+from monitor.recording.patches import CallListener
 
 
 class LateCall:
@@ -25,7 +26,7 @@ class LateCall:
         reading: Called when outputs are about to be read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, complete: bool = True) -> None:
         self.read: list[float] = []
         self.busy = False
         self.reading: Callable[[], object] = bool
@@ -39,6 +40,10 @@ class LateCall:
         self.completion.issued(None, self.work, "call", [self.x], waited_for=False)
         self.future = self.work.get_future()
         self._backend = threading.Thread(target=mine.set_result, args=([self.x],))
+        if complete:
+            self.complete()
+
+    def complete(self) -> None:
         self._backend.start()
         while not IS_DONE(self.future):
             pass
@@ -85,6 +90,29 @@ def test_outputs_that_are_changed_without_a_wait_are_read_before(follower: str, 
     call.work.wait()
     assert call.x.tolist() == [3.0, 3.0]
     assert call.read == [2.0]
+
+
+class Completing(CallListener):
+    """Completes a call when something is about to follow its future, after the monitor has learned of it."""
+
+    def __init__(self, call: LateCall) -> None:
+        self._call = call
+        for patch in FOLLOWED:
+            patch.add(self)
+
+    def call_begins(self, *_: object) -> None:
+        self._call.complete()
+
+
+@pytest.mark.parametrize("follower", ["callback", "what follows"])
+def test_outputs_of_a_call_that_completes_while_it_gets_a_callback_are_read_before_that_runs(follower: str) -> None:
+    call = LateCall(complete=False)
+    completing = Completing(call)
+    FOLLOWERS[follower](call)
+    assert call.x.tolist() == [3.0, 3.0]
+    assert call.read == [2.0]
+    call.end()
+    del completing
 
 
 @pytest.mark.parametrize("follower", ["callback", "what follows", "what follows several"])
