@@ -346,7 +346,7 @@ class TorchGradients:
         """A pipeline's schedule has added the gradient of a micro-batch, outside of a backward."""
         self._arrives(parameter, gradient, complete=False, micro_step=micro_step)
 
-    def _arrives(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool, micro_step: int = -1) -> None:
+    def _arrives(self, parameter: NamedParameter, gradient: Tensor, *, complete: bool, micro_step: int | None = None) -> None:
         changes = self._changes
         if torch._C._current_graph_task_id() != changes.task:
             changes.backward_begins(parameter)
@@ -374,9 +374,9 @@ class TorchGradients:
             self._rows.note_local(f"{SUMMED_EARLY}: first in step {self._clock.step} for {parameter.name}")
             self._failures.warn("gradients that are summed early", SUMMED_ADVICE.format(self._clock.step, parameter.name))
 
-    def _accumulated(self, parameter: NamedParameter, gradient: Tensor, micro_step: int) -> None:
-        """Take the sum so far. Without a known micro-step (-1) it is that of the backward in progress."""
-        micro_step = self._rows.micro_step(parameter) if micro_step < 0 else micro_step
+    def _accumulated(self, parameter: NamedParameter, gradient: Tensor, micro_step: int | None) -> None:
+        """Take the sum so far. If the micro-step is None, it is that of the backward in progress."""
+        micro_step = self._rows.micro_step(parameter) if micro_step is None else micro_step
         if self._clock.micro_steps > 1:
             self._follow(parameter, gradient)
         if self._each_micro_step:

@@ -14,7 +14,7 @@ from monitor.merge.report import ranges_of
 from monitor.report.bands import Window
 from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
-from monitor.series import LEARNING_RATE, REPLICA_KIND, RUN_KIND
+from monitor.series import REPLICA_KIND, RUN_KIND
 from monitor.terminal import counted
 
 WEIGHTS: Final = "param_origin"
@@ -68,7 +68,7 @@ def replicas_agree(facts: Facts) -> CheckFinding:
 def _rates_apart(facts: Facts, first: Mapping[str, Any]) -> str:
     """What is said of a learning rate that the ranks with other bits have alone, in the step or in the one before."""
     rows = facts.kinds.get(RUN_KIND)
-    names = [name for name in rows.names if name.startswith(LEARNING_RATE)] if rows is not None else []
+    names = list(facts.rates)
     steps = facts.axis.steps[facts.axis.steps <= first["step"]][-2:]
     if rows is None or not names or not len(steps):
         return ""
@@ -81,8 +81,8 @@ def _rates_apart(facts: Facts, first: Mapping[str, Any]) -> str:
         usual = {rate for rank, rate in rates.items() if rank not in odd}
         others = {rank: rate for rank, rate in rates.items() if rank in odd and rate not in usual}
         if others and (usual if first["agreeing"] else len(set(others.values())) > 1):
-            known = {**{rate: rank for rank, rate in rates.items()}, **{rate: rank for rank, rate in others.items()}}
-            each = ", ".join(f"{rate:g} on rank {rank}" for rate, rank in sorted(known.items())[:MOST_RATES])
+            ranks = {rate: rank for rank, rate in reversed(rates.items())}
+            each = ", ".join(f"{rate:g} on rank {rank}" for rate, rank in sorted(ranks.items())[:MOST_RATES])
             return f"Look at what sets the learning rate on each rank: {name} is {each} in step {steps[at]}; "
     return ""
 
