@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -56,12 +57,23 @@ def of_tensors(a: NDArray[Any], b: NDArray[Any]) -> Difference:
 
 def of_numbers(pairs: Iterable[tuple[Any, Any]]) -> Difference:
     """The greatest difference between two sets of statistics of the same tensor."""
-    pairs = list(pairs)
-    if any((one is None) != (other is None) for one, other in pairs):  # nothing is not NaN
-        return Difference(same=False, absolute=math.nan, relative=math.nan)
-    a, b = (np.array([math.nan if one is None else one for one in side], dtype=np.float64) for side in zip(*pairs, strict=True))
-    found = of_tensors(a, b)
-    return Difference(same=found.same, absolute=found.absolute, relative=found.relative)
+    same, absolute, relative = True, 0.0, 0.0
+    for one, other in pairs:
+        if one is None or other is None:
+            if one is not other:  # nothing is not NaN
+                return Difference(same=False, absolute=math.nan, relative=math.nan)
+        elif one != other and not (math.isnan(one) and math.isnan(other)):
+            apart = abs(float(one) - float(other))
+            share = apart / max(abs(one), abs(other)) if math.isfinite(apart) else min(apart, 1.0)
+            same, absolute, relative = False, _greater(absolute, apart), _greater(relative, share)
+        elif one == other == 0:
+            same = same and math.copysign(1.0, one) == math.copysign(1.0, other)
+    return Difference(same=same, absolute=absolute, relative=relative)
+
+
+def _greater(one: float, other: float) -> float:
+    """NaN, if one of them is."""
+    return one if math.isnan(one) or other <= one else other
 
 
 def of_leaves(a: Mapping[str, Any], b: Mapping[str, Any], names: Iterable[str]) -> Difference:
@@ -162,7 +174,13 @@ class Finding:
     @property
     def rank_order(self) -> list[str | int]:
         """The rank, to be sorted by: the tenth comes after the second."""
-        return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]+)", self.rank))]
+        return _in_parts(self.rank)
+
+
+@cache
+def _in_parts(rank: str) -> list[str | int]:
+    """Texts and numbers in turn."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split("([0-9]+)", rank))]
 
 
 @dataclass(frozen=True, slots=True)

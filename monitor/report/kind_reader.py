@@ -115,12 +115,25 @@ class KindReader:
     _number: dict[tuple[int, str], int] = field(default_factory=dict)
     _known_as: dict[str, set[str]] = field(default_factory=dict)
     _has_stages: bool = False
+    _names: tuple[tuple[int, bool], tuple[list[str], dict[str, int]]] = ((0, False), ([], {}))
 
     @property
     def names(self) -> list[str]:
         """Of each series, with its place if several places have the name."""
-        places, what = Counter(name for _, name in self.series), "stage" if self._has_stages else ""
-        return [f"{what}{place}:{name}" if places[name] > 1 else name for place, name in self.series]
+        return self._named()[0]
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number of the series of each of ``names``."""
+        return self._named()[1]
+
+    def _named(self) -> tuple[list[str], dict[str, int]]:
+        key = len(self.series), self._has_stages
+        if self._names[0] != key:
+            places, what = Counter(name for _, name in self.series), "stage" if self._has_stages else ""
+            names = [f"{what}{place}:{name}" if places[name] > 1 else name for place, name in self.series]
+            self._names = key, (names, {name: number for number, name in enumerate(names)})
+        return self._names[1]
 
     def name_of(self, step: int, rank: int, chunk: int, name: str) -> str:
         """The name in the whole model of what a rank calls ``name``, as in ``names``."""
@@ -196,7 +209,7 @@ class KindReader:
 
     def last_rows(self, name: str, columns: Sequence[str], most: int) -> list[dict[str, Any]]:
         """Rows of a series, named as in ``names``, of about the last steps, in order of steps."""
-        series = self.series[self.names.index(name)]
+        series = self.series[self.numbers[name]]
         found: list[dict[str, Any]] = []
         for span in reversed(self.spans):
             wanted = (*columns, *_PLACED)

@@ -39,6 +39,8 @@ MOST_RANK_CELLS: Final = 10_000_000
 """Cells of ranks and series in one column. With more, neighbouring ranks share a row."""
 MOST_NUMBERS: Final = 1_500_000
 """Numbers of all curves together."""
+MOST_CURVES: Final = 20_000
+"""Tensors with curves: what surrounds the numbers of each has its size, too."""
 MOST_MEMBERS: Final = 20_000_000
 """Cells of the members of layers. Layers beyond that do not open; the most unusual ones come first."""
 MOST_READ_AGAIN: Final = 40_000_000
@@ -338,14 +340,14 @@ class _Curves:
         self._facts, self._model = facts, model
         self._wanted = list(dict.fromkeys(wanted))
         lines = len(facts.ranks) if len(facts.ranks) <= MOST_LINES else 4
-        self._room = max(MOST_NUMBERS // (lines * facts.axis.bins), 1)
+        self._room = min(max(MOST_NUMBERS // (lines * facts.axis.bins), 1), MOST_CURVES)
         self._room_to_read = max(MOST_READ_AGAIN // (len(facts.ranks) * facts.axis.bins), 1)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         if kind not in self._facts.kinds:
             return []
-        names = self._facts.kinds[kind].names
-        first = [one for of, one in self._wanted if of == kind and one in names]
+        names, number_of = self._facts.kinds[kind].names, self._facts.kinds[kind].numbers
+        first = [one for of, one in self._wanted if of == kind and one in number_of]
         every = sum(len(one.series) for one in self._facts.kinds.values())
         share = len(names) if every <= self._room else max(self._room * len(names) // every, 1)
         chosen = list(dict.fromkeys([*first, *names]))[: max(share, min(len(first), self._room))]
@@ -353,15 +355,17 @@ class _Curves:
         if history.values is None:
             chosen = chosen[: self._room_to_read]
             texts = [name for _, name in self._facts.kinds[kind].series]
-            history = of_series(self._facts, kind, [texts[names.index(one)] for one in chosen])
-        numbers = sorted(map(names.index, chosen))
-        return [one for number in numbers if (one := self._curve(kind, history, number)) is not None]
+            history = of_series(self._facts, kind, [texts[number_of[one]] for one in chosen])
+        numbers = np.array(sorted(number_of[one] for one in chosen), np.int64)
+        order = np.lexsort((history.pair_rank, history.pair_series))
+        ends = np.searchsorted(history.pair_series[order], [numbers, numbers + 1]).T.tolist()
+        pairs_of = zip(numbers.tolist(), (order[slice(*end)] for end in ends), strict=True)
+        return [one for number, pairs in pairs_of if (one := self._curve(kind, history, number, pairs)) is not None]
 
-    def _curve(self, kind: str, history: KindHistory, series: int) -> dict[str, Any] | None:
-        pairs = np.flatnonzero(history.pair_series == series)
+    def _curve(self, kind: str, history: KindHistory, series: int, pairs: cell.Ints) -> dict[str, Any] | None:
+        """The curve of a series. ``pairs``: of it and a rank, in order of ranks."""
         if history.values is None or not len(pairs):
             return None
-        pairs = pairs[np.argsort(history.pair_rank[pairs])]
         values = history.values[pairs]
         labels = [f"rank {self._facts.ranks[one]}" for one in history.pair_rank[pairs]]
         if len(pairs) > MOST_LINES:

@@ -6,12 +6,15 @@ import csv
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import floats, lists, tuples
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -162,6 +165,13 @@ def test_the_same_nan_in_the_same_place_is_no_difference() -> None:
 def test_a_nan_against_a_number_is_larger_than_any_difference() -> None:
     assert of_tensors(np.array([1.0]), np.array([math.nan])).size == math.inf
     assert of_numbers([(1.0, None)]).size == math.inf
+
+
+@given(lists(tuples(floats(), floats()) | floats().map(lambda one: (one, one)), min_size=1))
+def test_numbers_differ_as_tensors_of_them_do(pairs: list[tuple[float, float]]) -> None:
+    pairs = [(math.nan if math.isnan(a) else a, math.nan if math.isnan(b) else b) for a, b in pairs]  # NaN with the same bits
+    numbers, tensors = of_numbers(pairs), of_tensors(*(np.array(side) for side in zip(*pairs, strict=True)))
+    assert repr(replace(tensors, cosine=None)) == repr(numbers)
 
 
 def test_opposite_infinities_differ_by_infinity() -> None:

@@ -180,6 +180,20 @@ def test_a_large_run_has_the_same_place_and_its_layers_open(tmp_path: Path, monk
     assert curve["name"] == "layers.2.output"
 
 
+def test_a_page_has_curves_of_so_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture of many experts in few steps has more tensors than numbers of each. Those of the verdict have their curves."""
+    base = record(
+        tmp_path,
+        lambda _rank, step, _kind, name, values: values * np.nan if (step, name) == (20, "layers.3.output") else values,
+    )
+    monkeypatch.setattr(model, "MOST_CURVES", 3)
+    with reported(base) as found:
+        kinds = model_of(*found).data["kinds"]
+    (curves,) = (one["curves"] for one in kinds if one["name"] == "actv")
+    assert [one["name"] for one in curves if one["name"] == "layers.3.output"]
+    assert sum(len(one["curves"]) for one in kinds) <= 3 + len(kinds)
+
+
 @pytest.mark.parametrize("batch", [1, 3, 50])
 @pytest.mark.parametrize("zeros", [1, 2])
 def test_a_zero_is_sudden_if_another_follows(zeros: int, batch: int) -> None:
