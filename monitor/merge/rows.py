@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from monitor.coordinator.manifest_format import StepsRecord
 from monitor.merge.discovery import SetAside
 from monitor.merge.statistics import Flags, Index, PartialColumns, Statistics, same_everywhere
-from monitor.merge.tables import Columns, ForeignError, Shard, Texts, order_by, read_batch, starts_of_runs, write_file
+from monitor.merge.tables import Columns, Shard, Texts, in_groups, order_by, read_batch, read_group, starts_of_runs, write_file
 from monitor.merge.tensors import UNKNOWN, Catalogue
 from monitor.series import DIRECTION_KIND, MICRO_STEP_KINDS, NO_MICRO_STEP
 from monitor.sinks.arrow import HISTOGRAM, TEXT, counts_of
@@ -109,23 +109,20 @@ def _rows_that_count(
 ) -> Iterator[tuple[pa.Table, bool]]:
     """Each step once: from a format that has partials, and of several files of the format the last."""
     seen: dict[int, str] = {}
-    for shard in sorted(shards, key=lambda one: (one.exact, one.suffix, one.steps, one.path.name), reverse=True):
-        form = shard.suffix
-        if _has_all(source.written, shard, steps, {step for step, other in seen.items() if other != form}):
-            continue  # the same rows, or less of them
-        try:
-            table = shard.read(steps, columns)
-        except ForeignError as error:
-            told.set_aside.append(SetAside(str(shard.path), str(error)))
-            continue
-        column = table["step"].to_numpy()
-        there = np.unique(column[starts_of_runs([column])]).tolist()
-        told.duplicates.setdefault(source.rank, []).extend(step for step in there if seen.get(step) == form)
-        fresh = [step for step in there if step not in seen and source.counts(step)]
-        seen |= dict.fromkeys(fresh, form)
-        directory = shard.path.parent.name
-        told.newest[directory] = max(told.newest.get(directory, -1), *fresh, -1)
-        yield (table if fresh == there else table.filter(np.isin(column, fresh))), shard.exact
+    for group in in_groups(sorted(shards, key=lambda one: (one.exact, one.suffix, one.steps, one.path.name), reverse=True)):
+        form, directory = group[0].suffix, group[0].path.parent.name
+        elsewhere = {step for step, other in seen.items() if other != form}
+        wanted = [one for one in group if not _has_all(source.written, one, steps, elsewhere)]  # the same rows, or less of them
+        tables, aside = read_group(wanted, steps, columns)
+        told.set_aside.extend(aside)
+        for table in tables:
+            column = table["step"].to_numpy()
+            there = np.unique(column[starts_of_runs([column])]).tolist()
+            told.duplicates.setdefault(source.rank, []).extend(step for step in there if seen.get(step) == form)
+            fresh = [step for step in there if step not in seen and source.counts(step)]
+            seen |= dict.fromkeys(fresh, form)
+            told.newest[directory] = max(told.newest.get(directory, -1), *fresh, -1)
+            yield (table if fresh == there else table.filter(np.isin(column, fresh))), group[0].exact
 
 
 def _has_all(written: StepsRecord, shard: Shard, steps: StepSpan, elsewhere: Collection[int]) -> bool:

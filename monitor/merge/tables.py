@@ -287,6 +287,10 @@ EXACT: Final = {form.suffix: form for form in (hdf5.FORMAT, parquet.FORMAT)}
 """The formats whose shards hold partials, by the suffix of their files."""
 
 
+ROWS_TOGETHER: Final = 50_000
+"""Of files of CSV that are read in a call."""
+
+
 class ForeignError(Exception):
     """The file is not one of ours, or is torn. The message says in what."""
 
@@ -417,26 +421,91 @@ def _read_exact_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Tab
     return rows if rows.schema.equals(schema) else rows.cast(schema)
 
 
-def _csv_rows(shard: Shard) -> pa.Table:
+def in_groups(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
+    """Shards in this order, in groups for ``read_group``."""
+    group: list[Shard] = []
+    rows = 0
+    for shard in shards:
+        rows += shard.rows
+        if not group or rows > ROWS_TOGETHER or shard.exact or not _goes_with(shard, group[-1]):
+            yield from [group] if group else []
+            group, rows = [], shard.rows
+        group.append(shard)
+    yield from [group] if group else []
+
+
+def _goes_with(shard: Shard, later: Shard) -> bool:
+    alike = (shard.suffix, shard.path.parent) == (later.suffix, later.path.parent)
+    return alike and shard.steps.last < later.steps.first
+
+
+def read_group(shards: Sequence[Shard], steps: StepSpan, columns: Columns) -> tuple[list[pa.Table], list[SetAside]]:
+    """The rows of these steps. A thousand small files of CSV are read in a call: each call takes as long as a thousand rows.
+
+    Returns:
+        Tables, and the files that are torn or not ours.
+    """
+    if len(shards) > 1:
+        try:
+            return [_chosen(_rows_together(shards), steps, columns)], []
+        except ForeignError:
+            pass  # they say one by one what is wrong, or have different columns
+    tables, aside = [], []
+    for shard in shards:
+        try:
+            tables.append(shard.read(steps, columns))
+        except ForeignError as error:
+            aside.append(SetAside(str(shard.path), str(error)))
+    return tables, aside
+
+
+def _rows_together(shards: Sequence[Shard]) -> pa.Table:
+    """As ``_csv_rows``, of files with the same columns."""
+    try:
+        texts = [shard.path.read_bytes() for shard in shards]
+    except OSError as error:
+        raise ForeignError(_reason(error)) from error
+    header = texts[0][: texts[0].find(b"\n") + 1]
+    if not header.startswith(BEGINNING) or not all(text.startswith(header) and text.endswith(b"\n") for text in texts):
+        raise ForeignError("they do not begin and end alike")
+    rows = _csv_rows(pa.BufferReader(b"".join([header, *(text[len(header) :] for text in texts)])))
+    lengths = [text.count(b"\n") - 1 for text in texts]
+    if sum(lengths) != len(rows):
+        raise ForeignError("a name has several lines")
+    first, last = (np.repeat(ends, lengths) for ends in zip(*(shard.steps for shard in shards), strict=True))
+    step = rows["step"].to_numpy()
+    if ((step < first) | (step > last)).any():
+        raise ForeignError("steps are in other files than those that are called after them")
+    return rows
+
+
+def _csv_rows(file: Path | pa.NativeFile) -> pa.Table:
     """All rows of a file, with all of its columns, as ``read_csv`` types them."""
     try:
-        _check_ends(shard.path)
-        rows = read_csv(shard.path)
+        rows = read_csv(file)
         names = rows.column_names
     except (OSError, pa.ArrowInvalid, pa.ArrowKeyError, UnicodeDecodeError) as error:
-        raise ForeignError(_reason(error, shard.path)) from error
+        raise ForeignError(_reason(error, file if isinstance(file, Path) else None)) from error
     if len(set(names)) < len(names):
         raise ForeignError("two of its columns have the same name")
     if not {"vpp_stage", "name", "step"} <= set(names) or any(rows[name].null_count for name in ("vpp_stage", "step")):
         raise ForeignError("a row lacks its chunk, its name or its step")
     if foreign := [name for name in names if name not in COLUMN_TYPES]:
         raise ForeignError(f"its columns are not those of a shard: {', '.join(foreign)[:200]!r}")
-    _check_steps(rows, shard)
     return rows
 
 
 def _read_csv_shard(shard: Shard, steps: StepSpan, columns: Columns) -> pa.Table:
-    rows = _csv_rows(shard)
+    try:
+        _check_ends(shard.path)
+    except OSError as error:
+        raise ForeignError(_reason(error, shard.path)) from error
+    rows = _csv_rows(shard.path)
+    _check_steps(rows, shard)
+    return _chosen(rows, steps, columns)
+
+
+def _chosen(rows: pa.Table, steps: StepSpan, columns: Columns) -> pa.Table:
     step = rows["step"].to_numpy()
     inside = (step >= steps.first) & (step <= steps.last)
     rows = rows if inside.all() else rows.filter(inside)

@@ -479,8 +479,8 @@ class CsvSink:
         return ((kind, text) for _, kind, text in self._lines.of([rows]))
 
 
-def read_csv(path: str | PathLike[str]) -> pa.Table:
-    """Read one CSV file of a recording. The columns have the types that were measured (``COLUMN_TYPES``).
+def read_csv(path: str | PathLike[str] | pa.NativeFile) -> pa.Table:
+    """Read one CSV file of a recording, or an open one. The columns have the types that were measured (``COLUMN_TYPES``).
 
     Raises:
         OSError: the file does not exist or cannot be read.
