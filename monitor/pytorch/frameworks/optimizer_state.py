@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -124,8 +125,13 @@ def is_redundant(optimizer: Optimizer) -> bool:
     return _is_a(optimizer, REDUNDANT)
 
 
-def _is_a(optimizer: Optimizer, name: str) -> bool:
-    return any(base.__name__ == name for base in type(optimizer).__mro__)
+def _is_a(optimizer: Any, name: str) -> bool:
+    return _is_of(type(optimizer), name)
+
+
+@lru_cache(maxsize=64)  # asked for each parameter and optimizer, and a loop may have an optimizer for each parameter
+def _is_of(kind: type, name: str) -> bool:
+    return any(base.__name__ == name for base in kind.__mro__)
 
 
 def _splits(optimizer: Optimizer) -> bool:
