@@ -125,8 +125,9 @@ def is_redundant(optimizer: Optimizer) -> bool:
     return _is_a(optimizer, REDUNDANT)
 
 
-def _is_a(optimizer: Any, name: str) -> bool:
-    return _is_of(type(optimizer), name)
+def _is_a(optimizer: Optimizer, name: str) -> bool:
+    kind: Any = type(optimizer)
+    return _is_of(kind, name)
 
 
 @lru_cache(maxsize=64)  # asked for each parameter and optimizer, and a loop may have an optimizer for each parameter
