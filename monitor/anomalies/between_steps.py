@@ -5,7 +5,7 @@ holds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from monitor.anomalies.corruption import CHANGED_BETWEEN, CorruptionAlerts
 from monitor.coordinator.manifest_format import WrongBits
 from monitor.series import LEFT_BY_STEP, MOMENT_KINDS, SeriesTable
 from monitor.stats.partials import Words
+from monitor.terminal import counted
 
 WEIGHTS: Final = "weights"
 KINDS: Final = (
@@ -38,9 +39,7 @@ WRITTEN: Final = "written between steps"
 NAMED: Final = 5
 """Tensors that a warning names."""
 
-NOT_COMPARED: Final = (
-    "From there on {what} are not compared with what the step before left, and memory that is corrupted there is not found."
-)
+NOT_COMPARED: Final = "{what} are not compared with what the step before left, and memory that is corrupted there is not found."
 
 _FEW: Final = 3
 """So few tensors are never called most of them."""
@@ -58,10 +57,14 @@ class BetweenSteps:
     def __init__(self, series: SeriesTable, alerts: CorruptionAlerts) -> None:
         self._each = [_Interval(began, left, what, series, alerts) for began, left, what in KINDS]
 
-    def look(self, step: int, rows: Mapping[str, CheckedRows]) -> None:
-        """Compare what the step began with, and keep what it left."""
+    def look(self, step: int, rows: Mapping[str, CheckedRows], rewritten: Collection[tuple[int, str]] = ()) -> None:
+        """Compare what the step began with, and keep what it left.
+
+        Args:
+            rewritten: See ``StepRows``. These weights are not compared; their moments are those of one optimizer.
+        """
         for one in self._each:
-            one.look(step, rows)
+            one.look(step, rows, rewritten)
 
     def forget(self) -> None:
         """Nothing is known of what the last step left."""
@@ -80,13 +83,14 @@ class _Interval:
         self._said: set[int] = set()
         self._warnings = 0
         self._written = 0
+        self._rewritten: Collection[tuple[int, str]] = ()
 
-    def look(self, step: int, rows: Mapping[str, CheckedRows]) -> None:
+    def look(self, step: int, rows: Mapping[str, CheckedRows], rewritten: Collection[tuple[int, str]]) -> None:
         began, left = rows.get(self._began_with, NO_ROWS), rows.get(self._left_kind, NO_ROWS)
         if self._written == OF_A_LOOP:
             return
         if len(began.series) and step == self._step + 1:
-            self._compare(step, began)
+            self._compare(step, began, rewritten if self._what == WEIGHTS else ())
         if not np.array_equal(left.series, self._left.series):
             self._began = np.zeros(0, np.int64)  # so that places are found anew
         self._step, self._left = step, left
@@ -94,12 +98,23 @@ class _Interval:
     def forget(self) -> None:
         self._step = -1
 
-    def _compare(self, step: int, began: CheckedRows) -> None:
+    def _compare(self, step: int, began: CheckedRows, rewritten: Collection[tuple[int, str]]) -> None:
         before: Words = np.append(self._left.checksums, np.uint64(0))[self._places_of(began.series)]
         known = (began.checksums != 0) & (before != 0)
+        if rewritten:
+            known &= [self._name(one) not in rewritten for one in began.series.tolist()]
+            self._note_rewritten(rewritten)
         changed = np.flatnonzero(known & (began.checksums != before))
         if len(changed):
             self._tell(step, began.series[changed], began.call_id[changed], int(known.sum()))
+
+    def _note_rewritten(self, rewritten: Collection[tuple[int, str]]) -> None:
+        """Note which weights are not compared, each time that there are others."""
+        if rewritten != self._rewritten:
+            self._rewritten = rewritten
+            names = ", ".join(name for _, name in sorted(rewritten)[:NAMED]) + (", …" if len(rewritten) > NAMED else "")
+            said = f"{counted(len(rewritten), 'weight is', 'weights are')} stepped by several optimizers: {names}. "
+            self._alerts.note(f"weights of several optimizers, {WRITTEN}", said + NOT_COMPARED.format(what="They"))
 
     def _places_of(self, began: NDArray[np.int64]) -> NDArray[np.int64]:
         """The place of the same tensor among those that the last step left; one past the end if it is not there."""
@@ -122,8 +137,9 @@ class _Interval:
                 said = f"{what}: so many at once that something wrote them, such as {causes}. Said once."
                 self._alerts.note(f"{self._what} before step {step}", said, logging.WARNING)
             elif self._written == OF_A_LOOP:
-                said = f"Before {OF_A_LOOP} steps up to step {step}, most {self._what} had been written: the loop does so. "
-                self._alerts.note(f"{self._what} {WRITTEN}", said + NOT_COMPARED.format(what=self._what))
+                said = f"Before {OF_A_LOOP} steps up to step {step}, most {self._what} had been written: the loop does so."
+                then = NOT_COMPARED.format(what=f"From there on {self._what}")
+                self._alerts.note(f"{self._what} {WRITTEN}", f"{said} {then}")
             return
         fresh = {
             one: call_id for one, call_id in zip(changed.tolist(), call_ids.tolist(), strict=True) if one not in self._said

@@ -50,7 +50,7 @@ class BitChecks:
     def look(self, rows: StepRows) -> None:
         """See ``Watcher``."""
         checked = self._reader.read(rows)
-        self._between.look(rows.step, checked)
+        self._between.look(rows.step, checked, rows.rewritten)
         if self._job is not None:
             self._compare(self._job, rows.step, checked)
 

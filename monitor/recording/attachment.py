@@ -359,9 +359,7 @@ class Attachment:
 
     def others_stepped(self, old: Any, new: Any, stepped: Collection[int]) -> None:
         """End the step at the next forward, unless optimizers that were passed take part in it."""
-        self._others.latest = type(new).__name__
-        if self.begun and not self._turns.begun:
-            self._others.stepped(old, new, stepped)
+        self._others.stepped(old, new, stepped, beside=self._turns.begun, begun=self.begun)
 
     def settled(self) -> int:
         """End the step if another optimizer has stepped it, or if its end was interrupted. Returns the number of the step in
@@ -466,7 +464,10 @@ class Attachment:
             self._failures.guarded("recording the run's own numbers", self.collectors.each)(phases.Collector.before_seal)
 
     def _report_optimizers(self) -> None:
-        """Note partly skipped steps in the manifest. Warn about parameters that no optimizer steps, or that are new."""
+        """Note partly skipped steps in the manifest, and pass on which weights several optimizers step. Warn about parameters
+        that no optimizer steps, or that are new.
+        """
+        self._recorder.rewritten = self._held.rewritten(self._others.ids)
         if self._turns.mixed:
             self.sealer.note("optimizers", phases.PARTLY_SKIPPED)
         for cause, key, said in self._held.late.said():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -248,10 +249,11 @@ class OtherOptimizers:
     Attributes:
         forwards: The training forwards of the step so far.
         latest: The class of the one that has stepped last; empty if there is none.
+        ids: Of the parameters that they have stepped before the passed ones.
     """
 
     def __init__(self) -> None:
-        self.forwards, self.latest = 0, ""
+        self.forwards, self.latest, self.ids = 0, "", set[int]()
         self.clear()
 
     def clear(self) -> None:
@@ -262,14 +264,22 @@ class OtherOptimizers:
     def restart(self) -> None:
         """A step begins."""
         self.forwards = 0
+        self.ids.clear()
         self.clear()
 
-    def stepped(self, old: Any, new: Any, ids: Collection[int]) -> None:
-        """An optimizer has stepped the parameters with these ids; all of ``old``, unless that is None."""
-        name = type(new).__name__
-        self._stepped.setdefault(name, set()).update(ids)
-        if old is not None:
-            self._replaced = REPLACED.format(new=name, old=type(old).__name__)
+    def stepped(self, old: Any, new: Any, ids: Collection[int], *, beside: bool, begun: bool) -> None:
+        """An optimizer has stepped the parameters with these ids; all of ``old``, unless that is None.
+
+        Args:
+            beside: Whether an optimizer that was passed has had a turn in the step.
+            begun: Whether the step has had a forward.
+        """
+        self.latest = name = type(new).__name__
+        if not beside and (begun or old is None):  # one of all parameters may have called the passed one
+            self.ids.update(ids)
+        if begun and not beside:
+            self._stepped.setdefault(name, set()).update(ids)
+            self._replaced = self._replaced if old is None else REPLACED.format(new=name, old=type(old).__name__)
 
     def in_place(self, clock: Clock, now: Callable[[], Iterable[Any]]) -> str:
         """The warning that one has taken the place of a passed one; mostly empty.
@@ -440,6 +450,7 @@ class OptimizerParameters:
         self._ids: dict[int, Collection[int] | None] = {}
         self._held: dict[int, ParameterSubset] = {}
         self._free: list[NamedParameter] = []
+        self._of_several = set[int]()
         self._divided = self.late.present
 
     def by(self, optimizer: Any, optimizers: Sequence[Any]) -> ParameterSubset:
@@ -453,6 +464,15 @@ class OptimizerParameters:
     def ids_of(self, optimizer: Any) -> Collection[int] | None:
         """The ids that ``by`` has found last."""
         return self._ids[id(optimizer)]
+
+    def rewritten(self, others: Collection[int]) -> frozenset[tuple[int, str]]:
+        """The parameters, by chunk and name, that more than one optimizer steps.
+
+        Args:
+            others: The ids of those that an optimizer has stepped that was not passed.
+        """
+        ids = self._of_several.union(others)
+        return frozenset((one.chunk, one.name) for one in self._divided if id(one.tensor) in ids) if ids else frozenset()
 
     def left_out(self, twice: Any, once: Any, optimizers: Sequence[Any]) -> str:
         """The warning that a step ends because ``twice`` takes a second turn, before ``once`` has had its first."""
@@ -478,6 +498,8 @@ class OptimizerParameters:
 
     def _divide(self, optimizers: Sequence[Any]) -> None:
         self._ids = {id(one): self._framework.held(one) for one in optimizers}
+        counts = Counter(one for ids in self._ids.values() for one in ids or ())
+        self._of_several = {one for one, count in counts.items() if count > 1}
         if any(not self._known.issuperset(ids or ()) for ids in self._ids.values()):
             self.late.look()  # an optimizer steps new tensors, which may have replaced others
         self._divided, self._free = self.late.present, []

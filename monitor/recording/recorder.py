@@ -329,6 +329,7 @@ class Recorder:
         steps: Number of ended steps.
         late: Enters rows at the end of a step.
         total: How rows give the total norm of the step in progress; None if they do not.
+        rewritten: See ``StepRows``, of the step in progress.
     """
 
     def __init__(self, reader: TensorReader) -> None:
@@ -342,6 +343,7 @@ class Recorder:
         self.steps = 0
         self.late: LateRows = NoLateRows()
         self.total: TotalNorm | None = None
+        self.rewritten: frozenset[tuple[int, str]] = frozenset()
         self._inert, self._forgotten, self._noted = False, 0, 0
         self._due: dict[str, Due] = {}
         PROCESS.on_fork_child(self._become_inert)
@@ -417,7 +419,7 @@ class Recorder:
         self.reader.rows.settle()
         with self.lock:
             self.late.enter()
-            into.total = self.total
+            into.total, into.rewritten = self.total, self.rewritten
             self.table.seal(into)
             self.steps, self._forgotten = self.steps + 1, 0
             self.reader.forget_step()

@@ -292,8 +292,7 @@ class StatsTable:
 
     def note_block(self, rows: NDArray[np.int64], layout: int) -> None:
         """``note`` for rows that were written together."""
-        before = self._writes[0]
-        self._writes[0] = before + len(rows)
+        before, self._writes[0] = self._writes[0], self._writes[0] + len(rows)
         self.note_rows(rows, np.arange(before + 1, before + 1 + len(rows)), np.full(len(rows), layout))
 
     def seal(self, into: SealedTable) -> None:
@@ -333,6 +332,7 @@ class SealedTable:
     combined_kinds: frozenset[str] = frozenset()
     counted_kinds: frozenset[str] = frozenset()
     checked_kinds: frozenset[str] = frozenset()
+    rewritten: frozenset[tuple[int, str]] = frozenset()
     total: TotalNorm | None = None
     nbytes: int = 0
     _copies: list[PageCopy] = field(default_factory=list)
@@ -347,7 +347,6 @@ class SealedTable:
         for number, page in enumerate(table.pages):
             if page.histogram is not None and number not in self._histograms:
                 self._histograms[number] = page.histogram.new_copy()
-        for number, page in enumerate(table.pages):
             self._copies[number].take(page.used)
             if number in self._histograms:
                 self._histograms[number].take(page.used)
@@ -375,7 +374,7 @@ class SealedTable:
         kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
         kinds = with_loads(with_total(kinds, self.total), table.series, table.experts)
         by_configuration = self.micro_step_kinds, self.counted_kinds, self.checked_kinds
-        return StepRows(self.step, self.ops, kinds, table.layouts, self.status, *by_configuration)
+        return StepRows(self.step, self.ops, kinds, table.layouts, self.status, *by_configuration, self.rewritten)
 
 
 def _end_to_end(parts: Sequence[Floats]) -> Floats:
@@ -611,6 +610,8 @@ class StepRows:
     """Kinds whose rows state how many calls they combine, also by configuration."""
     checked_kinds: frozenset[str] = field(default_factory=frozenset)
     """Kinds whose rows have a checksum even if the op is not configured, also by configuration."""
+    rewritten: frozenset[tuple[int, str]] = field(default_factory=frozenset)
+    """Parameters, by chunk and name, that another optimizer may have stepped since the last step left them."""
 
     def ops_of(self, kind: str) -> tuple[str, ...]:
         """The statistics to write for a kind. Replicas always have those only that they are compared by."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,16 @@ def test_weights_without_checksums_and_new_weights_are_not_compared(checked: Che
     checked.step(3, {"a": 3.0}, {"a": 4.0})
     checked._watcher.look(checked.rank.step(4, {"param_origin": [Measured("a", [9.0])]}))
     assert checked.notes == {}
+
+
+def test_weights_that_another_optimizer_has_stepped_are_not_compared_and_the_others_are(checked: Checked) -> None:
+    checked.step(0, weights(0), weights(1))
+    rows = checked.rank.step(1, {"param_origin": _measured(weights(1, b=0.5, c=0.5)), "param_updated": _measured(weights(2))})
+    checked._watcher.look(replace(rows, rewritten=frozenset({(0, "b"), (1, "c")})))
+    assert {about: text.split(": ")[1].split(".")[0] for about, text in checked.notes.items()} == {
+        f"weights of several optimizers, {WRITTEN}": "b, c",
+        "param_origin before step 1": "c",
+    }
 
 
 def test_a_replica_that_another_rank_writes_is_compared_too(checked: Checked) -> None:

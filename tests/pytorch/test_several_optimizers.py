@@ -786,6 +786,29 @@ def test_another_optimizer_of_the_same_parameters_takes_no_place(
     assert warnings_in(caplog) == []
 
 
+@pytest.mark.parametrize("order", [("passed", "second"), ("second", "passed"), ("passed", "other"), ("other", "passed")])
+def test_weights_that_two_optimizers_step_are_no_corrupted_memory(output: Output, order: tuple[str, str]) -> None:
+    """As an encoder that a generator and a discriminator share. The second one is passed, too; the other is not."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    steps: dict[str, Optimizer] = {
+        "passed": AdamW(model.parameters(), lr=0.1),
+        **{one: SGD(model[0].parameters(), lr=0.1) for one in ("second", "other")},
+    }
+    passed = [steps["passed"], *([steps["second"]] if "second" in order else [])]
+    with attached(output, model, passed, param_distribution=True, replica_check=True, ops=["norm"]):
+        for step in range(4):
+            if step == 3:
+                with torch.no_grad():
+                    model[3].bias[1] += 1
+            model(X).square().sum().backward()
+            for one in order:
+                steps[one].step()
+            model.zero_grad()
+    (found,) = output.manifest()["wrong_bits"]
+    assert (found["step"], found["names"]) == (3, ["3.bias"])
+    assert "2 weights are stepped by several optimizers: 0.bias, 0.weight." in str(output.manifest()["notes"])
+
+
 def test_a_container_that_steps_the_passed_optimizers_takes_the_place_of_none(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
