@@ -45,6 +45,9 @@ MOST_CHARACTERS: Final = 500
 NOTHING_OF: Final = "nothing of "
 """What a cause begins with that is no failure: a kind of rows was asked for, which this training does not have."""
 
+SHORT_STEPS: Final = "short steps"
+"""What it has nothing of where steps had fewer micro-batches than others, and gradients changed before this was known."""
+
 
 class EarlierFailure(BaseException):
     """An operation of the training program has failed, and the monitor's read of another tensor received the error.

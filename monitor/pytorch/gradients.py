@@ -15,7 +15,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
-from monitor.failures import Failures
+from monitor.failures import SHORT_STEPS, Failures
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.frameworks.pipelining import StageBackwards
 from monitor.pytorch.hooks import (
@@ -410,10 +410,10 @@ class TorchGradients:
             else:
                 lost += 1
         if lost and self._rows.both:
-            were = counted(lost, "gradient was", "gradients were")
-            said = f"In step {self._clock.step} {were} complete before the last micro-batch of grad_acc_steps"
-            advice = "and were aggregated, unscaled or clipped before it was known: their grad_unreduced is missing."
-            self._failures.warn("fewer micro-steps", f"{said} ({self._clock.micro_steps}) {advice}")
+            said = f"In step {self._clock.step}, the last of the micro-batches of grad_acc_steps ({self._clock.micro_steps})"
+            then = "aggregated, unscaled or clipped before this was known: their grad_unreduced is missing."
+            why = "The last step of an epoch may have fewer micro-batches."
+            self._failures.nothing_of(SHORT_STEPS, f"{said} did not reach {counted(lost, 'gradient')}, {then} {why}")
 
 
 # --- What a loop forgets: to clear its gradients, and to put the model back into training mode after an evaluation.

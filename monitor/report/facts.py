@@ -18,6 +18,7 @@ from monitor.anomalies.ranking.ranking import Ranking, ranking_of
 from monitor.bars import Progress, silent
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
 from monitor.coordinator.series_file import read_columns
+from monitor.failures import NOTHING_OF, SHORT_STEPS
 from monitor.merge.execution import MergeError
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import ranges_of, steps_in
@@ -260,11 +261,15 @@ def ended_early(facts: Facts) -> dict[str, int]:
 
 
 def lacking_steps(facts: Facts) -> dict[str, Ints]:
-    """The kinds of which no rank has rows at some steps, and has some before and after them."""
+    """The kinds of which no rank has rows at some steps, and has some before and after them.
+
+    Gradients of as many short steps as a rank has counted are not among them.
+    """
     read = {kind: rows.steps for kind, rows in facts.kinds.items() if kind in _REGULAR and len(rows.steps)}
     due = {kind: regular_steps(facts, kind) for kind in read}
     lacking = {kind: np.setdiff1d(due[kind][(due[kind] > of[0]) & (due[kind] < of[-1])], of) for kind, of in read.items()}
-    return {kind: of for kind, of in lacking.items() if len(of)}
+    short = max((one.failures.get(f"{NOTHING_OF}{SHORT_STEPS}", 0) for one in facts.manifests.values()), default=0)
+    return {kind: of for kind, of in lacking.items() if len(of) > (short if kind == "grad_unreduced" else 0)}
 
 
 def regular_steps(facts: Facts, kind: str) -> Ints:

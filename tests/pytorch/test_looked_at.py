@@ -54,6 +54,24 @@ def test_a_healthy_run_is_reported_with_the_rows_that_were_recorded(output: Outp
     assert ranked(output)[1].endswith(f"No event in {rows} rows of 1 rank in 5 steps.")
 
 
+def test_a_run_whose_epochs_end_with_fewer_micro_batches_is_healthy_and_says_which_rows_are_missing(output: Output) -> None:
+    """As a Trainer's that clips, where the number of batches is no multiple of gradient_accumulation_steps."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    with attached(output, model, optimizer, grad_acc_steps=3, **WEIGHTS):
+        for micro_batches in (3, 3, 2, 3, 3, 1, 3, 3, 2, 3, 3, 1):
+            for _ in range(micro_batches):
+                model(torch.randn(2, 3)).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    told = CliRunner().invoke(report, [str(output.base), "-o", str(output.base.parent / "page.html")])
+    said = " ".join(told.output.split())
+    assert {row.step for row in output.rows("grad_unreduced")} == {0, 1, 3, 4, 6, 7, 9, 10}
+    assert (told.exit_code, "Healthy: nothing wrong was found in" in said) == (0, True), said
+    assert "In step 2, the last of the micro-batches of grad_acc_steps (3) did not reach 4 gradients, aggregated" in said
+
+
 def test_of_gradients_that_were_clipped_together_none_is_called_the_cause(output: Output) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     optimizer = SGD(model.parameters(), lr=1e-3)
