@@ -22,7 +22,7 @@ from monitor.anomalies.scanner import FindingGroup, RuleFinding, StepFindings, e
 from monitor.coordinator.manifest_format import SCHEMA_VERSION, PipelineRecord, StepRanges, StepsByCause, StepsRecord
 from monitor.coordinator.output import write_whole
 from monitor.coordinator.rank_facts import RankFacts
-from monitor.failures import LOGGER
+from monitor.failures import LOGGER, Failures
 from monitor.series import REPLICA_KIND, SeriesTable, underlying_series
 from monitor.terminal import plain
 
@@ -242,6 +242,11 @@ class EventBuffer:
         self._count += len(self._steps[step])
 
 
+REPLACED: Final = (
+    "Another job writes its events to {folder}, too. Each of the two replaces the other's events, so trainermon rank-anomalies "
+    "finds those of one job only. Give each job an output directory of its own (MONITOR_OUTPUT_DIR)."
+)
+
 SHARE: Final = 20
 """After a write, the next automatic write waits this many times the duration of the write."""
 
@@ -258,6 +263,7 @@ class EventFiles:
     Args:
         base: The directory of all ranks and runs.
         directory: Name of the rank's own directory.
+        failures: Warns if another job writes the same files.
 
     Attributes:
         trained: The first and the last step of the watched training; None while training runs. Any thread sets it.
@@ -266,8 +272,15 @@ class EventFiles:
     trained: tuple[int, int] | None = None
 
     def __init__(
-        self, base: Path, directory: str, facts: RankFacts, series: SeriesTable, clock: Callable[[], float] = monotonic
+        self,
+        base: Path,
+        directory: str,
+        facts: RankFacts,
+        series: SeriesTable,
+        failures: Failures,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
+        self._failures = failures
         self.folder = base / EVENTS_FOLDER / f"rank{facts.rank}"
         self._events, self._judged = self.folder / events_file(facts.recording), self.folder / judged_file(facts.recording)
         self._directory, self._facts, self._clock, self._pid = directory, facts, clock, os.getpid()
@@ -347,6 +360,8 @@ class EventFiles:
 
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        if _directory_in(self._judged) not in (None, self._directory):
+            self._failures.warn("events of two jobs", REPLACED.format(folder=self.folder))
         if self._more_events:
             entries = sorted((*self._added, *self._kept[False], *self._kept[True]), key=attrgetter("place"))
             content = b",\n".join(entry.content for entry in entries)
@@ -385,6 +400,15 @@ class EventFiles:
             kinds={kind: StepsRecord.of(one) for kind, one in self._kinds.items()},
             closed=self._closed,
         )
+
+
+def _directory_in(judged: Path) -> str | None:
+    """The rank's directory that a ``judged.json`` names; None if there is no such file, or it cannot be read."""
+    try:
+        found = json.loads(judged.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.get("directory") if isinstance(found, dict) else None
 
 
 class EndOnlyListener:

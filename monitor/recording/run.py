@@ -106,7 +106,8 @@ class Run:
         Raises:
             OutputError: The output directory cannot be created or written.
         """
-        config, recorded, failures = spec.config, spec.recorded, spec.failures
+        config, recorded, self._failures = spec.config, spec.recorded, spec.failures
+        failures = self._failures
         self.identity = identity_of(place, recorded.key, failures)
         self.base = prepare(spec.base)
         for name in LEFT_BY_EARLIER_RUNS:
@@ -227,7 +228,7 @@ class Run:
     def _scanner_for(self, config: MonitorConfig) -> Scanner:
         rules = [RULES[rule.rule_name](**rule.args.model_dump(exclude_none=True)) for rule in config.alert.rules]
         if config.alert.dump and self._events is None:
-            self._events = EventFiles(self.base, self.directory.name, self._facts, self._series)
+            self._events = EventFiles(self.base, self.directory.name, self._facts, self._series, self._failures)
             self._events.trained = self._trained  # after the assignment above: training may end on its thread meanwhile
         files = self._corruption.events = self._events if config.alert.dump else None
         shown = Alerts(self._facts.rank, self._series, files.folder if files else None)

@@ -55,7 +55,7 @@ class CheckedRank:
         self._alerts = CorruptionAlerts(number, self)
         self._alerts.alarm = self._ring  # type: ignore[method-assign]
         self.checks = BitChecks(number, self.rank.series, self._alerts, self.failures)
-        self._alerts.events = self.files = EventFiles(directory, "dir", facts(number), self.rank.series)
+        self._alerts.events = self.files = EventFiles(directory, "dir", facts(number), self.rank.series, self.failures)
         for kind in ("grad_reduced", "param_origin"):
             for name in NAMES:
                 self.rank.series.place(Series(kind, 0, name), Placement(replicas=tuple(range(world))))

@@ -14,6 +14,7 @@ from sink_rows import Measured
 from monitor.anomalies.events import Event, ScanSummary
 from monitor.anomalies.listeners import EventFiles
 from monitor.coordinator.manifest import RankFacts
+from monitor.failures import Failures
 
 FIELDS = ["rank", "step", "micro_step", "pp_stage", "vpp_stage", "call_id", "tag_name", "message", "group_mates"]
 
@@ -31,11 +32,11 @@ class Clock:
 class Recorded:
     """A rank under both rules that writes what it finds."""
 
-    def __init__(self, base: Path, what: RankFacts | None = None) -> None:
+    def __init__(self, base: Path, what: RankFacts | None = None, directory: str = "Dec03-rank0-12345678") -> None:
         what = what or facts()
-        self.clock = Clock()
+        self.clock, self.failures = Clock(), Failures()
         self.watched = Watched(("AnomalyNan", None), ("AnomalyTurbulence", 0.5))
-        self.files = EventFiles(base, "Dec03-rank0-12345678", what, self.watched.rank.series, self.clock)
+        self.files = EventFiles(base, directory, what, self.watched.rank.series, self.failures, self.clock)
         self.watched.scanner._listeners = (self.watched, self.files)
         self.folder = base / "anomaly_detected" / f"rank{what.rank}"
         self.step, self.scanner = self.watched.step, self.watched.scanner
@@ -67,6 +68,19 @@ def test_an_event_stands_in_the_file_as_soon_as_its_step_was_judged(recorded: Re
             "group_mates": [0],
         }
     }
+
+
+def test_two_jobs_that_write_to_one_output_directory_are_told_that_events_are_replaced(
+    recorded: Recorded, tmp_path: Path
+) -> None:
+    """As the processes of Hogwild without a process group, or two experiments that were started in one directory."""
+    other = Recorded(tmp_path, directory="Dec03-rank0-87654321")
+    for one in (recorded, recorded, other, recorded, recorded):
+        one.clock.now += 100
+        one.step(a=[NAN])
+    for one in (recorded, other):
+        assert list(one.failures.counts) == ["events of two jobs"]
+    assert "Give each job an output directory of its own (MONITOR_OUTPUT_DIR)." in other.failures.messages["events of two jobs"]
 
 
 def test_an_event_has_exactly_the_fields_that_scripts_read(recorded: Recorded) -> None:
