@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Protocol, final
 from monitor.recording.attached_model import Attached, NamedParameter, ParameterSeries
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.phases import Collector, OptimizerTurn
-from monitor.series import LEFT_BY_STEP, MOMENT_KINDS, Placement
+from monitor.series import LEFT_BY_STEP, LOCAL, MOMENT_KINDS, Placement
 from monitor.terminal import counted
 
 # --- Records weight gradients before and after the data-parallel ranks reduce them: the part common to all frameworks.
@@ -27,6 +27,11 @@ NOT_REDUCED: Final = (
     "missing for gradients of which no reduction over the data-parallel ranks was seen before the optimizer's step: in step "
     "{step} for {count}, {names}"
 )
+ONE_WRITES: Final = (
+    "dp_group says that its ranks hold the same weights and moments of {count} ({names}), so rank {owner} alone writes them. "
+    "But their gradients are not known to be reduced. If each rank holds others, as experts, those of the other ranks have no "
+    "rows: let DistributedDataParallel ignore them, or pass no dp_group."
+)
 NOT_FOLLOWED: Final = (
     "missing for gradients that came before their step began, in a step without rows of gradients: one is step {step}"
 )
@@ -35,6 +40,12 @@ SUMMED_EARLY: Final = (
 )
 MAX_LISTED: Final = 3
 """Maximum number of names in a message."""
+
+
+def named(names: Sequence[str]) -> str:
+    """The first names, for a message."""
+    return ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
+
 
 NOT_OF_THE_STEP: Final = frozenset({NOT_ACCUMULATED, EACH_MICRO_BATCH, AGGREGATED_EARLY})
 """Notes on ``grad_unreduced`` if it is not the sum over this rank's micro-batches."""
@@ -177,7 +188,7 @@ class GradientCollector(Collector):
         self._source = new_source(self._rows)
         self._reductions = self._source.reductions
         self.is_reduced = self._reductions.is_reduced
-        self._local: list[str] = []
+        self._local: list[NamedParameter] = []
         self._not_reduced = ""
         self._followed = self._not_followed = False
         self._found = 0
@@ -248,20 +259,36 @@ class GradientCollector(Collector):
             self._found += gradient is not None
             return gradient
         if gradient is not None:
-            self._local.append(parameter.name)
+            self._local.append(parameter)
         return None
 
-    def _warn_not_reduced(self, names: Sequence[str]) -> None:
-        listed = ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
+    def _warn_not_reduced(self, local: Sequence[NamedParameter]) -> None:
+        listed = named([one.name for one in local])
         if not self._not_reduced:
-            self._not_reduced = NOT_REDUCED.format(step=self._clock.step, count=counted(len(names), "parameter"), names=listed)
+            self._not_reduced = NOT_REDUCED.format(step=self._clock.step, count=counted(len(local), "parameter"), names=listed)
+            self._advise_of_replicas(local)
         self._failures.warn(
             "gradients that are not reduced",
-            f"No reduction of {counted(len(names), 'gradient')} over the data-parallel ranks was seen before "
+            f"No reduction of {counted(len(local), 'gradient')} over the data-parallel ranks was seen before "
             f"the optimizer's step {self._clock.step} ({listed}): their grad_reduced is missing. If the optimizer reduces "
             "inside its step, they are local before it. If they are reduced, pass the groups: dp_group (possibly of one "
             "rank) and tp_group to set_monitor, process_group to TrainerMon.",
         )
+
+    def _advise_of_replicas(self, local: Sequence[NamedParameter]) -> None:
+        """Say that one rank writes weights that others hold as only ``dp_group`` says: their gradients are not reduced."""
+        attached = self._rows.attached
+        config, ownership = attached.config, attached.watch.ownership
+        if ownership.dp_group is None or not (config.param_distribution or config.mv_distribution):
+            return
+        unknown = [one for one in local if (self._framework.placement("param_origin", one) or LOCAL) == LOCAL]
+        placed = {one.name: attached.placement("param_origin", one) for one in unknown}
+        shared = [name for name, placement in placed.items() if placement.replicas]
+        if shared:
+            owner, count = ownership.owner(placed[shared[0]]), counted(len(shared), "parameter")
+            said = ONE_WRITES.format(count=count, names=named(shared), owner=owner)
+            self._failures.advise("weights that one rank writes", said)
+            attached.note("weights", said)
 
     def _hook_thawed(self) -> None:
         """Hook the parameters that could not be hooked before: a frozen parameter takes hooks once it is trained."""

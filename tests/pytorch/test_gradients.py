@@ -13,6 +13,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from watching import Output, assert_rows, attached
 
+from monitor.pytorch import TrainerMon
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording.parameters import NOT_ACCUMULATED
 from monitor.recording.recorder import RecordedSeries
@@ -631,3 +632,25 @@ def test_a_short_step_among_several_ranks_has_no_unreduced_rows(output: Output, 
     assert names(output, "grad_unreduced").keys() == {0}
     assert names(output, "grad_reduced").keys() == {0, 1}
     assert len([message for message in caplog.messages if "grad_unreduced is missing" in message]) == 1
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("passed", [True, False])
+def test_weights_that_one_rank_writes_are_named_if_their_gradients_are_local_as_those_of_experts(
+    output: Output, caplog: pytest.LogCaptureFixture, passed: bool
+) -> None:
+    """The other rank may hold another expert, of which dp_group says that this rank writes it."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    with TrainerMon({"param_distribution": True, **GRADIENTS}, params_have_main_grad=False) as monitor:
+        monitor.set_monitor(model, 1, optimizer, dp_group=dist.group.WORLD if passed else None)
+        for step in range(2):
+            backward(model, step)
+            for p in [*model.parameters()][2:]:
+                dist.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    first, second = [name for name, _ in model.named_parameters()][:2]
+    told = [message for message in caplog.messages if "so rank 0 alone writes them" in message]
+    assert [f"moments of 2 parameters ({first}, {second}), so" in message for message in told] == [True] * passed
+    assert ("weights" in output.manifest()["notes"]) is passed
