@@ -135,6 +135,25 @@ class GradientClipping(CallListener):
             self._listener.clipped(Clipping(found, limit, of, is_total, _followed(given)))
 
 
+class BeforeClipping(CallListener):
+    """Calls a function right before torch scales gradients to clip them by their norm."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._patches = [one for one in (SCALES, SCALES_BY_ANY) if one.fits]
+        for patch in self._patches:
+            patch.add(self)
+
+    def call_begins(self, patch: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        del patch, args, kwargs
+        self._call()
+
+    def remove(self) -> None:
+        """Stop observing."""
+        for patch in self._patches:
+            patch.remove(self)
+
+
 def _argument(name: str, place: int, args: Sequence[Any], kwargs: Mapping[str, Any], default: Any) -> Any:
     return args[place] if len(args) > place else kwargs.get(name, default)
 

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
 from monitor.failures import SHORT_STEPS, Failures
+from monitor.pytorch.clipping import BeforeClipping
 from monitor.pytorch.frameworks.framework import Framework
 from monitor.pytorch.frameworks.pipelining import StageBackwards
 from monitor.pytorch.hooks import (
@@ -252,6 +253,8 @@ class TorchGradients:
         for wrapper in self._framework.wrappers:
             self._caught.add(before_forward(wrapper, begins, compiled=True))
         self._caught.add(StageBackwards(self, self._framework, self._failures))
+        clips = self._failures.guarded("reading gradients before they are clipped", self._before_clipping)
+        self._caught.add(BeforeClipping(clips))
 
     @property
     def wanted(self) -> bool:
@@ -397,6 +400,17 @@ class TorchGradients:
     def _may_be_gone(self, parameter: NamedParameter) -> bool:
         """Whether the gradient of an earlier backward may not be there, although it counts in what backward adds up."""
         return parameter in self._stepped or self._framework.replaces_gradients(parameter)
+
+    def _before_clipping(self) -> None:
+        """Record the sums that no further micro-batch may reach. If one does, they are recorded again."""
+        if self._each_micro_step or not self._due.now or has_others():
+            return
+        for parameter, left in list(self._left.items()):
+            gradient = self._framework.reduced(parameter)
+            if gradient is not None and left.is_intact(gradient):
+                self._unreduced.record(parameter, gradient)
+                self._read.add(parameter)
+                del self._left[parameter]
 
     def _finish_short_accumulation(self, turn: OptimizerTurn) -> None:
         """Record gradients that the last micro-batches did not reach (fewer micro-batches, or an expert that was not called).

@@ -163,7 +163,7 @@ def test_a_step_of_fewer_micro_batches_has_the_sum_of_those_there_were(output: O
     assert_rows(output, "grad_reduced", expected)
 
 
-def test_a_short_step_whose_gradients_were_clipped_has_no_unreduced_rows_and_says_so(
+def test_a_short_step_whose_gradients_were_clipped_by_value_has_no_unreduced_rows_and_says_so(
     output: Output, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only the step itself tells that the accumulation was over, and by then its sum is gone."""
@@ -172,7 +172,7 @@ def test_a_short_step_whose_gradients_were_clipped_has_no_unreduced_rows_and_say
     with attached(output, model, optimizer, grad_acc_steps=2, **GRADIENTS):
         for step in range(2):
             backward(model, step)
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
             reduced = gradients(model, step)
             optimizer.step()
             optimizer.zero_grad()
@@ -180,6 +180,27 @@ def test_a_short_step_whose_gradients_were_clipped_has_no_unreduced_rows_and_say
     assert names(output, "grad_reduced") == {step: [name for name, _, _ in reduced] for step in range(2)}
     (said,) = [message for message in caplog.messages if "grad_unreduced is missing" in message]
     assert "step 0" in said
+
+
+@pytest.mark.parametrize("clipped", [(1,), (0, 1)])
+def test_a_short_step_whose_gradients_were_clipped_by_their_norm_has_what_backward_left(
+    output: Output, caplog: pytest.LogCaptureFixture, clipped: tuple[int, ...]
+) -> None:
+    """They are read right before. A loop may clip after each micro-batch: then the last backward has left the row."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    expected: Rows = {}
+    with attached(output, model, optimizer, grad_acc_steps=3, **GRADIENTS):
+        for step, micro_batches in enumerate((2, 3, 2)):
+            for micro_step in range(micro_batches):
+                backward(model, step, micro_step)
+                expected |= gradients(model, step)
+                if micro_step in clipped or micro_step == 2:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_rows(output, "grad_unreduced", expected)
+    assert [message for message in caplog.messages if "grad_unreduced is missing" in message] == []
 
 
 def test_a_step_of_more_micro_batches_has_the_sum_of_all_and_one_warning(

@@ -55,14 +55,14 @@ def test_a_healthy_run_is_reported_with_the_rows_that_were_recorded(output: Outp
 
 
 def test_a_run_whose_epochs_end_with_fewer_micro_batches_is_healthy_and_says_which_rows_are_missing(output: Output) -> None:
-    """As a Trainer's that clips, where the number of batches is no multiple of gradient_accumulation_steps."""
+    """As where the number of batches is no multiple of gradient_accumulation_steps, and gradients are clipped by value."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     optimizer = SGD(model.parameters(), lr=1e-3)
     with attached(output, model, optimizer, grad_acc_steps=3, **WEIGHTS):
         for micro_batches in (3, 3, 2, 3, 3, 1, 3, 3, 2, 3, 3, 1):
             for _ in range(micro_batches):
                 model(torch.randn(2, 3)).square().mean().backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
     told = CliRunner().invoke(report, [str(output.base), "-o", str(output.base.parent / "page.html")])
