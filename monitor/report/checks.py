@@ -1,4 +1,4 @@
-"""The checks of a report, and its verdict. A check is good, bad or not looked at; one that did not run is never good."""
+"""The checks of a report. A check is good, bad or not looked at; one that did not run is never good."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from monitor.anomalies.bounds import GROUPS, Bound
-from monitor.anomalies.corruption import ADVICE
 from monitor.anomalies.odd_copies import STATE_KINDS
 from monitor.anomalies.ranking.origins import notes_a_change
 from monitor.anomalies.ranking.ranking import Ranked, capitalized, listed
-from monitor.anomalies.ranking.report import advice, counts, found_first, notes
+from monitor.anomalies.ranking.report import advice, counts, notes
 from monitor.coordinator.manifest_format import THINNED
 from monitor.failures import NOTHING_OF
 from monitor.report.bounds import beyond, first_beyond, within
@@ -26,10 +25,18 @@ from monitor.report.kind_reader import shows_all
 from monitor.report.load_of_experts import load_of_experts
 from monitor.report.optimizer import UPDATES_KIND, clipping, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
-from monitor.report.spike_links import RATE
 from monitor.report.spikes import SPIKES, is_loss, spikes
 from monitor.report.trained_weights import lacked_gradient, trained_weights
-from monitor.series import CLIPPED_NORM, EVALUATION, GRAD_NORM, GRADIENT_KINDS, HEALTH_KIND, REPLICA_KIND, RUN_KIND
+from monitor.series import (
+    CLIPPED_NORM,
+    EVALUATION,
+    GRAD_NORM,
+    GRADIENT_KINDS,
+    HEALTH_KIND,
+    MOMENT_KINDS,
+    REPLICA_KIND,
+    RUN_KIND,
+)
 from monitor.stats.loads import LOAD_KIND
 from monitor.terminal import counted
 
@@ -57,21 +64,6 @@ class CheckResult:
     @property
     def state(self) -> State:
         return self.finding.state
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The one sentence of a report.
-
-    Attributes:
-        state: ``not looked at`` if nothing is bad, but a needed check did not look.
-        then: What to do next.
-    """
-
-    state: State
-    says: str
-    then: str
-    place: Place
 
 
 class RowEvent(NamedTuple):
@@ -232,7 +224,12 @@ _STOPPED: Final = (
     "MindSpore's optimizers do not see weights that are loaded after their first step."
 )
 _CUT_OFF: Final = "The loss no longer depends on this weight: look at what was frozen or detached before this step."
-_ENDED: Final = {UPDATES_KIND: _STOPPED, **dict.fromkeys(GRADIENT_KINDS, _CUT_OFF)}
+_RESET: Final = "Look at what resets the optimizer's state, such as a checkpoint without it."
+_ENDED: Final = {
+    UPDATES_KIND: _STOPPED,
+    **dict.fromkeys(GRADIENT_KINDS, _CUT_OFF),
+    **dict.fromkeys(MOMENT_KINDS, _RESET),
+}
 """What is said of values of a kind that have become zero."""
 
 
@@ -458,76 +455,10 @@ CHECKS: Final = (
 Those of training come before those of the recording."""
 
 
-OF_BITS: Final = ("Replicas agree", "Unchanged between steps")
-
-
 def checks_of(facts: Facts) -> list[CheckResult]:
     """All checks, done."""
     looks = {LOG: f"{LOG}, {LOG_IN_PYTHON}"} if facts.compiles_steps else {}
     return [CheckResult(one.name, one.judge(facts), looks.get(one.look, one.look), *one[3:]) for one in CHECKS]
-
-
-def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
-    """The verdict that the checks give."""
-    bad = [one for one in checks if one.state == BAD]
-    first_event = None if facts.ranking is None else facts.ranking.first_origin
-    of_bits = [one for one in bad if one.name in OF_BITS]
-    is_of_bits = bool(
-        of_bits and first_event is not None and (first_event.rule in ADVICE or _before(first_event.step, of_bits))
-    )
-    if facts.ranking is not None and facts.ranking.has_faults and not is_of_bits:
-        says, then = found_first(facts.ranking)
-        return Verdict(BAD, says, f"{_loss_before(facts, first_event)}{then}", bad[0].finding.place)
-    if bad:
-        first = _explained(min(of_bits if is_of_bits else bad, key=_earliest), bad)
-        more = [one.name for one in bad if one is not first]
-        next_steps = [first.finding.then, f"Also bad: {', '.join(more)}." if more else ""]
-        return Verdict(BAD, first.finding.says, " ".join(filter(None, next_steps)), first.finding.place)
-    unseen = [one.name for one in checks if one.state == NOT_LOOKED_AT]
-    without = f"Not looked at: {', '.join(unseen)}." if unseen else "Every check has looked."
-    lacking = [one.name for one in checks if one.is_needed and one.state == NOT_LOOKED_AT]
-    rows = f"{counted(sum(facts.told['rows'].values()), 'row')} of {counted(len(facts.ranks), 'rank')}"
-    if lacking:
-        says = f"Nothing wrong was found in {rows}, but a healthy run needs more than was looked at: {', '.join(lacking)}."
-        return Verdict(NOT_LOOKED_AT, says, without, Place())
-    healthy = f"Healthy: nothing wrong was found in {rows} and {counted(len(facts.axis.steps), 'step')}."
-    noted = [one.finding.then for one in checks]
-    return Verdict(GOOD, " ".join(filter(None, [healthy, *noted])), without, Place())
-
-
-def _loss_before(facts: Facts, first: Ranked | None) -> str:
-    """What is said of a loss that was not finite before the gradient that an alert rule found first."""
-    losses = [one for one in row_events(facts, only_infinite=True) if one.is_loss]
-    if not losses or first is None or first.subject.series.kind not in _OF_BACKWARD or losses[0].sudden.step > first.step:
-        return ""
-    return f"The {losses[0].name} was not finite in step {losses[0].sudden.step}, before any gradient of that step. "
-
-
-_OF_BACKWARD: Final = ("actv_grad", *GRADIENT_KINDS)
-_ONLY_SEEN: Final = ("Sudden changes", "Loss", "Total gradient norm")
-"""Checks that say what happened, and not why."""
-
-
-def _before(step: int, of_bits: Sequence[CheckResult]) -> bool:
-    """Whether bits were wrong before ``step``: alerts of that step may follow from it."""
-    return any(one.finding.place.step is not None and one.finding.place.step < step for one in of_bits)
-
-
-def _explained(first: CheckResult, bad: Sequence[CheckResult]) -> CheckResult:
-    """The check of spikes in place of one that only saw something, if it knows the cause. A learning rate of some ranks
-    alone explains why copies of weights have differed since that step, too.
-    """
-    cause = next((one for one in bad if one.name == SPIKES and one.finding.listed[0]["cause"]), first)
-    if first.name in OF_BITS and cause is not first:
-        said = cause.finding.listed[0]
-        of_ranks = said["cause"] == RATE and said["place"].get("rank") is not None
-        return cause if of_ranks and said["place"]["step"] <= (first.finding.place.step or 0) else first
-    return cause if first.name in _ONLY_SEEN else first
-
-
-def _earliest(one: CheckResult) -> tuple[bool, float]:
-    step = one.finding.place.step
-    return not one.of_training, math.inf if step is None else step
 
 
 # --- Parts of sentences.

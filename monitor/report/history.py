@@ -376,6 +376,8 @@ class KindHistory:
             typical = np.where(number >= WARM_UP, _numbers_of(median), np.nan)
             about = own, step, micro_step, matrix, typical, deviations
             follows, is_last = _next_ones(zero, recorded)
+            if self._bound.adds_up:  # the moments of one expert may be zero once, those of most tensors only if they were reset
+                follows |= 2 * (zero & judged).sum(axis=1, keepdims=True) > judged.sum(axis=1, keepdims=True)
             waits = sudden & zero & is_last & (np.cumsum(sudden, axis=0) == 1)
             for time, column in np.argwhere(waits)[: self._most_events].tolist():
                 self._single_zeros[int(own[column])] = self._value_at(time, column, *about)

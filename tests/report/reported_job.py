@@ -10,9 +10,10 @@ import numpy as np
 from recorded_job import RecordedRank
 from sink_rows import Measured
 
-from monitor.report.checks import CheckResult, Verdict, checks_of, verdict_of
+from monitor.report.checks import CheckResult, checks_of
 from monitor.report.facts import Facts, facts_of
 from monitor.report.model import Model, model_of
+from monitor.report.verdict import Verdict, verdict_of
 from monitor.series import Placement
 
 STEPS = 30

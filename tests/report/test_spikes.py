@@ -534,14 +534,17 @@ def test_programs_get_each_jump_and_a_merged_set_names_the_batch(tmp_path: Path)
     assert f"'shard-7:{AT}'" in spike["says"]
 
 
-def test_the_origin_of_alerts_is_the_verdict_before_a_jump(tmp_path: Path) -> None:
+def test_a_jump_before_the_first_alert_is_the_verdict(tmp_path: Path) -> None:
+    """The second moments deviate a step after the batch, since they grow with the squares of its gradients."""
     rules = [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 50.0}}]
     train(tmp_path / "out", batch=bad, **{**EVERYTHING, "alert": {"rules": rules, "dump": True}})
-    with reported(tmp_path / "out") as (_, checks, verdict):
-        states = {one.name: one.state for one in checks}
-    if states["Alert rules"] == BAD:
-        assert verdict.says.startswith("First came ")
-    assert states["Spikes"] == BAD
+    with reported(tmp_path / "out") as (facts, checks, verdict):
+        assert facts.ranking is not None
+        assert facts.ranking.first_origin is not None
+        assert (facts.ranking.first_origin.subject.series.kind, facts.ranking.first_origin.step) == ("exp_avg_sq", AT + 1)
+        assert {one.name for one in checks if one.state == BAD} >= {"Alert rules", "Spikes"}
+    assert (verdict.place.step, verdict.place.kind) == (AT, "grad_unreduced")
+    assert "Also bad: Alert rules" in verdict.then
 
 
 def test_a_loss_that_is_not_finite_names_the_first_value_that_is_not(tmp_path: Path) -> None:

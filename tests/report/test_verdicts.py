@@ -110,6 +110,22 @@ def test_gradients_that_become_zero_are_those_of_a_weight_that_was_cut_off(tmp_p
     assert found.then == "The loss no longer depends on this weight: look at what was frozen or detached before this step."
 
 
+@pytest.mark.parametrize("reset", [1, LAYERS])
+def test_moments_that_are_reset_are_named_and_a_single_zero_is_not(reset: int, tmp_path: Path) -> None:
+    """The first moment of an expert without tokens is zero where beta1 is."""
+    names = NAMES["param_origin"]
+
+    def fault(_rank: int, step: int, kind: str, name: str, values: np.ndarray) -> np.ndarray:
+        return values * ((kind, step) != ("exp_avg", WHEN) or name not in names[:reset])
+
+    with reported(record(tmp_path, fault, names={"exp_avg": names})) as (_, checks, verdict):
+        (found,) = [one.finding for one in checks if one.name == "Sudden changes"]
+    assert found.state == (BAD if reset == LAYERS else GOOD)
+    if reset == LAYERS:
+        assert (verdict.place.step, verdict.place.kind) == (WHEN, "exp_avg")
+        assert verdict.then.startswith("Look at what resets the optimizer's state")
+
+
 def test_a_flipped_bit_that_no_number_shows_is_named(tmp_path: Path) -> None:
     fault = planted(1, "param_origin", "layers.3.weight", 1 + 2.0**-22)
     _, checks, verdict = modelled(record(tmp_path / "without", fault))

@@ -370,6 +370,7 @@ class Cause(Enum):
     GIVEN = "what a rank gave to a collective"
     CHANGED_GRADIENTS = "what changed all gradients together"
     MOMENTS = "the optimizer's state"
+    UNSEEN_UPDATES = "the optimizer's state, and gradients of earlier steps, which were not recorded"
     UPDATE = "the optimizer's step"
     UNSEEN_GRADIENTS = "the optimizer's step, whose gradients were not recorded"
     WEIGHTS = "weights between two steps"
@@ -502,9 +503,10 @@ def _of_parameter(member: Member, graph: DataflowGraph, subject: Subject, step: 
         return _local_gradient(member, graph, subject)
     left = subject.series.kind.endswith(LEFT_BY_STEP)
     if subject.role == Role.MOMENT and not left:
-        seen = _kinds_of_gradients(member.graph or graph) and _saw_gradients(member, step - 1)
-        unseen = "" if seen else "in gradients of earlier steps, which were not recorded, or "
-        return FaultLocation(Cause.MOMENTS, f"{unseen}in the optimizer's state, before step {step}")
+        before = f"in the optimizer's state, before step {step}"
+        if not _saw_gradients(member, step - 1):
+            return FaultLocation(Cause.UNSEEN_UPDATES, f"in gradients of earlier steps, which were not recorded, or {before}")
+        return FaultLocation(Cause.MOMENTS, before)
     if left:  # weights or moments after the step
         cause = Cause.UPDATE if _saw_gradients(member, step) else Cause.UNSEEN_GRADIENTS
         return FaultLocation(cause, f"in the optimizer's step {step}{_not_recorded(graph, subject)}")
@@ -575,11 +577,9 @@ def _shows_forward(member: Member, subject: Subject, step: int) -> bool:
 
 
 def _saw_gradients(member: Member, step: int) -> bool:
-    """Whether gradients were recorded in a step, if they are recorded at all."""
+    """Whether gradients were recorded in a step."""
     graph = member.graph_in(step)
-    if graph is None or member.graph is None:
-        return True
-    return not _kinds_of_gradients(member.graph) or bool(_kinds_of_gradients(graph))
+    return graph is None or bool(_kinds_of_gradients(graph))
 
 
 def _kinds_of_gradients(graph: DataflowGraph) -> set[str]:

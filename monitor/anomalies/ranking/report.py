@@ -223,8 +223,10 @@ _NEXT: Final = {
     Cause.GIVEN: "No rank's own gradient was bad after backward: look at what changes gradients there before they are reduced.",
     Cause.CHANGED_GRADIENTS: "Look at what changes gradients before the optimizer's step, and at the communication library.",
     Cause.MOMENTS: "Look at what changed it since the last step that was judged: a loaded checkpoint, the device's memory.",
+    Cause.UNSEEN_UPDATES: "Record gradients in every step (wg_distribution, intervals), and go through step {before} again.",
     Cause.UPDATE: "Its recorded inputs were clean: look at the learning rate, eps and the optimizer.",
-    Cause.UNSEEN_GRADIENTS: "Its gradients were not recorded: record them in every step (intervals), and repeat step {step}.",
+    Cause.UNSEEN_GRADIENTS: "Its gradients were not recorded: record them in every step (wg_distribution, intervals), and "
+    "repeat step {step}.",
     Cause.WEIGHTS: "Look at what changed the weights of rank {rank} {since}: a loaded checkpoint, a broadcast{unjudged}, or "
     "the device's memory.",
     Cause.UNKNOWN: "Look at what comes before it.",
@@ -232,6 +234,12 @@ _NEXT: Final = {
 
 
 _ALONE: Final = "Look at what scales, clips or changes gradients before the optimizer's step."
+
+_GROWN: Final = (
+    "Look at the gradients of step {before}: a second moment grows with their squares. If they are as usual, look at what "
+    "changed it since: a loaded checkpoint, the device's memory."
+)
+"""Replaces the advice for a moment that is finite."""
 
 _SHARED: Final = {
     Cause.INSIDE: "Dump what goes into {module} there, and compute it again on the CPU{because}.",
@@ -327,9 +335,6 @@ def _next(one: Ranked) -> list[str]:
         return [*parts, _deviation(one, one.around)]
     module = one.subject.module or "the model"
     which = "which is in no module that is watched" if one.subject.is_entry else f"{module} among it"
-    next_step = _SHARED.get(where, _NEXT[where]) if one.shared is not None else _NEXT[where]
-    if where in (Cause.AGGREGATION, Cause.CHANGED_GRADIENTS) and len(one.member.ranks("dp")) < 2:
-        next_step = _ALONE
     if where == Cause.WEIGHTS and one.mean is not None and _follows_the_first_update(one):
         parts.append(
             f"The update of step {one.step - 1} was the first to be judged, so there was no running mean for its weights yet: "
@@ -337,9 +342,17 @@ def _next(one: Ranked) -> list[str]:
         )
         return parts
     since, unjudged = _since(one)
-    more = {"because": _because(one), "since": since, "unjudged": unjudged}
-    parts.append(next_step.format(module=module, which=which, rank=one.member.rank, step=one.step, **more))
+    more = {"because": _because(one), "since": since, "unjudged": unjudged, "before": one.step - 1}
+    parts.append(_next_step(one, where).format(module=module, which=which, rank=one.member.rank, step=one.step, **more))
     return parts
+
+
+def _next_step(one: Ranked, where: Cause) -> str:
+    if where in (Cause.AGGREGATION, Cause.CHANGED_GRADIENTS) and len(one.member.ranks("dp")) < 2:
+        return _ALONE
+    if where == Cause.MOMENTS and one.is_finite:
+        return _GROWN
+    return _SHARED.get(where, _NEXT[where]) if one.shared is not None else _NEXT[where]
 
 
 def _since(one: Ranked) -> tuple[str, str]:

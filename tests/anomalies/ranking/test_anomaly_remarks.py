@@ -300,6 +300,12 @@ def test_events_ranks_and_origins_are_counted(tmp_path):
             "in the optimizer's step 1 (not recorded: moments, the weight before)",
             "Its recorded inputs were clean",
         ),
+        (
+            ["grad_unreduced", "grad_reduced"],
+            *("param_updated", "b.weight"),
+            "in the optimizer's step 1 (not recorded: gradients)",
+            "Its gradients were not recorded: record them in every step (wg_distribution, intervals), and repeat step 1.",
+        ),
     ],
 )
 def test_nothing_that_is_not_recorded_is_called_clean(without, kind, name, span, said, tmp_path):
@@ -518,6 +524,12 @@ def test_moments_that_deviate_in_the_step_do_not_contradict_what_is_said_of_othe
     rank = deviating([PlayedRank()], "b.weight", kind="grad_unreduced")
     told = advice(ranked(tmp_path, *deviating(rank, "a.x.weight", kind="exp_avg")))
     assert "No other tensor of forward and backward deviates in step 1." in told
+
+
+def test_a_moment_that_deviates_may_have_grown_with_gradients_that_no_rule_found(tmp_path):
+    """A learning rate makes gradients grow eightfold, and the second moment with their squares."""
+    told = advice(ranked(tmp_path, *deviating([PlayedRank()], "b.weight", kind="exp_avg")))
+    assert "Look at the gradients of step 0: a second moment grows with their squares." in told
 
 
 def test_a_deviation_is_reported_with_the_running_mean_in_the_advice_and_in_the_table(tmp_path):

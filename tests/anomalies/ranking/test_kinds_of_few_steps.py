@@ -93,6 +93,7 @@ def test_moments_show_the_gradients_that_nobody_read_and_what_follows_is_no_orig
     found = ranked(tmp_path, followed(gradients | {"exp_avg": range(6)}, *fired))
     assert origins(found) == ["exp_avg/a.x.weight"]
     assert found.first_origin.location.text.startswith("in gradients of earlier steps, which were not recorded, or in the opt")
+    assert advice(found).endswith("Record gradients in every step (wg_distribution, intervals), and go through step 1 again.")
 
 
 def test_weights_spoiled_by_gradients_that_nobody_read_have_one_origin_and_the_advice_is_to_read_them(tmp_path):
@@ -102,7 +103,7 @@ def test_weights_spoiled_by_gradients_that_nobody_read_have_one_origin_and_the_a
     fired += [(kind, name, 2) for kind in ("param_origin", "exp_avg") for name in ("a.x.weight", "b.weight")]
     found = ranked(tmp_path, followed(kinds, *fired, steps=range(3)))
     assert origins(found) == ["param_updated/a.x.weight"]
-    assert "record them in every step (intervals)" in advice(found)
+    assert "record them in every step (wg_distribution, intervals)" in advice(found)
 
 
 def test_a_module_has_weights_also_in_a_step_without_any_kind_of_them(tmp_path):

@@ -1,0 +1,108 @@
+"""The verdict of a report: one sentence that the checks give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from monitor.anomalies.corruption import ADVICE
+from monitor.anomalies.ranking.ranking import Ranked
+from monitor.anomalies.ranking.report import found_first
+from monitor.report.checks import CheckResult, row_events
+from monitor.report.facts import Facts
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, Place, State
+from monitor.report.spike_links import RATE
+from monitor.report.spikes import SPIKES
+from monitor.series import GRADIENT_KINDS
+from monitor.terminal import counted
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The one sentence of a report.
+
+    Attributes:
+        state: ``not looked at`` if nothing is bad, but a needed check did not look.
+        then: What to do next.
+    """
+
+    state: State
+    says: str
+    then: str
+    place: Place
+
+
+OF_BITS: Final = ("Replicas agree", "Unchanged between steps")
+
+
+def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
+    """The verdict that the checks give."""
+    bad = [one for one in checks if one.state == BAD]
+    first_event = None if facts.ranking is None else facts.ranking.first_origin
+    of_bits = [one for one in bad if one.name in OF_BITS]
+    is_of_bits = bool(
+        of_bits and first_event is not None and (first_event.rule in ADVICE or _before(first_event.step, of_bits))
+    )
+    earlier = of_bits if is_of_bits else _before_deviation(first_event, bad)
+    if facts.ranking is not None and facts.ranking.has_faults and not earlier:
+        says, then = found_first(facts.ranking)
+        return Verdict(BAD, says, f"{_loss_before(facts, first_event)}{then}", bad[0].finding.place)
+    if bad:
+        first = _explained(min(earlier or bad, key=_earliest), bad)
+        more = [one.name for one in bad if one is not first]
+        next_steps = [first.finding.then, f"Also bad: {', '.join(more)}." if more else ""]
+        return Verdict(BAD, first.finding.says, " ".join(filter(None, next_steps)), first.finding.place)
+    unseen = [one.name for one in checks if one.state == NOT_LOOKED_AT]
+    without = f"Not looked at: {', '.join(unseen)}." if unseen else "Every check has looked."
+    lacking = [one.name for one in checks if one.is_needed and one.state == NOT_LOOKED_AT]
+    rows = f"{counted(sum(facts.told['rows'].values()), 'row')} of {counted(len(facts.ranks), 'rank')}"
+    if lacking:
+        says = f"Nothing wrong was found in {rows}, but a healthy run needs more than was looked at: {', '.join(lacking)}."
+        return Verdict(NOT_LOOKED_AT, says, without, Place())
+    healthy = f"Healthy: nothing wrong was found in {rows} and {counted(len(facts.axis.steps), 'step')}."
+    noted = [one.finding.then for one in checks]
+    return Verdict(GOOD, " ".join(filter(None, [healthy, *noted])), without, Place())
+
+
+def _loss_before(facts: Facts, first: Ranked | None) -> str:
+    """What is said of a loss that was not finite before the gradient that an alert rule found first."""
+    losses = [one for one in row_events(facts, only_infinite=True) if one.is_loss]
+    if not losses or first is None or first.subject.series.kind not in _OF_BACKWARD or losses[0].sudden.step > first.step:
+        return ""
+    return f"The {losses[0].name} was not finite in step {losses[0].sudden.step}, before any gradient of that step. "
+
+
+_OF_BACKWARD: Final = ("actv_grad", *GRADIENT_KINDS)
+_ONLY_SEEN: Final = ("Sudden changes", "Loss", "Total gradient norm")
+"""Checks that say what happened, and not why."""
+
+
+def _before_deviation(event: Ranked | None, bad: Sequence[CheckResult]) -> list[CheckResult]:
+    """The checks that saw something before a deviation that an alert rule found first. A NaN comes before all else."""
+    if event is None or not event.is_finite:
+        return []
+    return [one for one in bad if one.name in (*_ONLY_SEEN, SPIKES) and _earliest(one)[1] < event.step]
+
+
+def _before(step: int, of_bits: Sequence[CheckResult]) -> bool:
+    """Whether bits were wrong before ``step``: alerts of that step may follow from it."""
+    return any(one.finding.place.step is not None and one.finding.place.step < step for one in of_bits)
+
+
+def _explained(first: CheckResult, bad: Sequence[CheckResult]) -> CheckResult:
+    """The check of spikes in place of one that only saw something, if it knows the cause. A learning rate of some ranks
+    alone explains why copies of weights have differed since that step, too.
+    """
+    cause = next((one for one in bad if one.name == SPIKES and one.finding.listed[0]["cause"]), first)
+    if first.name in OF_BITS and cause is not first:
+        said = cause.finding.listed[0]
+        of_ranks = said["cause"] == RATE and said["place"].get("rank") is not None
+        return cause if of_ranks and said["place"]["step"] <= (first.finding.place.step or 0) else first
+    return cause if first.name in _ONLY_SEEN else first
+
+
+def _earliest(one: CheckResult) -> tuple[bool, float]:
+    step = one.finding.place.step
+    return not one.of_training, math.inf if step is None else step
