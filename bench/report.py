@@ -32,12 +32,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools" / "pictures"))
 from browser import page, program
 from monitor.merge.outputs import PER_RANK, write_table
 from monitor.report.facts import Facts
-from monitor.report.findings import BAD, Place
+from monitor.report.findings import BAD, Place, Verdict
 from monitor.report.history import LEAST, NAN, Axis, KindHistory
 from monitor.report.kind_reader import KindReader
 from monitor.report.model import model_of
 from monitor.report.page import page_of
-from monitor.report.verdict import Verdict
 
 RANKS, SERIES, STEPS_A_FILE = 100, 100, 50
 KIND = "grad_unreduced"

@@ -47,6 +47,11 @@ SUMS: Final = frozenset({"all_reduce"})
 ROUNDING: Final = 1e-3
 """The relative difference, against its norm, that a gradient may have to a multiple of a sum: a divided float16 is rounded."""
 
+OUT_OF_SIGHT: Final = (
+    "The backward or the reduction of gradients is compiled, and the monitor cannot see whether gradients are reduced over the "
+    "data-parallel ranks: grad_reduced has no rows. Compute and reduce gradients in PYNATIVE_MODE without @jit to record it."
+)
+
 Shape = tuple[int, ...]
 
 
@@ -87,7 +92,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
         self._sums: dict[Ranks, Counter[Shape]] = {}
         self._given: dict[Shape, list[Tensor]] = {}
         self._compares = on_the_host()
-        self.is_whole = False
+        self.is_whole, self.out_of_sight = False, ""
         self._reducers: list[tuple[Ranks, tuple[Shape, ...]]] = []
         self._reduced: Mapping[Shape, bool] = {}
 
@@ -119,6 +124,8 @@ class MindSporeReductions(MindSporeCollectiveListener):
         Args:
             waiting: The shapes of gradients that other optimizers will be given later: sums may belong to those.
         """
+        are_taped, are_copies = (any(map(kind, gradients)) for kind in (_is_taped, _is_copy))
+        self.out_of_sight = OUT_OF_SIGHT if are_taped or not (self._wanted or are_copies) else ""
         self._wanted = False
         self.is_whole = not has_others() or self._reaches_all([])
         if self.is_whole:
@@ -207,6 +214,14 @@ class MindSporeReductions(MindSporeCollectiveListener):
         self._sums.clear()
         self._given.clear()
         self._reducers.clear()
+
+
+def _is_taped(gradient: Any) -> bool:
+    return not isinstance(gradient, (Tensor, type(None)))
+
+
+def _is_copy(gradient: Any) -> bool:
+    return hasattr(gradient, SUMMED)
 
 
 def _elements(x: Tensor) -> Floats:

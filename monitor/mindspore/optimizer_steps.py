@@ -199,7 +199,7 @@ def _postponed(listener: Any) -> Iterator[None]:
 
 
 def _kinds_of(listener: Any) -> frozenset[str]:
-    return frozenset(listener.expected)
+    return frozenset(listener.read)
 
 
 def _tensors(gradients: Any) -> tuple[Tensor | None, ...]:

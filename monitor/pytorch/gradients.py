@@ -71,7 +71,7 @@ class GradientReductions:
         self._parameters = parameters
         self._seen: Any = None
         self._needed = True
-        self.is_whole = True
+        self.is_whole, self.out_of_sight = True, ""
         self._stage: Ranks | None = None
         self._known: dict[tuple[Any, ...], bool] = {}
         self._adding: dict[tuple[Any, ...], bool] = {}

@@ -109,6 +109,11 @@ class ParameterSeries:
         """Whether this rank records the kind for at least one trained parameter, not counting compared replicas."""
         return any(one.tensor.requires_grad and watched.series.kind == self.kind for one, watched in self._watched.items())
 
+    @property
+    def is_read(self) -> bool:
+        """Whether this rank reads the kind of at least one trained parameter, to record it or to compare a replica."""
+        return any(one.tensor.requires_grad for one in self._watched)
+
     def known(self, parameter: NamedParameter) -> RecordedSeries | None:
         """The series of a parameter; None if this rank records none, or if that is decided when its tensor is seen."""
         return self._watched.get(parameter)
@@ -265,6 +270,7 @@ class Attached:
         note: Adds a note to the manifest, from a key and a text.
         is_reduced: Whether a gradient is known to contain every rank's part when the optimizer's step begins.
         kinds: The kinds that this rank records for at least one parameter.
+        read: The kinds that it reads: these, and those of which it only compares replicas.
     """
 
     watch: AttachmentSpec
@@ -276,6 +282,7 @@ class Attached:
     note: Callable[[str, str], None]
     is_reduced: Callable[[NamedParameter, Any], bool] = _no_gradients
     kinds: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
 
     @property
     def config(self) -> MonitorConfig:
@@ -290,6 +297,7 @@ class Attached:
         """The series of one kind. If it is not ``recorded``, its parameters are followed, and have no rows."""
         found = ParameterSeries(kind, self, micro_steps, recorded=recorded)
         self.kinds.update([kind] if found.is_recorded else [])
+        self.read.update([kind] if found.is_read else [])
         return found
 
     def series_of(self, kind: str, parameter: NamedParameter, seen: Any = None) -> Series | None:

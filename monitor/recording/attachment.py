@@ -136,6 +136,7 @@ class Attachment:
         begun: Whether the step in progress has had a forward.
         collected: Number of steps that were scheduled for collection so far.
         expected: The kinds that this rank should record. If one has no rows, a warning follows.
+        read: The kinds of parameters that it reads, also to compare replicas only.
         has_unheld: Whether a step has shown trained parameters without a known optimizer.
         last_collected: The last collected step that has ended; None before the first.
         on_first_step: Called once, after the next step, collected or not; may end the run.
@@ -163,7 +164,7 @@ class Attachment:
         self.on_first_step: Callable[[], None] | None = None
         self.when_ended: Callable[[], object] | None = None
         self.at_boundary: Callable[[int], object] = _no_change
-        self.expected: set[str] = set()
+        self.expected, self.read = set[str](), set[str]()
         self.last_collected: int | None = None
         self.names, self.collected, self._scaling_said = names, collected, ""
         self._scaling: dict[str, RecordedSeries] = {}
@@ -205,8 +206,7 @@ class Attachment:
         self.modules, self.collectors, self._numbers = modules, phases.Collectors(), None
 
     def _attach(self) -> None:
-        config, watch = self.watch.config, self.watch
-        self._monitored = watch.ownership.monitored
+        config, watch, self._monitored = self.watch.config, self.watch, self.watch.ownership.monitored
         parameters, modules = list(self.names.parameters()), list(self.names.modules())
         for chunk, root in enumerate(watch.chunks):
             self.modules.watch_root(chunk, root)
@@ -216,6 +216,7 @@ class Attachment:
         self._held = phases.OptimizerParameters(attached)
         for field, collector in self._configured(attached, modules):
             self.collectors.add(collector, self._recorder.due(field))
+        self.read = attached.read
         self.expected = attached.kinds | (self.names.activation_kinds() if config.xy_distribution else set())
         begins = self._failures.guarded("beginning a forward", self._forward_begins)
         for root in filter(self._backend.modules.takes_hooks, watch.chunks):

@@ -103,9 +103,11 @@ class Reductions(Protocol):
 
     Attributes:
         is_whole: Whether every gradient that is read now contains every rank's part. Then ``is_reduced`` need not be asked.
+        out_of_sight: Why reductions of these gradients cannot be seen; empty if they can.
     """
 
     is_whole: bool
+    out_of_sight: str
 
     def begin_step(self) -> None:
         """A collected step begins."""
@@ -263,6 +265,10 @@ class GradientCollector(Collector):
         return None
 
     def _warn_not_reduced(self, local: Sequence[NamedParameter]) -> None:
+        if why := self._reductions.out_of_sight:
+            self._not_reduced = self._not_reduced or why
+            self._failures.nothing_of("grad_reduced in compiled code", why)
+            return
         listed = named([one.name for one in local])
         if not self._not_reduced:
             self._not_reduced = NOT_REDUCED.format(step=self._clock.step, count=counted(len(local), "parameter"), names=listed)

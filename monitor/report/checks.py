@@ -20,23 +20,14 @@ from monitor.report.bounds import beyond, first_beyond, within
 from monitor.report.data import data_of_ranks, data_of_steps
 from monitor.report.facts import NOT_JUDGED, TOTAL_KIND, Facts, ended_early, lacking_steps
 from monitor.report.findings import BAD, COMPILED, GOOD, LOG, LOG_IN_PYTHON, NOT_LOOKED_AT, CheckFinding, Place, State
-from monitor.report.history import WARM_UP, Sudden
+from monitor.report.history import WARM_UP, Sudden, is_moment
 from monitor.report.kind_reader import shows_all
 from monitor.report.load_of_experts import load_of_experts
 from monitor.report.optimizer import UPDATES_KIND, clipping, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
 from monitor.report.spikes import SPIKES, is_loss, spikes
 from monitor.report.trained_weights import lacked_gradient, trained_weights
-from monitor.series import (
-    CLIPPED_NORM,
-    EVALUATION,
-    GRAD_NORM,
-    GRADIENT_KINDS,
-    HEALTH_KIND,
-    MOMENT_KINDS,
-    REPLICA_KIND,
-    RUN_KIND,
-)
+from monitor.series import CLIPPED_NORM, EVALUATION, GRAD_NORM, GRADIENT_KINDS, HEALTH_KIND, REPLICA_KIND, RUN_KIND
 from monitor.stats.loads import LOAD_KIND
 from monitor.terminal import counted
 
@@ -225,11 +216,7 @@ _STOPPED: Final = (
 )
 _CUT_OFF: Final = "The loss no longer depends on this weight: look at what was frozen or detached before this step."
 _RESET: Final = "Look at what resets the optimizer's state, such as a checkpoint without it."
-_ENDED: Final = {
-    UPDATES_KIND: _STOPPED,
-    **dict.fromkeys(GRADIENT_KINDS, _CUT_OFF),
-    **dict.fromkeys(MOMENT_KINDS, _RESET),
-}
+_ENDED: Final = {UPDATES_KIND: _STOPPED, **dict.fromkeys(GRADIENT_KINDS, _CUT_OFF)}
 """What is said of values of a kind that have become zero."""
 
 
@@ -241,7 +228,8 @@ def _sudden(facts: Facts) -> CheckFinding:
     found = [one for one in row_events(facts) if one.is_finite]
     if not found:
         return CheckFinding(GOOD, f"{counted(judged, 'value is', 'values are')} like those before.")
-    then = _JUMPED if found[0].sudden.value else _ENDED.get(found[0].kind, _JUMPED)
+    ended = _RESET if is_moment(found[0].kind) else _ENDED.get(found[0].kind, _JUMPED)
+    then = _JUMPED if found[0].sudden.value else ended
     return CheckFinding(BAD, f"First came {said(found[0], facts)}.", found[0].place, then)
 
 

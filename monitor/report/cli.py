@@ -21,10 +21,10 @@ from monitor.merge.execution import MergeError, NothingRecordedError, is_url
 from monitor.report import facts
 from monitor.report.against import OtherRun
 from monitor.report.checks import CheckResult, checks_of
-from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, Verdict
 from monitor.report.model import model_of, verdict_for_programs
 from monitor.report.page import page_of
-from monitor.report.verdict import Verdict, verdict_of
+from monitor.report.verdict import verdict_of
 from monitor.terminal import CLEAN, FLAWED, NOTHING, say
 
 REPORT_FILE: Final = "report.html"

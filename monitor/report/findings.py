@@ -47,3 +47,17 @@ MOST_NAMED: Final = 3
 def first_names(names: Sequence[str]) -> str:
     """The first names, and dots if there are more."""
     return ", ".join([*names[:MOST_NAMED], *(["..."] if len(names) > MOST_NAMED else [])])
+
+
+class Verdict(NamedTuple):
+    """The one sentence of a report.
+
+    Attributes:
+        state: ``not looked at`` if nothing is bad, but a needed check did not look.
+        then: What to do next.
+    """
+
+    state: State
+    says: str
+    then: str
+    place: Place

@@ -70,6 +70,11 @@ DEVIATIONS_OF: Final = 1.349
 """Standard deviations between the quartiles of a normal distribution."""
 
 
+def is_moment(kind: str) -> bool:
+    """Whether a kind is a moment of an optimizer, before or after its step."""
+    return kind.removesuffix(LEFT_BY_STEP) in MOMENT_KINDS
+
+
 class SuddenBound(NamedTuple):
     """What makes a value of a kind a sudden change, beside ``SUDDEN``.
 
@@ -97,7 +102,7 @@ class SuddenBound(NamedTuple):
             return cls(FACTOR_OF_WEIGHTS, adds_up=True)
         if kind == "update_ratio":
             return cls(of_one=math.inf)  # it is as large as one likes when the weight passes zero
-        if kind.removesuffix(LEFT_BY_STEP) in MOMENT_KINDS:
+        if is_moment(kind):
             return cls(adds_up=True)
         return cls(small=SMALL_SHARE, in_batches=True) if kind in (*GRADIENT_KINDS, "actv_grad") else cls()
 

@@ -20,11 +20,10 @@ from monitor.merge.report import summary
 from monitor.report import history as cell
 from monitor.report.checks import CheckResult, RowEvent, may_not_jump, place_of, row_events, said
 from monitor.report.facts import NOT_PICTURED, TOTAL_KIND, Facts, at_step, of_series
-from monitor.report.findings import Place
+from monitor.report.findings import Place, Verdict
 from monitor.report.history import KindHistory, by_rank, most_unusual
 from monitor.report.optimizer import clipped_steps, share_of_clipped
 from monitor.report.spikes import SPIKES
-from monitor.report.verdict import Verdict
 from monitor.series import LEARNING_RATE, NO_MICRO_STEP, RUN_KIND
 from monitor.stats.histograms import MAGNITUDES, upper_text
 from monitor.terminal import counted

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from monitor.anomalies.corruption import ADVICE
-from monitor.anomalies.ranking.ranking import Ranked
 from monitor.anomalies.ranking.report import found_first
 from monitor.report.checks import CheckResult, row_events
 from monitor.report.facts import Facts
-from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, Place, State
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, Place, Verdict
 from monitor.report.spike_links import RATE
 from monitor.report.spikes import SPIKES
 from monitor.series import GRADIENT_KINDS
 from monitor.terminal import counted
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The one sentence of a report.
-
-    Attributes:
-        state: ``not looked at`` if nothing is bad, but a needed check did not look.
-        then: What to do next.
-    """
-
-    state: State
-    says: str
-    then: str
-    place: Place
-
 
 OF_BITS: Final = ("Replicas agree", "Unchanged between steps")
 
@@ -45,10 +26,10 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     is_of_bits = bool(
         of_bits and first_event is not None and (first_event.rule in ADVICE or _before(first_event.step, of_bits))
     )
-    earlier = of_bits if is_of_bits else _before_deviation(first_event, bad)
+    earlier = of_bits if is_of_bits else _before_deviation(facts, bad)
     if facts.ranking is not None and facts.ranking.has_faults and not earlier:
         says, then = found_first(facts.ranking)
-        return Verdict(BAD, says, f"{_loss_before(facts, first_event)}{then}", bad[0].finding.place)
+        return Verdict(BAD, says, f"{_loss_before(facts)}{then}", bad[0].finding.place)
     if bad:
         first = _explained(min(earlier or bad, key=_earliest), bad)
         more = [one.name for one in bad if one is not first]
@@ -66,8 +47,9 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     return Verdict(GOOD, " ".join(filter(None, [healthy, *noted])), without, Place())
 
 
-def _loss_before(facts: Facts, first: Ranked | None) -> str:
+def _loss_before(facts: Facts) -> str:
     """What is said of a loss that was not finite before the gradient that an alert rule found first."""
+    first = None if facts.ranking is None else facts.ranking.first_origin
     losses = [one for one in row_events(facts, only_infinite=True) if one.is_loss]
     if not losses or first is None or first.subject.series.kind not in _OF_BACKWARD or losses[0].sudden.step > first.step:
         return ""
@@ -79,11 +61,12 @@ _ONLY_SEEN: Final = ("Sudden changes", "Loss", "Total gradient norm")
 """Checks that say what happened, and not why."""
 
 
-def _before_deviation(event: Ranked | None, bad: Sequence[CheckResult]) -> list[CheckResult]:
+def _before_deviation(facts: Facts, bad: Sequence[CheckResult]) -> list[CheckResult]:
     """The checks that saw something before a deviation that an alert rule found first. A NaN comes before all else."""
+    event = None if facts.ranking is None else facts.ranking.first_origin
     if event is None or not event.is_finite:
         return []
-    return [one for one in bad if one.name in (*_ONLY_SEEN, SPIKES) and _earliest(one)[1] < event.step]
+    return [one for one in bad if one.name in (*_ONLY_SEEN, SPIKES) and _before(event.step, [one])]
 
 
 def _before(step: int, of_bits: Sequence[CheckResult]) -> bool:
@@ -103,6 +86,6 @@ def _explained(first: CheckResult, bad: Sequence[CheckResult]) -> CheckResult:
     return cause if first.name in _ONLY_SEEN else first
 
 
-def _earliest(one: CheckResult) -> tuple[bool, float]:
+def _earliest(one: CheckResult) -> tuple[bool, bool, int]:
     step = one.finding.place.step
-    return not one.of_training, math.inf if step is None else step
+    return not one.of_training, step is None, step or 0

@@ -12,8 +12,9 @@ from sink_rows import Measured
 
 from monitor.report.checks import CheckResult, checks_of
 from monitor.report.facts import Facts, facts_of
+from monitor.report.findings import Verdict
 from monitor.report.model import Model, model_of
-from monitor.report.verdict import Verdict, verdict_of
+from monitor.report.verdict import verdict_of
 from monitor.series import Placement
 
 STEPS = 30

@@ -14,10 +14,9 @@ from sink_rows import Measured
 from monitor.anomalies.bounds import LASTING, OF_NEW_WEIGHTS
 from monitor.report.checks import CheckResult, checks_of
 from monitor.report.facts import facts_of
-from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, Verdict
 from monitor.report.model import unusual_of, verdict_for_programs
 from monitor.report.optimizer import FEWEST
-from monitor.report.verdict import Verdict
 from monitor.stats.partials import COUNT, NEGINFS, SMALLS, SUM, SUMSQ
 
 STEPS, WHEN, LAYERS = 120, 80, 6

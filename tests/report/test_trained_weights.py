@@ -12,9 +12,8 @@ from sink_rows import Measured
 
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ConfigurationRecord, read_manifest
 from monitor.report.checks import CheckResult
-from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Verdict
 from monitor.report.trained_weights import SILENT_STEPS
-from monitor.report.verdict import Verdict
 from monitor.stats.partials import COUNT, SUM, SUMSQ
 
 STEPS = 64
