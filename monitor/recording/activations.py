@@ -355,7 +355,7 @@ class ModuleCollector:
     def watch(self, chunk: int, name: str, module: Any, wanted: ModuleSelection) -> None:
         if not self.backend.modules.takes_hooks(module):
             said = f"{name!r} is a {type(module).__name__}, which takes no hooks. Its activations are not recorded."
-            self.failures.warn("modules without hooks", said)
+            self.failures.nothing_of("modules without hooks", said)
             return
         watcher = ModuleWatcher(module, name, chunk, wanted, self)
         watcher.attach(self._adapter, self._hooks)

@@ -27,6 +27,7 @@ from torch.masked import MaskedTensor
 from watching import Output, attached
 
 from monitor import read_manifest, read_series
+from monitor.failures import NOTHING_OF
 from monitor.pytorch import modules
 from monitor.stats.host.array_kernel import VARIABLE, NativeKernel, NumpyKernel
 from monitor.stats.table import TensorLayout
@@ -482,6 +483,8 @@ def test_a_scripted_part_is_left_out_with_a_warning(output: Output, caplog: pyte
     assert found.names("actv") == [".input", "1.input", "1.output", ".output"]
     said, *_ = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "'0' is a RecursiveScriptModule, which takes no hooks" in said
+    (directory,) = output.directories()
+    assert all(cause.startswith(NOTHING_OF) for cause in read_manifest(directory / "manifest.json").failures)
     assert activations(output, torch.jit.script(nn.Linear(4, 4)), torch.ones(2, 4)).rows("actv") == []
 
 

@@ -99,7 +99,7 @@ def test_a_bad_moment_comes_before_the_weight_that_the_step_makes_of_it(tmp_path
 
 
 def test_gradients_that_become_zero_are_those_of_a_weight_that_was_cut_off(tmp_path: Path) -> None:
-    """As MindSpore has them of a weight that is frozen in the middle."""
+    """As MindSpore has them of a weight that is detached in the middle."""
 
     def fault(_rank: int, step: int, kind: str, name: str, values: np.ndarray) -> np.ndarray:
         return values * (step < WHEN) if (kind, name) == ("grad_unreduced", "layers.2.weight") else values

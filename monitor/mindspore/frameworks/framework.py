@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn
 from monitor.failures import Failures
 from monitor.mindspore.compiled.replay import program_of
 from monitor.mindspore.frameworks.adams import Adams, MindSporeMoments
-from monitor.mindspore.frameworks.optimizer_state import OptimizerState, optimizers_in
+from monitor.mindspore.frameworks.optimizer_state import OptimizerState, is_filled_in, optimizers_in
 from monitor.mindspore.optimizer_steps import MindSporeOptimizerSteps
 from monitor.mindspore.process_group import data_parallel_ranks
 from monitor.recording.backend import StepListener
@@ -162,7 +162,8 @@ class MindSporeFramework:
     def reduced(self, parameter: ParameterHolder) -> Tensor | None:
         """The gradient that the optimizer was given in the step in progress; None if it was given none."""
         found = self._of(parameter)
-        return None if found is None else found.gradient(parameter.tensor)
+        gradient = None if found is None else found.gradient(parameter.tensor)
+        return None if is_filled_in(gradient, parameter.tensor) else gradient
 
     def weight(self, parameter: ParameterHolder) -> Tensor | None:
         """The weight that the optimizer steps; None if compiled code has stepped, and changes it outside of the optimizer."""

@@ -13,7 +13,7 @@ from mindspore.experimental import optim
 from monitor.mindspore.features.reading import is_floating_point
 from monitor.recording import arguments
 from monitor.recording.arguments import MAX_WRAPPERS
-from monitor.stats.mindspore.tensors import has_data, on_host
+from monitor.stats.mindspore.tensors import has_data, on_host, on_the_host
 
 # --- Finds the optimizers that a user passes, and the moments that they keep of each parameter.
 
@@ -397,3 +397,8 @@ def _number(hyperparameter: Any) -> float | None:
     if isinstance(hyperparameter, Tensor):
         return float(hyperparameter.asnumpy())
     return None if hyperparameter is None else float(hyperparameter)
+
+
+def is_filled_in(gradient: Any, parameter: Parameter) -> bool:
+    """Whether MindSpore made zeros in place of the gradient of a frozen parameter. On a device this check would wait."""
+    return not parameter.requires_grad and isinstance(gradient, Tensor) and on_the_host() and not on_host(gradient).any()
