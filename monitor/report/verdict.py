@@ -7,7 +7,7 @@ from typing import Final
 
 from monitor.anomalies.corruption import ADVICE
 from monitor.anomalies.ranking.report import found_first
-from monitor.report.checks import CheckResult, row_events
+from monitor.report.checks import CheckResult, row_events, said
 from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, Place, Verdict
 from monitor.report.spike_links import RATE
@@ -29,7 +29,7 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     earlier = of_bits if is_of_bits else _before_deviation(facts, bad)
     if facts.ranking is not None and facts.ranking.has_faults and not earlier:
         says, then = found_first(facts.ranking)
-        return Verdict(BAD, says, f"{_loss_before(facts)}{then}", bad[0].finding.place)
+        return Verdict(BAD, says, f"{_loss_before(facts)}{_jump_before(facts)}{then}", bad[0].finding.place)
     if bad:
         first = _explained(min(earlier or bad, key=_earliest), bad)
         more = [one.name for one in bad if one is not first]
@@ -54,6 +54,15 @@ def _loss_before(facts: Facts) -> str:
     if not losses or first is None or first.subject.series.kind not in _OF_BACKWARD or losses[0].sudden.step > first.step:
         return ""
     return f"The {losses[0].name} was not finite in step {losses[0].sudden.step}, before any gradient of that step. "
+
+
+def _jump_before(facts: Facts) -> str:
+    """What is said of a value that changed suddenly before the NaN that an alert rule found first: its rule judges no jumps."""
+    first = None if facts.ranking is None else facts.ranking.first_origin
+    event = next(iter(row_events(facts)), None)
+    if first is None or first.is_finite or event is None or not event.is_finite or event.sudden.step > first.step:
+        return ""
+    return f"Before it came {said(event, facts)}. "
 
 
 _OF_BACKWARD: Final = ("actv_grad", *GRADIENT_KINDS)

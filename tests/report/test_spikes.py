@@ -547,6 +547,16 @@ def test_a_jump_before_the_first_alert_is_the_verdict(tmp_path: Path) -> None:
     assert "Also bad: Alert rules" in verdict.then
 
 
+def test_a_jump_that_became_a_nan_is_named_beside_it(tmp_path: Path) -> None:
+    """A rule that looks for NaN alone calls the inputs of the first layer clean."""
+    rules = {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}}
+    train(tmp_path / "out", batch=lambda step, x, y: (1e38 * x if step == AT else x, y), **{**EVERYTHING, **rules})
+    with reported(tmp_path / "out") as (_, _checks, verdict):
+        assert verdict.says.startswith("First came ")
+        assert verdict.then.startswith("Before it came actv ")
+        assert f"in step {AT}, micro-step 0: its norm is " in verdict.then
+
+
 def test_a_loss_that_is_not_finite_names_the_first_value_that_is_not(tmp_path: Path) -> None:
     train(tmp_path / "out", in_step(AT, lambda model, _: model.get_parameter("0.weight").view(-1)[:1].fill_(torch.nan)))
     spikes = found(tmp_path / "out")

@@ -394,9 +394,13 @@ def _deviation(one: Ranked, around: Surroundings) -> str:
 
 def _weights_unseen(one: Ranked) -> str:
     """A remark if weights are not recorded: an optimizer step that is too large shows in weights first."""
-    how = {"never": "are not recorded (param_distribution)", "rarely": "were not recorded in this step (intervals)"}
+    how = {"never": "are not recorded (param_distribution)", "rarely": f"were not recorded{_in_this_step(one)}"}
     missing = _weights_missing(one)
     return f" Weights {how[missing]}: the update before this step may have been too large." if missing else ""
+
+
+def _in_this_step(one: Ranked) -> str:
+    return " in this step, which the optimizer skipped" if one.member.skipped(one.step) else " in this step (intervals)"
 
 
 def _weights_missing(one: Ranked) -> Literal["never", "rarely", ""]:
@@ -423,7 +427,7 @@ def _because(one: Ranked) -> str:
     graph, subject, chunk = one.member.graph_in(one.step), one.subject, one.subject.series.vpp_stage
     if graph is None or not graph.shows_entry(subject.role, chunk, subject.module):
         return ""
-    how = {"never": " (set param_distribution and replica_check)", "rarely": " in this step (intervals)"}
+    how = {"never": " (set param_distribution and replica_check)", "rarely": _in_this_step(one)}
     missing = _weights_missing(one)
     if not missing:
         return ": its inputs were clean"
