@@ -78,9 +78,9 @@ def _before_deviation(facts: Facts, bad: Sequence[CheckResult]) -> list[CheckRes
     return [one for one in bad if one.name in (*_ONLY_SEEN, SPIKES) and _before(event.step, [one])]
 
 
-def _before(step: int, of_bits: Sequence[CheckResult]) -> bool:
-    """Whether bits were wrong before ``step``: alerts of that step may follow from it."""
-    return any(one.finding.place.step is not None and one.finding.place.step < step for one in of_bits)
+def _before(step: int, bad: Sequence[CheckResult]) -> bool:
+    """Whether one of these checks found something before ``step``: alerts of that step may follow from it."""
+    return any(one.finding.place.step is not None and one.finding.place.step < step for one in bad)
 
 
 def _explained(first: CheckResult, bad: Sequence[CheckResult]) -> CheckResult:
