@@ -187,6 +187,7 @@ SAID = {
     Cause.MOMENTS: "in the optimizer's state, before step ",
     Cause.UPDATE: "in the optimizer's step ",
     Cause.UNSEEN_GRADIENTS: "not recorded: ",
+    Cause.UNSEEN_UPDATES: "in gradients of earlier steps, which were not recorded, or ",
     Cause.WEIGHTS: "in the weights before step ",
     Cause.UNREAD_GRADIENTS: "Gradients before that were not recorded,",
     Cause.UNKNOWN: "the first event; its inputs are not known",
