@@ -208,7 +208,7 @@ def seconds(work: Callable[[], object]) -> float:
 def flooded(series: SeriesTable, step: StepRows, steps: int) -> Flood:
     LOGGER.setLevel(logging.CRITICAL)
     with TemporaryDirectory() as directory:
-        scanner = scanner_of([Alerts(0, series), EventFiles(Path(directory), "rank", FACTS, series)], series)
+        scanner = scanner_of([Alerts(0, series), EventFiles(Path(directory), "rank", FACTS, series, Failures())], series)
         scanner.look(step)
         spoiled = replace(step, kinds={kind: replace(rows, partials=nan(rows.partials)) for kind, rows in step.kinds.items()})
         each = [seconds(partial(scanner.look, replace(spoiled, step=n))) for n in range(1, steps + 1)]
