@@ -134,8 +134,9 @@ def _sizes(around: Around, window: Window) -> Numbers | None:
     sizes = around.sizes("actv", int(window.series[0]))
     if sizes is None or around.facts.kinds["actv"].op != "norm":
         return None
-    keys = [list(zip(one.rank.tolist(), one.micro_step.tolist(), strict=True)) for one in (window, sizes)]
-    return sizes.values[:, [keys[1].index(key) for key in keys[0]]]
+    wanted, there = (list(zip(one.rank.tolist(), one.micro_step.tolist(), strict=True)) for one in (window, sizes))
+    place = {key: at for at, key in enumerate(there)}
+    return sizes.values[:, [place[key] for key in wanted]]
 
 
 def _is_of_any_size(around: Around) -> bool:
