@@ -109,6 +109,18 @@ def test_training_sees_its_error_wherever_it_shows(
     assert [line for line in warnings_in(caplog) if "has more root forwards" not in line] == []
 
 
+def test_training_sees_its_error_where_a_parameter_was_frozen(output: Output) -> None:
+    """The zeros of its gradient are looked at before the optimizer steps."""
+    expected = error_without_a_monitor()
+    net = Failing()
+    optimizer = nn.Adam(net.trainable_params(), 0.01)
+    with attached(output, net, optimizer, wg_distribution=True):
+        step_with(net, optimizer, 0)
+        net.a.weight.requires_grad = False
+        assert told(lambda: failing_step(net, optimizer, "the loop")) == expected
+    assert not output.manifest()["failures"]
+
+
 class Passing(nn.Cell):
     """Returns a tensor that cannot be computed."""
 

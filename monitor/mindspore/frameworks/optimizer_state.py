@@ -401,4 +401,6 @@ def _number(hyperparameter: Any) -> float | None:
 
 def is_filled_in(gradient: Any, parameter: Parameter) -> bool:
     """Whether MindSpore made zeros in place of the gradient of a frozen parameter. On a device this check would wait."""
-    return not parameter.requires_grad and isinstance(gradient, Tensor) and on_the_host() and not on_host(gradient).any()
+    facts = getattr(parameter, "_param_info", None)  # ``requires_grad`` would wait for earlier operations
+    is_frozen = facts is not None and not facts.requires_grad
+    return is_frozen and isinstance(gradient, Tensor) and on_the_host() and not on_host(gradient).any()
