@@ -133,17 +133,13 @@ def _cut(pieces: Iterable[RowPiece], most: int) -> Iterator[list[RowPiece]]:
         while start < count:
             taken = min(count - start, room)
             fits = taken == count
-            block.append(whole if fits else whole._replace(rows=_part(whole.rows, slice(start, start + taken))))
+            block.append(whole if fits else whole._replace(rows=whole.rows.take(slice(start, start + taken))))
             start, room = start + taken, room - taken
             if not room:
                 yield block
                 block, room = [], most
     if block:
         yield block
-
-
-def _part(rows: KindRows, part: slice) -> KindRows:
-    return KindRows(rows.series[part], rows.micro_step[part], rows.call_id[part], rows.layout[part], rows.partials.take(part))
 
 
 # --- Formats columns as lines of CSV text: in C (``lines.c``) where it was built, else in Python, with the same characters.

@@ -279,9 +279,9 @@ class StatsTable:
         self.columns.layout[rows] = layout
         self.columns.alias[rows] = NOT_AN_ALIAS
 
-    def next_order(self) -> int:
-        """The position in this step's order for a row that is noted later: see ``note_rows``."""
-        self._writes[0] += 1
+    def next_order(self, count: int = 1) -> int:
+        """The position in this step's order for a row that is noted later: see ``note_rows``. Of several, the last one."""
+        self._writes[0] += count
         return self._writes[0]
 
     def note_rows(self, rows: NDArray[np.int64], orders: NDArray[np.int64], layouts: NDArray[np.int64]) -> None:
@@ -292,8 +292,8 @@ class StatsTable:
 
     def note_block(self, rows: NDArray[np.int64], layout: int) -> None:
         """``note`` for rows that were written together."""
-        before, self._writes[0] = self._writes[0], self._writes[0] + len(rows)
-        self.note_rows(rows, np.arange(before + 1, before + 1 + len(rows)), np.full(len(rows), layout))
+        last = self.next_order(len(rows))
+        self.note_rows(rows, np.arange(last + 1 - len(rows), last + 1), np.full(len(rows), layout))
 
     def seal(self, into: SealedTable) -> None:
         """Copy everything into ``into`` and start the next step. Does not wait for the device."""
@@ -347,6 +347,7 @@ class SealedTable:
         for number, page in enumerate(table.pages):
             if page.histogram is not None and number not in self._histograms:
                 self._histograms[number] = page.histogram.new_copy()
+        for number, page in enumerate(table.pages):
             self._copies[number].take(page.used)
             if number in self._histograms:
                 self._histograms[number].take(page.used)
@@ -411,7 +412,7 @@ def measured(
     counted = None if histograms is None else histograms[rows].astype(np.int64)
     partials = Partials(Partials.from_rows(numbers[rows]).columns, counted)
     together = KindRows(row_order.series, row_order.micro_step, row_order.place, columns.layout[rows], partials)
-    return {kind: _take(together, where) for kind, where in row_order.kinds.items()}, row_order
+    return {kind: together.take(where) for kind, where in row_order.kinds.items()}, row_order
 
 
 def _row_order(
@@ -490,7 +491,7 @@ def with_total(kinds: dict[str, KindRows], total: TotalNorm | None) -> dict[str,
         columns = numbers.partials.columns.copy()
         columns[SUM, filled], columns[COUNT, filled] = total_norm(found.partials), 1.0
         numbers = replace(numbers, partials=Partials(columns))
-    numbers = _take(numbers, np.flatnonzero(~waiting | filled))
+    numbers = numbers.take(np.flatnonzero(~waiting | filled))
     return {kind: rows for kind, rows in {**kinds, RUN_KIND: numbers}.items() if len(rows)}
 
 
@@ -516,13 +517,7 @@ def _are_intact(total: TotalNorm, reduced: KindRows, unreduced: KindRows | None)
 def _latest(rows: KindRows) -> KindRows:
     """The row of the last micro-step of each series."""
     order = np.lexsort((rows.micro_step, rows.series))
-    return _take(rows, order[np.diff(rows.series[order], append=-1) != 0]) if (rows.micro_step > 0).any() else rows
-
-
-def _take(rows: KindRows, where: NDArray[np.int64] | slice) -> KindRows:
-    return KindRows(
-        rows.series[where], rows.micro_step[where], rows.call_id[where], rows.layout[where], rows.partials.take(where)
-    )
+    return rows.take(order[np.diff(rows.series[order], append=-1) != 0]) if (rows.micro_step > 0).any() else rows
 
 
 def combined_micro_steps(rows: KindRows) -> KindRows:
@@ -530,14 +525,14 @@ def combined_micro_steps(rows: KindRows) -> KindRows:
 
     ``writes`` becomes the number of micro-steps, 0 for a row of the whole step.
     """
-    by_series = _take(rows, np.lexsort((rows.micro_step, rows.series)))
+    by_series = rows.take(np.lexsort((rows.micro_step, rows.series)))
     starts = np.flatnonzero(np.r_[True, np.diff(by_series.series) != 0]) if len(rows) else np.zeros(0, dtype=np.int64)
-    first = _take(by_series, starts)
+    first = by_series.take(starts)
     together = combine_groups(by_series.partials, starts)
     partials = replace(together, columns=together.columns.copy())
     partials.columns[WRITES] = _micro_steps(by_series, starts)
     combined = KindRows(first.series, np.full(len(starts), NO_MICRO_STEP), first.call_id, first.layout, partials)
-    return _take(combined, np.argsort(combined.call_id, kind="stable"))
+    return combined.take(np.argsort(combined.call_id, kind="stable"))
 
 
 def _micro_steps(by_series: KindRows, starts: NDArray[np.int64]) -> Floats:
@@ -586,6 +581,11 @@ class KindRows:
 
     def __len__(self) -> int:
         return len(self.series)
+
+    def take(self, where: NDArray[np.int64] | slice) -> KindRows:
+        """Some of the rows."""
+        columns = self.series[where], self.micro_step[where], self.call_id[where], self.layout[where]
+        return KindRows(*columns, self.partials.take(where))
 
 
 @dataclass(frozen=True, slots=True)
