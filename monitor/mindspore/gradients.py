@@ -124,12 +124,12 @@ class MindSporeReductions(MindSporeCollectiveListener):
         Args:
             waiting: The shapes of gradients that other optimizers will be given later: sums may belong to those.
         """
-        are_taped, are_copies = (any(map(kind, gradients)) for kind in (_is_taped, _is_copy))
-        self.out_of_sight = OUT_OF_SIGHT if are_taped or not (self._wanted or are_copies) else ""
-        self._wanted = False
+        arrived, self._wanted = self._wanted, False
         self.is_whole = not has_others() or self._reaches_all([])
         if self.is_whole:
             return
+        are_taped, are_copies = (any(map(kind, gradients)) for kind in (_is_taped, _is_copy))
+        self.out_of_sight = OUT_OF_SIGHT if are_taped or not (arrived or are_copies) else ""
         shapes = Counter(tuple(one.shape) for one in gradients if one is not None)
         later = Counter(waiting)
         self._reduced = {shape: self._covers(shape, count + later[shape], gradients) for shape, count in shapes.items()}

@@ -106,8 +106,8 @@ class Run:
         Raises:
             OutputError: The output directory cannot be created or written.
         """
-        config, recorded, self._failures = spec.config, spec.recorded, spec.failures
-        failures = self._failures
+        config, recorded, failures = spec.config, spec.recorded, spec.failures
+        self._failures = failures
         self.identity = identity_of(place, recorded.key, failures)
         self.base = prepare(spec.base)
         for name in LEFT_BY_EARLIER_RUNS:

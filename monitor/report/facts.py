@@ -131,7 +131,7 @@ class Facts:
         if rows is None or not names:
             return {}
         rows.feed(means, None, names)
-        return {name: means.of(rows.names.index(name))[::2] for name in names}
+        return {name: means.of(rows.numbers[name])[::2] for name in names}
 
     @cached_property
     def overflows(self) -> Ints:

@@ -115,25 +115,17 @@ class KindReader:
     _number: dict[tuple[int, str], int] = field(default_factory=dict)
     _known_as: dict[str, set[str]] = field(default_factory=dict)
     _has_stages: bool = False
-    _names: tuple[tuple[int, bool], tuple[list[str], dict[str, int]]] = ((0, False), ([], {}))
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Of each series, with its place if several places have the name."""
-        return self._named()[0]
+        places, what = Counter(name for _, name in self.series), "stage" if self._has_stages else ""
+        return [f"{what}{place}:{name}" if places[name] > 1 else name for place, name in self.series]
 
-    @property
+    @cached_property
     def numbers(self) -> dict[str, int]:
         """The number of the series of each of ``names``."""
-        return self._named()[1]
-
-    def _named(self) -> tuple[list[str], dict[str, int]]:
-        key = len(self.series), self._has_stages
-        if self._names[0] != key:
-            places, what = Counter(name for _, name in self.series), "stage" if self._has_stages else ""
-            names = [f"{what}{place}:{name}" if places[name] > 1 else name for place, name in self.series]
-            self._names = key, (names, {name: number for number, name in enumerate(names)})
-        return self._names[1]
+        return {name: number for number, name in enumerate(self.names)}
 
     def name_of(self, step: int, rank: int, chunk: int, name: str) -> str:
         """The name in the whole model of what a rank calls ``name``, as in ``names``."""
@@ -276,6 +268,8 @@ class KindReader:
 
     def _numbered(self, rows: pa.Table, steps: range) -> Ints:
         """Of each row the number of its series. New series are numbered in order of execution."""
+        for derived in ("names", "numbers"):  # of the series so far
+            self.__dict__.pop(derived, None)
         names = rows[GLOBAL_NAME].combine_chunks()
         chunk = self._places(rows)
         chunks = int(chunk.max()) + 1

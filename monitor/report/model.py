@@ -409,7 +409,7 @@ def _histograms(facts: Facts, model: Model, verdict: Verdict, unusual: Sequence[
     for kind, rows in facts.kinds.items():
         if MAGNITUDES in rows.ops:
             wanted = [one["tensor"] for one in unusual if one["kind"] == kind]
-            first = [one for one in dict.fromkeys([verdict.place.name, *wanted, *rows.names]) if one in rows.names]
+            first = [one for one in dict.fromkeys([verdict.place.name, *wanted, *rows.names]) if one in rows.numbers]
             for name in first[:MOST_HISTOGRAMS]:
                 yield _histogram(facts, model, kind, name)
 

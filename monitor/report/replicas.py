@@ -76,7 +76,7 @@ def _rates_apart(facts: Facts, first: Mapping[str, Any]) -> str:
     rows.feed(window, range(int(steps[0]), int(steps[-1]) + 1), names)
     window, odd = window.filled(), set(first["odd_ranks"])
     for name, at in ((name, at) for name in names for at in range(len(steps))):
-        columns = np.flatnonzero((window.series == rows.names.index(name)) & ~np.isnan(window.values[at])).tolist()
+        columns = np.flatnonzero((window.series == rows.numbers[name]) & ~np.isnan(window.values[at])).tolist()
         rates = {facts.ranks[window.rank[one]]: float(window.values[at, one]) for one in columns}
         usual = {rate for rank, rate in rates.items() if rank not in odd}
         others = {rank: rate for rank, rate in rates.items() if rank in odd and rate not in usual}

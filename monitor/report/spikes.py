@@ -149,7 +149,7 @@ def _numbers(facts: Facts) -> dict[str, tuple[Ints, Numbers]]:
     if rows is not None and (wanted := list(filter(_is_judged, rows.names))):
         means = Means(facts.axis.steps)
         rows.feed(means, None, wanted)
-        found |= {name: means.of(rows.names.index(name))[:2] for name in wanted}
+        found |= {name: means.of(rows.numbers[name])[:2] for name in wanted}
     if facts.totals and GRAD_NORM not in found:
         found[GRAD_NORM] = (np.concatenate([one[0] for one in facts.totals]), np.concatenate([one[1] for one in facts.totals]))
     return found
