@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,11 @@ def plain(text: str) -> str:
 def counted(number: float, one: str, several: str = "") -> str:
     """``1 row`` or ``2 rows``. ``several`` is the plural if an s does not make it, as in ``1 row has`` and ``2 rows have``."""
     return f"{number:,} {one if number == 1 else several or f'{one}s'}"
+
+
+def first_of(names: Sequence[object], most: int) -> str:
+    """The first names, and dots if there are more."""
+    return ", ".join(map(str, names[:most])) + (", …" if len(names) > most else "")
 
 
 def say(console: Console, text: str, style: str = "") -> None:

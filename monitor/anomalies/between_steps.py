@@ -16,7 +16,7 @@ from monitor.anomalies.corruption import CHANGED_BETWEEN, CorruptionAlerts
 from monitor.coordinator.manifest_format import WrongBits
 from monitor.series import LEFT_BY_STEP, MOMENT_KINDS, SeriesTable
 from monitor.stats.partials import Words
-from monitor.terminal import counted
+from monitor.terminal import counted, first_of
 
 WEIGHTS: Final = "weights"
 KINDS: Final = (
@@ -112,7 +112,7 @@ class _Interval:
         """Note which weights are not compared, each time that there are others."""
         if rewritten != self._rewritten:
             self._rewritten = rewritten
-            names = ", ".join(name for _, name in sorted(rewritten)[:NAMED]) + (", …" if len(rewritten) > NAMED else "")
+            names = first_of([name for _, name in sorted(rewritten)], NAMED)
             said = f"{counted(len(rewritten), 'weight is', 'weights are')} stepped by several optimizers: {names}. "
             self._alerts.note(f"weights of several optimizers, {WRITTEN}", said + NOT_COMPARED.format(what="They"))
 

@@ -11,7 +11,7 @@ from monitor.recording.attached_model import Attached, NamedParameter, Parameter
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import LEFT_BY_STEP, LOCAL, MOMENT_KINDS, Placement
-from monitor.terminal import counted
+from monitor.terminal import counted, first_of
 
 # --- Records weight gradients before and after the data-parallel ranks reduce them: the part common to all frameworks.
 
@@ -40,12 +40,6 @@ SUMMED_EARLY: Final = (
 )
 MAX_LISTED: Final = 3
 """Maximum number of names in a message."""
-
-
-def named(names: Sequence[str]) -> str:
-    """The first names, for a message."""
-    return ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
-
 
 NOT_OF_THE_STEP: Final = frozenset({NOT_ACCUMULATED, EACH_MICRO_BATCH, AGGREGATED_EARLY})
 """Notes on ``grad_unreduced`` if it is not the sum over this rank's micro-batches."""
@@ -269,7 +263,7 @@ class GradientCollector(Collector):
             self._not_reduced = self._not_reduced or why
             self._failures.nothing_of("grad_reduced in compiled code", why)
             return
-        listed = named([one.name for one in local])
+        listed = first_of([one.name for one in local], MAX_LISTED)
         if not self._not_reduced:
             self._not_reduced = NOT_REDUCED.format(step=self._clock.step, count=counted(len(local), "parameter"), names=listed)
             self._advise_of_replicas(local)
@@ -292,7 +286,7 @@ class GradientCollector(Collector):
         shared = [name for name, placement in placed.items() if placement.replicas]
         if shared:
             owner, count = ownership.owner(placed[shared[0]]), counted(len(shared), "parameter")
-            said = ONE_WRITES.format(count=count, names=named(shared), owner=owner)
+            said = ONE_WRITES.format(count=count, names=first_of(shared, MAX_LISTED), owner=owner)
             self._failures.advise("weights that one rank writes", said)
             attached.note("weights", said)
 

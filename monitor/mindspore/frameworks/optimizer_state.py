@@ -14,6 +14,7 @@ from monitor.mindspore.features.reading import is_floating_point
 from monitor.recording import arguments
 from monitor.recording.arguments import MAX_WRAPPERS
 from monitor.stats.mindspore.tensors import has_data, on_host, on_the_host
+from monitor.terminal import first_of
 
 # --- Finds the optimizers that a user passes, and the moments that they keep of each parameter.
 
@@ -143,8 +144,7 @@ def roles_of(clones: Sequence[Clones], *, has_momentum: bool) -> dict[str, Clone
 
 def listing(clones: Sequence[Clones]) -> str:
     """The clones as a text for messages; empty if there are none."""
-    listed = [f"{one.attribute!r} (prefix {one.prefix!r})" for one in clones]
-    return ", ".join(listed[:MOST_NAMES]) + (", …" if len(listed) > MOST_NAMES else "")
+    return first_of([f"{one.attribute!r} (prefix {one.prefix!r})" for one in clones], MOST_NAMES)
 
 
 def _are_parameters(kept: Any) -> bool:

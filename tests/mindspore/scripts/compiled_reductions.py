@@ -10,7 +10,7 @@ from typing import Any
 os.environ |= {"MONITOR_NATIVE": "0", "MONITOR_COMPILED_CODE": "1"}
 
 import mindspore as ms
-from compiled_reductions_cells import STEPS, WAYS, Weighted, inputs
+from compiled_reductions_cells import STEPS, WAYS, Weighted, inputs, weights_after
 from mindspore import Tensor, communication, nn
 from ranks import tell
 
@@ -35,9 +35,7 @@ def trained(way: type[nn.Cell], *, whole: bool, monitored: bool) -> list[list[fl
     step = cell if whole else ms.jit(called)
     for number in range(STEPS):
         step(Tensor(inputs(communication.get_rank(), number)))
-    if monitor is not None:
-        monitor.close()
-    return [one.asnumpy().ravel().tolist() for one in net.trainable_params()]
+    return weights_after(net, monitor)
 
 
 def main(base: Path) -> None:

@@ -9,6 +9,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, nn, ops
 
+from monitor.mindspore import TrainerMon
+
 STEPS, SIZE = 2, 2
 FACTORS = np.array([1.0, -2.0, 3.0], np.float32)
 
@@ -16,6 +18,13 @@ FACTORS = np.array([1.0, -2.0, 3.0], np.float32)
 def inputs(rank: int, step: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     drawn: np.ndarray[Any, np.dtype[np.float32]] = np.random.default_rng([rank, step]).normal(size=(5, 4)).astype(np.float32)
     return drawn
+
+
+def weights_after(net: nn.Cell, monitor: TrainerMon | None) -> list[list[float]]:
+    """The weights at the end of a run, and of its monitor."""
+    if monitor is not None:
+        monitor.close()
+    return [one.asnumpy().ravel().tolist() for one in net.trainable_params()]
 
 
 class Weighted(nn.Cell):

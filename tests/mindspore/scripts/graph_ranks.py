@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-from compiled_reductions_cells import ByReducer, Weighted, inputs
+from compiled_reductions_cells import ByReducer, Weighted, inputs, weights_after
 from mindspore import Tensor, communication, nn
 from ranks import tell
 
@@ -46,9 +46,7 @@ def trained(*, whole: bool, monitored: bool) -> list[list[float]]:
             cell(x)
         else:
             optimizer(cell.reducer(compiled(x)[1]))
-    if monitor is not None:
-        monitor.close()
-    return [one.asnumpy().ravel().tolist() for one in net.trainable_params()]
+    return weights_after(net, monitor)
 
 
 def main(base: Path) -> None:
