@@ -207,6 +207,7 @@ class Attachment:
 
     def _attach(self) -> None:
         config, watch = self.watch.config, self.watch
+        self._monitored = watch.ownership.monitored
         parameters, modules = list(self.names.parameters()), list(self.names.modules())
         for chunk, root in enumerate(watch.chunks):
             self.modules.watch_root(chunk, root)
@@ -229,7 +230,7 @@ class Attachment:
             yield "xy_distribution", LateModules.of_activations(attached, self.names)
         if config.recording_l2_features:
             yield "recording_l2_features", FeatureCollector(attached, self.names, self.modules)
-        if config.stack_info and self.watch.ownership.monitored:
+        if config.stack_info and self._monitored:
             yield "stack_info", StackCollector(attached, modules, lambda: self._run().directory)
         if config.print_struct:
             yield "print_struct", StructureCollector(attached, modules)
@@ -243,7 +244,7 @@ class Attachment:
         if config.param_distribution:
             yield "param_distribution", WeightCollector(attached)
         yield from backend.factories.new_updates(attached)
-        if config.run_numbers is not False and self.watch.ownership.monitored:
+        if config.run_numbers is not False and self._monitored:
             automatic = config.run_numbers or records_measurements(config)
             self._numbers = RunNumbers(attached, gradients, automatic=automatic)
             yield "run_numbers", self._numbers
@@ -486,7 +487,7 @@ class Attachment:
         self.begun, self._batches = False, 0
         self._turns.clear()
         self._others.restart()
-        wanted = self.watch.ownership.monitored and self.schedule.collects(self.clock.step, self.collected)
+        wanted = self._monitored and self.schedule.collects(self.clock.step, self.collected)
         self._recorder.activate(wanted, self._has)
         if self._recorder.active and not before_a_turn:
             self._scaling_said = ""
