@@ -111,7 +111,7 @@ def may_not_jump(kind: str, name: str) -> bool:
     """Whether a change says something. Learning rates change by plan. Of other numbers that a loop logs nothing is known."""
     if kind == HEALTH_KIND:  # it has bounds
         return False
-    return kind != RUN_KIND or "loss" in name.lower() or name in (GRAD_NORM, CLIPPED_NORM)
+    return kind != RUN_KIND or is_loss(name) or name in (GRAD_NORM, CLIPPED_NORM)
 
 
 def said(one: RowEvent, facts: Facts) -> str:

@@ -288,7 +288,7 @@ def test_ranks_of_a_running_job_may_be_some_steps_apart(is_dead: bool, tmp_path:
         assert is_dead or "steps 14 to 17" in next(one.finding.says for one in checks if one.name == "Ranks ended cleanly")
 
 
-@pytest.mark.parametrize("name", ["learning_rate.0", "epoch", "loss"])
+@pytest.mark.parametrize("name", ["learning_rate.0", "epoch", "loss_scale", "loss"])
 def test_only_losses_and_norms_among_the_numbers_of_a_run_may_not_jump(name: str, tmp_path: Path) -> None:
     one = RecordedRank(tmp_path, format="parquet")
     for step in range(STEPS):
