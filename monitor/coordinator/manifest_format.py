@@ -549,7 +549,8 @@ class ManifestRecord(StrictRecord):
         notes: What a reader must know of the numbers and the numbers do not show.
         closed: True once the run has ended and everything was written.
         recording: How many recordings the process had begun before this one.
-        launch: The same for all recordings of all processes that were started together and share a store; empty without one.
+        launch: The same for all recordings of all processes that were started together and share a store, or of one process
+            without a store. Earlier versions left it empty without one.
         watched: Identifies the recorded model across ranks; None in manifests of earlier versions.
         first_step: The first step that this run has written or lost; None before. Earlier steps belong to the runs in
             ``resumed``.

@@ -102,6 +102,7 @@ TIMEOUT_S: Final = 30.0
 """A new connection looks up the name of its peer; an unresponsive name server takes some ten seconds of this."""
 
 LAUNCH: Final = "monitor/launch"
+_IMPORTED: Final = uuid.uuid4()
 
 _JOB_ID: Final = re.compile(r"[0-9a-f]{32}")
 
@@ -124,7 +125,7 @@ class JobIdentity:
         job_id: 32 hexadecimal characters. The timestamp alone does not identify a job: two may start in one second.
         timestamp: When the job began, as in the names of its directories.
         agreed: False if the store did not answer, and other ranks may have other identities.
-        launch: The same for all recordings of processes that share a store; empty without a store.
+        launch: The same for all recordings of processes that share a store; without a store, for those of one process.
     """
 
     job_id: str
@@ -138,7 +139,7 @@ class JobIdentity:
         return cls(uuid.uuid4().hex, timestamp_of(moment or datetime.now()))
 
     def of_launch(self) -> JobIdentity:
-        """An identity that all recordings of the launch share, if the launch is known."""
+        """An identity that all recordings of the launch share."""
         return replace(self, job_id=self.launch or self.job_id)
 
     def serialized(self) -> str:
@@ -163,7 +164,7 @@ def agree(store: IdentityStore | None, name: str | int, failures: Failures, time
         timeout_s: Timeout for the store's answer. If the store is slower or fails, this rank uses its own identity, and
             the failure is reported to ``failures``.
     """
-    proposal = JobIdentity.new()
+    proposal = replace(JobIdentity.new(), launch=uuid.uuid5(_IMPORTED, str(os.getpid())).hex)  # a forked child has its own
     if store is None:
         return proposal
     try:

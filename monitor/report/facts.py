@@ -296,15 +296,12 @@ def _axis(told: Mapping[str, Any], series: int) -> Axis:
 
 
 def _ranking(base: Path, told: Mapping[str, Any], manifests: Mapping[int, ManifestRecord]) -> tuple[Ranking | None, str]:
-    try:
-        ranking = ranking_of(folder_of(base), MOST_EVENTS)
-    except (NothingReadError, MergeError, OSError) as error:
-        return None, str(error).partition("\n")[0]
     known = {str(told["job_id"]), *(one.job_id for one in manifests.values())}
     known |= {str(one["continued"]) for one in told.get("joints", {}).get("listed", ())}
-    if not any(one.events.judged.job_id in known for one in ranking.job.members):
-        return None, f"the events in {base} are of another job."
-    return ranking, ""
+    try:
+        return ranking_of(folder_of(base), MOST_EVENTS, jobs=known), ""
+    except (NothingReadError, MergeError, OSError) as error:
+        return None, str(error).partition("\n")[0]
 
 
 def _read_total_norm(facts: Facts) -> None:

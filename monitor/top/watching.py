@@ -345,20 +345,19 @@ class EventsNow:
             state = [(str(one), one.stat().st_mtime_ns, one.stat().st_size) for one in files]
             if not state or state == self._read_last:
                 return
-            ranking = ranking_of(self._folder, MOST_EVENTS)
+            ranking = ranking_of(self._folder, MOST_EVENTS, jobs={job})
             self.notes = []
-            if any(one.events.judged.job_id == job for one in ranking.job.members):
-                self.alerts = AlertsNow(ranking.events, _first(ranking), [_line(one) for one in self._newest(ranking)])
+            self.alerts = AlertsNow(ranking.events, _first(ranking), [_line(one) for one in self._newest(ranking, job)])
             self._read_last = state
         except NothingReadError:
             return  # no rule has found anything yet
         except (MergeError, OSError) as error:
             self.notes = [f"events could not be read: {str(error).partition(chr(10))[0]}"]
 
-    def _newest(self, ranking: Ranking) -> list[Ranked]:
+    def _newest(self, ranking: Ranking, job: str) -> list[Ranked]:
         found = list(ranking.ranked)
         if ranking.events > len(found):
-            found = list(ranking_of(self._folder, MOST_EVENTS, lambda step: step == step.max(initial=0)).ranked)
+            found = list(ranking_of(self._folder, MOST_EVENTS, lambda step: step == step.max(initial=0), {job}).ranked)
         return sorted(found, key=lambda one: one.step)[-MOST_ALERTS:][::-1]
 
 

@@ -121,6 +121,17 @@ def _of_a_process(arguments):
     return agreed(dist.FileStore(path, 3)), agreed(dist.PrefixStore("processes", client(port)))
 
 
+def test_without_a_store_the_recordings_of_a_process_share_a_launch_and_those_of_a_forked_child_have_another():
+    own = {agreed(None, number).launch for number in range(3)}
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        of_child = set(pool.map(_launch, range(3)))
+    assert (len(own), len(of_child), own & of_child) == (1, 1, set())
+
+
+def _launch(number):
+    return agreed(None, number).launch
+
+
 def test_no_rank_waits_for_another(tmp_path):
     """The store is made for 64 ranks and one is here."""
     assert agreed(dist.FileStore(str(tmp_path / "store"), 64)).agreed

@@ -154,6 +154,10 @@ class RankedJob:
         number = self._by_rank.get((recording, rank))
         return None if number is None else self.members[number]
 
+    @property
+    def has_several_recordings(self) -> bool:
+        return len({one.recording for one in self.members}) > 1
+
     def at_place(self, group: PipelineGroup, place: int) -> Member | None:
         """The member with the chunk at index ``place`` of the pipeline."""
         return self.member_of(group.recording, group.mates[place % len(group.mates)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -266,17 +266,22 @@ class Ranking:
         return not (self.events or job.flaws or job.missing) and ended and self.coverage.is_whole
 
 
-def ranking_of(folder: Path, most: int, step_filter: StepFilter | None = None) -> Ranking:
+def ranking_of(folder: Path, most: int, step_filter: StepFilter | None = None, jobs: Collection[str] = ()) -> Ranking:
     """Read, order and judge the events of all ranks.
 
     Args:
         most: How many events to keep.
         step_filter: Chooses the steps to list. Other steps still count as possible causes.
+        jobs: Ids of the jobs whose events count; empty: those of the launch with the most files.
 
     Raises:
-        NothingReadError: no file could be read.
+        NothingReadError: no file could be read, or none is of these jobs.
     """
-    job = job_of(folder, read_all(files_in(folder)))
+    read = list(read_all(files_in(folder)))
+    of_jobs = [one for one in read if isinstance(one, Flaw) or not jobs or one.judged.job_id in jobs]
+    if not of_jobs:
+        raise NothingReadError(f"the events in {folder.parent} are of another job.")
+    job = job_of(folder, of_jobs)
     if not job.members:
         raise NothingReadError("\n".join([f"no rank's events in {folder} can be read:", *map(_said, job.flaws[:10])]))
     table = EventTable.of(job.members)

@@ -30,12 +30,14 @@ def listing(ranking: Ranking, console: Console) -> RenderableType:
     """The earliest events, in order: as a table or, on a narrow console, a few lines each."""
     wide = _table(ranking)
     whole = Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), wide).maximum
-    return wide if whole <= console.width else Text("\n".join(plain(line) for one in ranking.ranked for line in _lines(one)))
+    if whole <= console.width:
+        return wide
+    return Text("\n".join(plain(line) for one in ranking.ranked for line in _lines(one, ranking)))
 
 
-def _lines(one: Ranked) -> Iterator[str]:
+def _lines(one: Ranked, ranking: Ranking) -> Iterator[str]:
     micro_step = "" if one.micro_step == NO_MICRO_STEP else f", micro-step {one.micro_step}"
-    yield f"{_origin(one)}: rank {one.member.rank} ({one.member.host}), step {one.step}{micro_step}"
+    yield f"{_origin(one)}: rank {one.member.rank} ({one.member.host}){_recording(one, ranking)}, step {one.step}{micro_step}"
     yield f"  {tensor(one)}"
     yield f"  {one.op} {_value(one)}, {one.rule}"
     if remark(one):
@@ -48,25 +50,28 @@ def _origin(one: Ranked) -> str:
 
 def _table(ranking: Ranking) -> Table:
     found = Table(box=None, pad_edge=False)
-    with_micro_steps = any(one.micro_step != NO_MICRO_STEP for one in ranking.ranked)
-    for name in ("rank", "host", "step", *(["micro-step"] if with_micro_steps else [])):
+    places = [_place(one) for one in ranking.ranked]
+    left_out = {"micro-step"} if not any(place["micro-step"] for place in places) else set()
+    left_out |= set() if ranking.job.has_several_recordings else {"recording"}
+    shown = [name for name in ("rank", "host", "recording", "step", "micro-step") if name not in left_out]
+    for name in shown:
         found.add_column(name, no_wrap=True)
     for name in ("tensor", "statistic", "value", "rule", "", "remark"):
         found.add_column(name)
-    for one in ranking.ranked:
-        micro_step = [] if not with_micro_steps else ["" if one.micro_step == NO_MICRO_STEP else str(one.micro_step)]
-        cells = [
-            str(one.member.rank),
-            one.member.host,
-            str(one.step),
-            *micro_step,
-            tensor(one),
-            one.op,
-            _value(one),
-        ]
-        cells += [one.rule, _origin(one), remark(one)]
+    for one, place in zip(ranking.ranked, places, strict=True):
+        cells = [*(place[name] for name in shown), tensor(one), one.op, _value(one), one.rule, _origin(one), remark(one)]
         found.add_row(*(Text(plain(cell)) for cell in cells))  # as text: names must not be parsed as markup
     return found
+
+
+def _place(one: Ranked) -> dict[str, str]:
+    return {
+        "rank": str(one.member.rank),
+        "host": one.member.host,
+        "recording": str(one.member.recording + 1),
+        "step": str(one.step),
+        "micro-step": "" if one.micro_step == NO_MICRO_STEP else str(one.micro_step),
+    }
 
 
 def tensor(one: Ranked) -> str:
@@ -128,8 +133,11 @@ def _of_the_order(ranking: Ranking) -> Iterator[str]:
             f"{_without_manifest(job.without_manifest)} first event of each step is called an origin, unless another rank or "
             "the update before may have caused it."
         )
-    if len({one.recording for one in job.members}) > 1:
-        yield "The ranks have several recordings each. What one passes to another is not known: each has origins of its own."
+    if job.has_several_recordings:
+        yield (
+            "The ranks have several recordings each, counted in the order in which they began. What one passes to another is "
+            "not known: each has origins of its own."
+        )
 
 
 def _without_manifest(ranks: Sequence[int]) -> str:
@@ -270,10 +278,10 @@ def found_first(ranking: Ranking) -> tuple[str, str]:
     first = ranking.first_origin
     if first is None:
         return (
-            f"First came {_found(ranking.ranked[0])}, but an earlier event caused it, and none of these is an origin: "
+            f"First came {_found(ranking.ranked[0], ranking)}, but an earlier event caused it, and none of these is an origin: "
             "rank earlier steps, too."
         ), ""
-    return f"First came {_located(first)}.", " ".join([*_next(first), *_not_finite(ranking, first)])
+    return f"First came {_located(first, ranking)}.", " ".join([*_next(first), *_not_finite(ranking, first)])
 
 
 def _advice_of_rule(one: Ranked) -> str:
@@ -282,10 +290,11 @@ def _advice_of_rule(one: Ranked) -> str:
     return ADVICE.get(one.rule, advised)
 
 
-def _located(one: Ranked) -> str:
+def _located(one: Ranked, ranking: Ranking) -> str:
+    found = _found(one, ranking)
     if _advice_of_rule(one):
-        return _found(one)
-    return f"{_found(one)}, {one.location.text}" if one.location else f"{_found(one)}, which may follow from something before"
+        return found
+    return f"{found}, {one.location.text}" if one.location else f"{found}, which may follow from something before"
 
 
 def _not_finite(ranking: Ranking, first: Ranked) -> list[str]:
@@ -293,15 +302,20 @@ def _not_finite(ranking: Ranking, first: Ranked) -> list[str]:
     other = ranking.first_not_finite
     if other is None or other is first or not first.is_finite:
         return []
-    return [f"The first NaN or Inf: {_located(other)}."]
+    return [f"The first NaN or Inf: {_located(other, ranking)}."]
 
 
-def _found(one: Ranked) -> str:
+def _recording(one: Ranked, ranking: Ranking) -> str:
+    """Which of the rank's recordings, counted from 1 as in the list of jobs; empty if there is one."""
+    return f" of recording {one.member.recording + 1}" if ranking.job.has_several_recordings else ""
+
+
+def _found(one: Ranked, ranking: Ranking) -> str:
     subject, rank = one.subject, one.member.rank
     kind = _NOUNS.get(subject.role, f"{subject.series.kind} ")
     replica = f" (rank {rank}'s replica)" if subject.recorded_as.kind == REPLICA_KIND else ""
     micro_step = "" if one.micro_step == NO_MICRO_STEP else f", micro-step {one.micro_step}"
-    where = f"on rank {rank} ({one.member.host}) in step {one.step}{micro_step}"
+    where = f"on rank {rank} ({one.member.host}){_recording(one, ranking)} in step {one.step}{micro_step}"
     chunk = f" of chunk {subject.series.vpp_stage}" if subject.series.vpp_stage else ""
     return f"{kind}{name_of(subject)}{chunk}{replica} {where}: {described_value(one)}"
 

@@ -332,9 +332,11 @@ def test_a_name_in_a_file_does_not_steer_the_terminal(tmp_path):
 
 
 def test_two_recordings_of_a_process_are_ranked_side_by_side(tmp_path):
-    first, second = (PlayedRank(recording=number).fire("actv", "b.output") for number in range(2))
+    jobs = ({"recording": number, "job": f"{number}" * 32, "launch": "f" * 32} for number in range(2))
+    first, second = (PlayedRank(**job).fire("actv", "b.output") for job in jobs)
     status, said = ran(written(tmp_path, first, second))
     assert (status, "2 origins" in said, "several recordings" in said) == (1, True, True)
+    assert ("host recording step" in said, " of recording 1 in step" in said, "is of job" in said) == (True, True, False)
     assert len(analysed(tmp_path / EVENTS_FOLDER / "anomaly_analyse.json")) == 2
 
 
