@@ -190,17 +190,6 @@ class TestStructure:
         assert "could not be written" in str(ended(output, Model()))
         assert any("No space left on device" in message for message in caplog.messages)
 
-    def test_what_an_earlier_run_left_is_set_aside(self, output: Output) -> None:
-        for size in (5, 7):
-            model = nn.Linear(size, 2)
-            optimizer = SGD(model.parameters(), lr=0.1)
-            attached(output, model, optimizer, print_struct=True)
-            with pytest.raises(RunEnded):
-                train(model, optimizer, 1, torch.ones(3, size))
-        assert structure(output)["0:"]["input"]["0"] == "size=(3, 7), dtype=torch.float32"
-        (aside,) = output.base.glob("module_struct-before-*")
-        assert "(3, 5)" in (aside / "rank0" / "module_struct.json").read_text()
-
 
 SCRIPT = """
 import sys, torch
@@ -219,10 +208,27 @@ for step in range(5):
 """
 
 
+def structure_written(directory: Path) -> subprocess.CompletedProcess[str]:
+    """A run of the script that the structure ended."""
+    (directory / "config.json").write_text('{"print_struct": true}')
+    command = [sys.executable, "-c", SCRIPT, str(directory / "config.json")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_what_an_earlier_run_left_is_set_aside(output: Output, tmp_path: Path) -> None:
+    structure_written(tmp_path)
+    model = nn.Linear(7, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    attached(output, model, optimizer, print_struct=True)
+    with pytest.raises(RunEnded):
+        train(model, optimizer, 1, torch.ones(3, 7))
+    assert structure(output)["0:"]["input"]["0"] == "size=(3, 7), dtype=torch.float32"
+    (aside,) = output.base.glob("module_struct-before-*")
+    assert "(3, 5)" in (aside / "rank0" / "module_struct.json").read_text()
+
+
 def test_the_end_of_the_run_passes_through_a_script_that_catches_exceptions(output: Output, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"print_struct": true}')
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "config.json")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    ran = structure_written(tmp_path)
     assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr
     assert "Traceback" not in ran.stderr
     assert "print_struct ends the run here" in ran.stderr
