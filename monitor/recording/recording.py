@@ -344,6 +344,12 @@ class Recording:
         self.attachment = Attachment(watch, names, host, start_step, *rest)
         self._expect()
         self._show_steps()
+        if (twin := OPEN.twin_of(self)) is not None:
+            self._failures.advise(
+                "a model that is watched twice",
+                f"An earlier monitor of this model still records, to {twin.directory}, so each tensor is read twice. If you "
+                "attached again to replace it, call its close() first.",
+            )
 
     def _show_steps(self) -> None:
         """Let the run show which step training is in. It keeps the clock, and not the model."""
@@ -366,6 +372,15 @@ class Recording:
                 self.switching.opened(self._opened)
             self._announce(here.rank, self._opened)
         return self._opened
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """The ids of the parameters that this recording watches."""
+        return (
+            frozenset(id(one.tensor) for one in self.attachment.names.parameters())
+            if hasattr(self, "attachment")
+            else frozenset()
+        )
 
     def _announce(self, rank: int, run: Run) -> None:
         if run.resumes_after < 0:

@@ -300,6 +300,10 @@ class OpenRecording(Protocol):
     def run(self) -> Run | None:
         """The run; None before the first record, and in a forked child, where the run belongs to the parent."""
 
+    @property
+    def watched(self) -> frozenset[int]:
+        """The ids of the parameters that it watches."""
+
     def detach(self) -> None:
         """Remove every hook, and submit the step in progress to the pipeline. Raises only an error of training, afterwards."""
 
@@ -333,6 +337,12 @@ class OpenRecordings:
     def runs(self) -> list[Run]:
         """The runs that this process is recording."""
         return [run for recording in list(self._open) if (run := recording.run) is not None]
+
+    def twin_of(self, recording: OpenRecording) -> Run | None:
+        """The run of another recording of the same parameters, if there is one."""
+        mine = recording.watched
+        others = (one for one in list(self._open) if one is not recording and mine and one.watched == mine)
+        return next((run for one in others if (run := one.run) is not None), None)
 
     def close_all(self) -> None:
         """Close every recording of this process, in parallel, so that timeouts do not add up."""

@@ -520,6 +520,23 @@ class TestTwoModelsWithTwoOptimizers:
         for kind in ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_origin", "param_updated"):
             assert output.rows(kind, one) == output.rows(kind, other) != []
 
+    @pytest.mark.parametrize("is_closed", [False, True])
+    def test_who_attaches_again_hears_that_an_earlier_monitor_still_records(
+        self, is_closed: bool, output: Output, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As where a notebook's cell runs twice. Another model may be monitored at the same time."""
+        model, other = small_model(), small_model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        first = attached(output, model, optimizer, **GRADIENTS)
+        if is_closed:
+            first.close()
+        with attached(output, model, optimizer, **GRADIENTS), attached(output, other, SGD(other.parameters()), **GRADIENTS):
+            train(model, optimizer, 1, X)
+        first.close()
+        said = [one.getMessage() for one in caplog.records if "An earlier monitor of this model" in one.getMessage()]
+        assert len(said) == (not is_closed)
+        assert all(str(output.directories()[0]) in one for one in said)
+
     def test_closing_one_of_two_leaves_the_other_recording(self, output: Output) -> None:
         model = small_model()
         optimizer = SGD(model.parameters(), lr=0.1)
