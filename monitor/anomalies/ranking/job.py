@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -208,16 +208,17 @@ def _manifests(base: Path) -> Found:
         return Found({}, ())
 
 
-def _of_one_job(events: Sequence[RecordingEvents], matching: _Matching, flaws: list[Flaw]) -> Iterator[RecordingEvents]:
+def _of_one_job(events: Sequence[RecordingEvents], matching: _Matching, flaws: list[Flaw]) -> Sequence[RecordingEvents]:
     """The events of the most frequent job or its launch; others become flaws."""
-    jobs = Counter(matching.launch(one) for one in events)
-    most = max(jobs, key=lambda job: (jobs[job], job), default="")
+    of_launches: dict[str, list[RecordingEvents]] = {}
     for one in events:
-        if matching.launch(one) == most:
-            yield one
-        else:
-            reason = f"is of job {one.judged.job_id}, most others are of {most}: it was not ranked"
-            flaws.append(Flaw(one.files.rank, one.files.label, reason))
+        of_launches.setdefault(matching.launch(one), []).append(one)
+    most = max(of_launches, key=lambda launch: (len(of_launches[launch]), launch), default="")
+    chosen = of_launches.pop(most, [])
+    for one in itertools.chain.from_iterable(of_launches.values()):
+        reason = f"is of job {one.judged.job_id}, most others are of {chosen[0].judged.job_id}: it was not ranked"
+        flaws.append(Flaw(one.files.rank, one.files.label, reason))
+    return chosen
 
 
 class _Matching:
