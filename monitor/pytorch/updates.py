@@ -317,7 +317,7 @@ class DirectionCollector(Collector):
             return None
         held = None if gradient is None else part_like(gradient, parameter.tensor)
         if held is None and gradient is not None:
-            self._failures.warn("mg_direction: terms", TERMS.format(name=parameter.name))
+            self._failures.nothing_of("mg_direction: terms", TERMS.format(name=parameter.name))
         if held is None or held.layout is not torch.strided or not held.is_floating_point() or not held.numel():
             return None
         momentum = self._momentum(parameter, optimizer)
@@ -455,7 +455,7 @@ class TorchStepReading:
         return gradient is not before or (gradient._version != version and not self._framework.clips_in_step)
 
     def _warn(self, message: str, parameter: NamedParameter) -> None:
-        self._failures.warn(message.split(" (first")[0], message.format(name=parameter.name))
+        self._failures.nothing_of(message.split(" (first")[0], message.format(name=parameter.name))
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:

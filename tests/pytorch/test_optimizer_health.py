@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, SparseAdam
 from watching import Output, attached, train, warnings_in
 
+from monitor.failures import NOTHING_OF
 from monitor.pytorch.updates import TorchWeightCopies
 from monitor.stats.torch.updates import CHUNK, staleness, swallowed
 
@@ -426,6 +427,7 @@ def test_a_gradient_that_a_hook_of_the_step_changes_has_no_staleness(
     assert [row.values for row in output.rows("optimizer_health")] == [empty] * 8
     (said,) = warnings_in(caplog)
     assert "gradients are changed or cleared inside the optimizer's step or in a hook of it (first: 0.weight)" in said
+    assert all(cause.startswith(NOTHING_OF) for cause in output.manifest()["failures"])  # the monitor has not failed
 
 
 @pytest.mark.parametrize("kind", [{"foreach": False}, {"fused": True}])
