@@ -376,11 +376,8 @@ class Recording:
     @property
     def watched(self) -> frozenset[int]:
         """The ids of the parameters that this recording watches."""
-        return (
-            frozenset(id(one.tensor) for one in self.attachment.names.parameters())
-            if hasattr(self, "attachment")
-            else frozenset()
-        )
+        named = self.attachment.names.parameters() if hasattr(self, "attachment") else ()
+        return frozenset(id(one.tensor) for one in named)
 
     def _announce(self, rank: int, run: Run) -> None:
         if run.resumes_after < 0:

@@ -306,7 +306,7 @@ def _not_finite(ranking: Ranking, first: Ranked) -> list[str]:
 
 
 def _recording(one: Ranked, ranking: Ranking) -> str:
-    """Which of the rank's recordings, counted from 1 as in the list of jobs; empty if there is one."""
+    """Which of the rank's recordings, counted from 1 in the order in which they began; empty if there is one."""
     return f" of recording {one.member.recording + 1}" if ranking.job.has_several_recordings else ""
 
 
