@@ -33,7 +33,7 @@ from monitor.pytorch.process_group import has_others, is_settled, stage_ranks
 from monitor.pytorch.reductions.memory import Groups, ReductionGroup
 from monitor.pytorch.reductions.seen import ObservedReductions
 from monitor.pytorch.tensor_reader import TorchTensorReader
-from monitor.recording.attached_model import Attached, NamedParameter
+from monitor.recording.attached_model import WITHOUT_GROUP, Attached, NamedParameter
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.parameters import AGGREGATED_EARLY, NOT_ACCUMULATED, SUMMED_EARLY, GradientRows, Reading
 from monitor.recording.phases import STILL_SCALED, OptimizerTurn
@@ -95,8 +95,9 @@ class GradientReductions:
         self._listen()
         if self._seen is not None:
             self._seen.set_window(False)
-            if self._stage is None:
-                self._stage = stage_ranks()
+            if self._stage is None and (stage := stage_ranks()) is not None:
+                self._stage = stage
+                self._warn_without_group()
         self.follows = self._seen is not None or self._framework.follows_backward
 
     def wrapper_begins(self, wrapper: nn.Module) -> None:
@@ -167,6 +168,11 @@ class GradientReductions:
     def _listen(self) -> None:
         if self._seen is None and self._needed and self._may_lack_terms():
             self._seen = ObservedReductions(self._gradients, self._failures)
+
+    def _warn_without_group(self) -> None:
+        """A forward has shown the ranks of the pipeline: warn if others may hold replicas, and nothing says so."""
+        if dist.get_rank() == 0 and self._ownership.dp_group is None and self._may_lack_terms():
+            self._failures.warn("ranks without a group", WITHOUT_GROUP)
 
     def _may_lack_terms(self) -> bool:
         """Whether a gradient may lack terms of other ranks that no known framework adds."""

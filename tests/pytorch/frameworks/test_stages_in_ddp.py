@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from jobs import Job
 
+from monitor.recording.attached_model import WITHOUT_GROUP
 from monitor.recording.parameters import AGGREGATED_EARLY
 
 MICRO_STEPS, STEPS = 4, 3
@@ -53,3 +54,11 @@ def test_the_local_gradients_of_steps_without_a_rehearsal_have_the_reduced_one_a
             means = [row.values["mean"] / MICRO_STEPS for row in local if (row.name, row.step) == (name, step)]
             assert expected == pytest.approx(sum(means) / 2, rel=1e-4, abs=1e-8)
             assert len(means) == 2
+
+
+def test_a_pipeline_without_groups_is_warned_of_if_it_has_fewer_ranks_than_the_job(
+    run_job: Callable[..., Job],
+) -> None:
+    by_hand = run_job("stages_in_ddp.py", 4, "by-hand")
+    assert by_hand.plain == by_hand.monitored
+    assert [said.count(WITHOUT_GROUP) for said in by_hand.said] == [1, 0, 0, 0]
