@@ -168,3 +168,19 @@ def test_what_is_unchanged_is_an_alias_and_nothing_stays_patched(output: Output)
     recorded, _ = norms(output, seeded(lambda: Parallel(lambda _: None)), torch.ones(2, 4, dtype=torch.float64))
     assert recorded[".output"] == recorded["inner.output"]
     assert {name: vars(dist.ProcessGroup)[name] for name in methods} == methods
+
+
+def test_tensors_that_were_recorded_can_be_swapped_and_are_read_again(output: Output) -> None:
+    model, kept = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Look())), list[Tensor]()
+    model[0].register_forward_hook(lambda *given: kept.append(given[-1]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attached(output, model, optimizer, xy_distribution=True, all_xy=True, ops=["norm"], ndigits=17):
+        x = torch.ones(2, 4, dtype=torch.float64)
+        model(x).sum().backward()
+        torch.utils.swap_tensors(x, torch.full_like(x, 3.0))
+        torch.utils.swap_tensors(kept[0], torch.zeros_like(x))
+        optimizer.step()
+        model(x).sum().backward()
+        optimizer.step()
+    rows = {row.step: row.values["norm"] for row in output.rows("actv") if row.name == ".input"}
+    assert rows == pytest.approx({0: 8**0.5, 1: 72**0.5})
