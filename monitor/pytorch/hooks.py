@@ -101,13 +101,17 @@ def _is_of_the_monitor(hook: object) -> bool:
 class ModuleHook:
     """A hook in a module's dictionaries, which ``copy.deepcopy`` and ``torch.save`` visit.
 
+    It does nothing where fusing for quantization has moved it to another module, which passes no keyword arguments.
+
     Args:
+        arguments: How many arguments it takes, with the keyword arguments.
         call: Called in eager code, not under ``torch.jit.trace``, which would record its operations as the model's.
         traced: Called in its place by a compiler that traces the module's call, but not in an export. Without it, compiled code
             omits the hook, and no graph break occurs.
     """
 
-    def __init__(self, call: Callable[..., Any], traced: Callable[..., Any] | None = None) -> None:
+    def __init__(self, arguments: int, call: Callable[..., Any], traced: Callable[..., Any] | None = None) -> None:
+        self._arguments = arguments
         self._call = call
         self._traced = traced
         self._hidden = _hidden_hooks()
@@ -117,7 +121,7 @@ class ModuleHook:
         # As `torch.compiler.is_compiling`, in one call of Python rather than two.
         if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
             return None if self._traced is None or _is_exporting() else self._traced(*args)
-        if torch._C._get_tracing_state() is None:
+        if torch._C._get_tracing_state() is None and len(args) == self._arguments:
             self._call(*args)
         return None
 
@@ -215,7 +219,7 @@ def before_forward(module: nn.Module, call: Callable[..., None], traced: Callabl
     Args:
         traced: Called likewise by a compiler: may return other arguments.
     """
-    return module.register_forward_pre_hook(ModuleHook(call, traced), with_kwargs=True)
+    return module.register_forward_pre_hook(ModuleHook(3, call, traced), with_kwargs=True)
 
 
 def after_forward(
@@ -227,7 +231,7 @@ def after_forward(
         traced: Called likewise by a compiler.
         always: Also after a forward that raised, with None as result, while the exception is being handled.
     """
-    handle = module.register_forward_hook(ModuleHook(call, traced), with_kwargs=True, always_call=always)
+    handle = module.register_forward_hook(ModuleHook(4, call, traced), with_kwargs=True, always_call=always)
     if always:
         _share_number(handle, module)
     return handle

@@ -361,7 +361,8 @@ class Attachment:
 
     def others_stepped(self, old: Any, new: Any, stepped: Collection[int]) -> None:
         """End the step at the next forward, unless optimizers that were passed take part in it."""
-        self._others.stepped(old, new, stepped, beside=self._turns.begun, begun=self.begun)
+        # In a forked child, which records nothing, there is no step to end.
+        self._others.stepped(old, new, stepped, beside=self._turns.begun, begun=self.begun and PROCESS.forks == self._forks)
 
     def settled(self) -> int:
         """End the step if another optimizer has stepped it, or if its end was interrupted. Returns the number of the step in
@@ -369,9 +370,8 @@ class Attachment:
         """
         if self._recorder.active and self._turns.begun and self._turns.complete(self._steps.optimizers):
             self._end_step(self._turns.status)
-        parts = self._backend.modules.parts
         if said := self._others.in_place(
-            self.clock, lambda: (p for one in self.watch.chunks for _, p in parts(one).parameters)
+            self.clock, lambda: (p for one in self.watch.chunks for _, p in self._backend.modules.parts(one).parameters)
         ):
             self._failures.warn("replaced optimizer", said)
             self._end_step("complete")

@@ -15,7 +15,7 @@ import pytest
 from evidence import examples
 from monitor_threads import threads_of_monitors
 from switched import GRADIENTS, Training, training
-from torch import nn
+from torch import nn, optim
 from watching import Output, footprint, warnings_in
 
 from monitor.pytorch import backend
@@ -84,6 +84,16 @@ def test_a_forked_child_trains_on_without_recording_or_waiting(output: Output) -
         one.train(3)
     assert one.steps() == [1, 2, 3, 4]
     assert one.steps("actv") == [3, 4]
+
+
+def test_a_forked_child_may_train_with_an_optimizer_of_its_own(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    with training(output, **GRADIENTS) as one:
+        one.train(2)
+        if (child := os.fork()) == 0:
+            one.optimizer = optim.SGD(one.model.parameters(), lr=0.1)
+            one.train(3)
+            os._exit(len(warnings_in(caplog)))
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def trained_and_dropped(output: Output, **config: Any) -> list[weakref.ref[Any]]:

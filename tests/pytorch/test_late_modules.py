@@ -192,3 +192,13 @@ def test_it_looks_again_while_the_model_trains(output: Output, caplog: pytest.Lo
         while not warnings_in(caplog) and time.monotonic() < deadline:
             train(net, optimizer, 1, torch.ones(2, 4))
     assert late(output, caplog) == "1"
+
+
+def test_hooks_that_fusing_for_quantization_moves_do_nothing(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    layers = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU())
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    with attached(output, layers, optimizer, **ACTIVATIONS):
+        fused = torch.ao.quantization.fuse_modules_qat(layers, [["0", "1", "2"]], inplace=True)
+        fused(torch.ones(1, 1, 4, 4)).sum().backward()
+        optimizer.step()
+    assert [said for said in warnings_in(caplog) if "failed" in said] == []
