@@ -196,6 +196,7 @@ class OptimizerSteps(CallListener):
         self._clipping = GradientClipping(listener, failures)
         self._hooks.add(self._clipping)
         SCALER_PATCH.add(self)
+        _FOLLOWING.add(self)
 
     def _adopt(self, optimizer: Optimizer) -> None:
         self.optimizers = (*self.optimizers, optimizer)
@@ -250,7 +251,13 @@ class OptimizerSteps(CallListener):
         if optimizer not in self._called:  # a known one has called its own hooks
             stepped = _ids(optimizer)
             old = next((one for one in self.optimizers if stepped.issuperset(_ids(one) or {0})), None)
-            self._listener.others_stepped(old, optimizer, stepped)
+            self._listener.others_stepped(old, optimizer, stepped, elsewhere=self._is_followed_elsewhere(optimizer))
+
+    def _is_followed_elsewhere(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer was passed to a monitor with other models."""
+        own = set(map(id, self._chunks))
+        others = (one for one in list(_FOLLOWING) if own.isdisjoint(map(id, one._chunks)))
+        return any(optimizer is known for one in others for known in one.optimizers)
 
     def _adopt_if_monitored(self, optimizer: Optimizer) -> None:
         """Called before the optimizer's own hooks: an optimizer adopted here reports this step already."""
@@ -262,6 +269,7 @@ class OptimizerSteps(CallListener):
     def remove(self) -> None:
         self._hooks.remove()
         SCALER_PATCH.remove(self)
+        _FOLLOWING.discard(self)
 
     def call_begins(self, _: CallPatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._guarded("reading the loss scale", self._scaler_begins)(*args, **kwargs)
@@ -333,6 +341,10 @@ class OptimizerSteps(CallListener):
             return
         self._clipping.latest = NOT_CLIPPED
         self._listener.after_step(optimizer, skipped=_skipped_itself(optimizer))
+
+
+_FOLLOWING: Final = weakref.WeakSet[OptimizerSteps]()
+"""Of this process: a step of an optimizer that one of them follows replaces no optimizer of another model."""
 
 
 def _has_unscaled(scaler: GradScaler, optimizer: Any) -> bool:

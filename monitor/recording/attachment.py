@@ -359,10 +359,10 @@ class Attachment:
         if self._turns.begun:
             self._end_step(self._turns.status)
 
-    def others_stepped(self, old: Any, new: Any, stepped: Collection[int]) -> None:
+    def others_stepped(self, old: Any, new: Any, stepped: Collection[int], *, elsewhere: bool = False) -> None:
         """End the step at the next forward, unless optimizers that were passed take part in it."""
-        # In a forked child, which records nothing, there is no step to end.
-        self._others.stepped(old, new, stepped, beside=self._turns.begun, begun=self.begun and PROCESS.forks == self._forks)
+        begun = self.begun and not elsewhere and PROCESS.forks == self._forks  # a forked child records nothing
+        self._others.stepped(None if elsewhere else old, new, stepped, beside=self._turns.begun, begun=begun)
 
     def settled(self) -> int:
         """End the step if another optimizer has stepped it, or if its end was interrupted. Returns the number of the step in

@@ -135,12 +135,13 @@ class StepListener(Protocol):
     def all_stepped(self) -> None:
         """The container of all optimizers has stepped: the step ends, even if some of them had no turn."""
 
-    def others_stepped(self, old: Any, new: Any, stepped: Collection[int]) -> None:
+    def others_stepped(self, old: Any, new: Any, stepped: Collection[int], *, elsewhere: bool = False) -> None:
         """An optimizer that was not passed has stepped: in the place of one that was, beside it, or in another model.
 
         Args:
             old: An optimizer that was passed, of which ``new`` has stepped all parameters; None if there is none.
             stepped: The ids of the parameters that ``new`` has stepped.
+            elsewhere: Whether ``new`` was passed with another model, which may share parameters.
         """
 
     def loss_scale(self, optimizer: Any, scale: Any, scaler: int = 0, *, late: bool = False) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
-from watching import EVERYTHING, Output, assert_rows, attached, train
+from watching import EVERYTHING, Output, assert_rows, attached, train, warnings_in
 
 from monitor.pytorch import TrainerMon
 from monitor.pytorch.tensor_reader import TorchTensorReader
@@ -490,6 +490,21 @@ class TestASecondSetMonitor:
 
 
 class TestTwoModelsWithTwoOptimizers:
+    def test_the_optimizer_of_one_ends_no_step_of_another_that_shares_a_layer(
+        self, output: Output, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        shared = nn.Linear(5, 5)
+        one, two = nn.Sequential(shared, nn.Linear(5, 5)), nn.Sequential(shared, nn.Linear(5, 1))
+        of_one, of_two = SGD(one.parameters(), lr=0.1), SGD(two.parameters(), lr=0.1)
+        with attached(output, one, of_one, 2, **EVERYTHING), attached(output, two, of_two, **EVERYTHING):
+            for _ in range(3):
+                made = one(X).detach()
+                one(X)
+                train(two, of_two, 1, made)
+                train(one, of_one, 1, X)
+        assert [steps(output, "grad_reduced", path) for path in output.directories()] == [[0, 1, 2]] * 2
+        assert [said for said in warnings_in(caplog) if "not passed to set_monitor" in said] == []
+
     @pytest.mark.parametrize("monitors", [1, 2])
     def test_each_has_steps_and_rows_of_its_own(self, output: Output, monitors: int) -> None:
         one, two = small_model(1), nn.Linear(5, 2)
