@@ -247,8 +247,12 @@ class OptimizerSteps(CallListener):
             self._hooks.add(handle)
 
     def _is_other(self, optimizer: Optimizer) -> None:
-        """Report an optimizer that is none of the known ones, and a known one of which it has stepped all parameters."""
-        if optimizer not in self._called:  # a known one has called its own hooks
+        """Report an optimizer that is none of the known ones, and a known one of which it has stepped all parameters.
+
+        One that a known one calls in its step, as ``ZeroRedundancyOptimizer`` does, is a part of it.
+        """
+        within = [frame.f_locals.get("self") for frame in _steps_within()]
+        if optimizer not in self._called and not self._monitored(within):  # a known one has called its own hooks
             stepped = _ids(optimizer)
             old = next((one for one in self.optimizers if stepped.issuperset(_ids(one) or {0})), None)
             self._listener.others_stepped(old, optimizer, stepped, elsewhere=self._is_followed_elsewhere(optimizer))
@@ -297,7 +301,7 @@ class OptimizerSteps(CallListener):
                 self._guarded("reading gradients", self._listener.gradients_ready)(one)
                 self._listener.after_step(one, skipped=True)
 
-    def _monitored(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    def _monitored(self, optimizers: Sequence[Any]) -> list[Optimizer]:
         return [one for one in optimizers if any(one is known for known in self.optimizers)]
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:

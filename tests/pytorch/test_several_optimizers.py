@@ -635,6 +635,22 @@ class TestStateThatIsNotTheParameters:
         assert all(found[0].values())
         assert found[0] == found[1]
 
+    def test_weights_that_an_optimizer_steps_by_one_of_its_own_are_compared_between_steps(
+        self, output: Output, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        try:
+            model = self.three()
+            made = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1)
+            with attached(output, model, made, param_distribution=True, replica_check=True, ops=["norm"]):
+                train(model, made, 2, X)
+                next(model.parameters()).data[0] += 1.0
+                train(model, made, 1, X)
+        finally:
+            dist.destroy_process_group()
+        assert [one for one in warnings_in(caplog) if "in step 2 not what the optimizer left in step 1" in one]
+        assert [key for key in output.manifest()["notes"] if "several optimizers" in key] == []
+
     def test_quantized_moments_have_no_rows_and_a_reason(self, output: Output) -> None:
         model = self.three()
         optimizer = Adam(model.parameters())
