@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -20,8 +20,8 @@ from monitor.terminal import counted
 WEIGHTS: Final = "param_origin"
 MOST_RATES: Final = 4
 _APART: Final = (
-    "If they train one model, nothing averages their gradients: wrap it, as in DistributedDataParallel, or average them. "
-    "If each rank trains its own, pass process_group to TrainerMon."
+    "If they train one model, nothing averages their gradients: wrap it, as in DistributedDataParallel, and call the wrapper, "
+    "or average them. If each rank trains its own, pass process_group to TrainerMon."
 )
 
 
@@ -46,7 +46,8 @@ def replicas_agree(facts: Facts) -> CheckFinding:
             f"{first['kind']} {first['name']} differs between replicas in step {first['step']}: its {first['op']} is "
             f"{first['value']} on rank {first['rank']}, {first['others_value']} on rank {first['other_rank']}."
         )
-        then = f"Suspect rank {first['rank']}: its memory, its device, or what it loaded."
+        suspected = f"Suspect rank {first['rank']}: its memory, its device, or what it loaded."
+        then = _APART if first["kind"] in bits["by_design"] and _differ_together(facts, differing) else suspected
         name = facts.shown_name(first["kind"], first["name"])
         return CheckFinding(BAD, says, Place(first["step"], first["rank"], first["kind"], name), then)
     if len(facts.ranks) == 1:
@@ -85,6 +86,15 @@ def _rates_apart(facts: Facts, first: Mapping[str, Any]) -> str:
             each = ", ".join(f"{rate:g} on rank {rank}" for rate, rank in sorted(ranks.items())[:MOST_RATES])
             return f"Look at what sets the learning rate on each rank: {name} is {each} in step {steps[at]}; "
     return ""
+
+
+def _differ_together(facts: Facts, differing: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether most tensors of a kind have other values in the first step of these: then no device is the cause."""
+    kind, step = differing[0]["kind"], differing[0]["step"]
+    names = {one["name"] for one in differing if (one["kind"], one["step"]) == (kind, step)}
+    known = facts.kinds[kind].names if kind in facts.kinds else ()
+    cut = len(names) == len(differing) < facts.count("disagreements")
+    return cut or 2 * len(names) > len(set(known)) > 0
 
 
 def _came_apart(facts: Facts) -> CheckFinding | None:

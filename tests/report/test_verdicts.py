@@ -217,6 +217,24 @@ def test_ranks_that_train_apart_are_told_from_ranks_that_hold_parts(alike_at_fir
     )
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_no_device_is_suspected_of_replicas_that_most_differ_from_the_first_step_on(together: bool, tmp_path: Path) -> None:
+    for rank in range(2):
+        one = RecordedRank(tmp_path, rank, 2, "parquet", {"dp": (0, 1)}, ops=("norm",), replica_check=True)
+        names = [f"layers.{layer}.weight" for layer in range(16)]
+        for name in names:
+            one.place("param_updated", name, Placement(replicas=(0, 1)))
+            one.place("replica", f"param_updated/{name}", Placement(replicas=(0, 1)))
+        for step in range(STEPS):
+            values = [2.0 + step / 1000 + rank * (together or layer == 3) for layer in range(16)]
+            kind, before = ("replica", "param_updated/") if rank else ("param_updated", "")
+            rows = [Measured(before + name, [1.0, value], checked=True) for name, value in zip(names, values, strict=True)]
+            one.write(step, {kind: rows})
+        one.close()
+    with reported(tmp_path) as (_, _, verdict):
+        assert ("nothing averages their gradients" in verdict.then) is together
+
+
 def test_what_a_rank_has_found_while_it_trained_is_bad_although_no_row_shows_it(tmp_path: Path) -> None:
     said = "1 of 9 exp_avg_sq are in step 12 not what the optimizer left in step 11: layers.2.weight."
     found = WrongBits(check="between steps", step=12, kind="exp_avg_sq", names=("layers.2.weight",), ranks=(1,), said=said)
