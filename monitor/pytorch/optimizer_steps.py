@@ -251,8 +251,9 @@ class OptimizerSteps(CallListener):
 
         One that a known one calls in its step, as ``ZeroRedundancyOptimizer`` does, is a part of it.
         """
-        within = [frame.f_locals.get("self") for frame in _steps_within()]
-        if optimizer not in self._called and not self._monitored(within):  # a known one has called its own hooks
+        if optimizer in self._called:  # it has called its own hooks
+            return
+        if not self._monitored([frame.f_locals.get("self") for frame in _steps_within()]):
             stepped = _ids(optimizer)
             old = next((one for one in self.optimizers if stepped.issuperset(_ids(one) or {0})), None)
             self._listener.others_stepped(old, optimizer, stepped, elsewhere=self._is_followed_elsewhere(optimizer))
