@@ -66,11 +66,14 @@ class Parallel(nn.Module):
             self.write(y)
         return y
 
-    def look_and_end(self, end: Callable[[dist.Work], object], rank: int, x: Tensor) -> None:
+    def look_and_end(self, end: Callable[[dist.Work], object], rank: int, looked: Path, x: Tensor) -> None:
+        """Rank 1 takes part in the collective when rank 0 has looked."""
         if rank:
-            time.sleep(0.1)
+            until(looked.exists)
         work = dist.all_reduce(x, async_op=True)
         self.look(x)
+        if not rank:
+            looked.touch()
         assert work is not None
         end(work)
 
@@ -97,7 +100,7 @@ def run_rank(rank: int, directory: str) -> None:
         found[name] = norms(output, model, torch.full((2, 4), 1.0 + rank, dtype=torch.float64))
     for name, end in ENDS.items():
         looks = seeded(lambda: Parallel(bool))
-        looks.write = partial(looks.look_and_end, end, rank)
+        looks.write = partial(looks.look_and_end, end, rank, Path(directory) / name)
         found[name] = norms(output, looks, torch.full((2, 4), 1.0 + rank, dtype=torch.float64))
     torch.save(found, Path(directory) / f"{rank}.pt")
     dist.destroy_process_group()
