@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.anomalies.checked_rows import NO_ROWS, CheckedRows
+from monitor.anomalies.checked_rows import NO_ROWS, CheckedRows, Numbers
 from monitor.anomalies.corruption import CHANGED_BETWEEN, CorruptionAlerts
 from monitor.coordinator.manifest_format import WrongBits
 from monitor.series import LEFT_BY_STEP, MOMENT_KINDS, SeriesTable
@@ -81,6 +81,8 @@ class _Interval:
         self._step, self._left = -1, NO_ROWS
         self._began, self._places = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._said: set[int] = set()
+        self._before_step: dict[tuple[int, str], int] | None = {}
+        self._of_program: set[tuple[int, str]] = set()
         self._warnings = 0
         self._written = 0
         self._rewritten: Collection[tuple[int, str]] = ()
@@ -94,6 +96,8 @@ class _Interval:
         if not np.array_equal(left.series, self._left.series):
             self._began = np.zeros(0, np.int64)  # so that places are found anew
         self._step, self._left = step, left
+        if self._before_step is not None:
+            self._before_step = dict(zip(map(self._name, began.series.tolist()), began.checksums.tolist(), strict=True))
 
     def forget(self) -> None:
         self._step = -1
@@ -104,9 +108,33 @@ class _Interval:
         if rewritten:
             known &= [self._name(one) not in rewritten for one in began.series.tolist()]
             self._note_rewritten(rewritten)
+        if self._of_program:
+            known &= [self._name(one) not in self._of_program for one in began.series.tolist()]
         changed = np.flatnonzero(known & (began.checksums != before))
+        if self._before_step:
+            changed = self._without_program(step, self._before_step, began.series, before, changed)
+            self._before_step = None
         if len(changed):
             self._tell(step, began.series[changed], began.call_id[changed], int(known.sum()))
+
+    def _without_program(
+        self, step: int, first: Mapping[tuple[int, str], int], began: Numbers, before: Words, changed: Numbers
+    ) -> Numbers:
+        """The changed tensors without those that the program writes, as a momentum encoder: at the first comparison they have
+        changed, though the optimizer left them as they were. They are not compared from now on.
+
+        Args:
+            first: Checksums that the step before began with.
+        """
+        named = {place: self._name(began[place]) for place in changed.tolist()}
+        written = [place for place, name in named.items() if first.get(name) == before[place]]
+        if written:
+            self._of_program = {named[place] for place in written}
+            names = first_of([named[place][1] for place in written], NAMED)
+            what = f"{len(written)} of {len(began)} {self._what}"
+            said = f"The program writes {what}, which the optimizer does not change, as before step {step}: {names}. "
+            self._alerts.note(f"{self._what} of the program, {WRITTEN}", said + NOT_COMPARED.format(what="They"))
+        return np.setdiff1d(changed, written)
 
     def _note_rewritten(self, rewritten: Collection[tuple[int, str]]) -> None:
         """Note which weights are not compared, each time that there are others."""

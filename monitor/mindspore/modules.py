@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.ops.composite import base
 
 from monitor.config.loading import DYNAMIC_VARIABLE
@@ -27,6 +27,11 @@ from monitor.recording.attached_model import NamedParts
 from monitor.recording.backend import HookSet, Removable, Shown
 
 takes_hooks = cell_hooks.takes_hooks
+
+RUNNING_STATISTICS: Final = frozenset({"moving_mean", "moving_variance", "running_mean", "running_var", "num_batches_tracked"})
+"""Attributes of the BatchNorm cells of ``nn`` and ``mint.nn``, which are parameters only by name: each forward writes them, on
+each rank others. PyTorch has buffers in their place.
+"""
 
 
 def never_called(cell: nn.Cell) -> bool:
@@ -90,8 +95,13 @@ def chunks_of(model: Any) -> Sequence[nn.Cell]:
 
 
 def parts(chunk: nn.Cell) -> NamedParts:
-    """The cells that take hooks, and all parameters. Compiled cells take none."""
-    return NamedParts(_observed(chunk).cells, chunk.parameters_and_names())
+    """The cells that take hooks, and all parameters but running statistics. Compiled cells take none."""
+    named = chunk.parameters_and_names()
+    return NamedParts(_observed(chunk).cells, [(name, one) for name, one in named if not _is_running(name, one)])
+
+
+def _is_running(name: str, parameter: Parameter) -> bool:
+    return not parameter.requires_grad and name.rpartition(".")[2] in RUNNING_STATISTICS
 
 
 class CellHooks:

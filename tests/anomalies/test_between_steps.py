@@ -91,8 +91,8 @@ def test_the_model_of_a_weight_is_named_if_the_rank_has_several(checked: Checked
             for kind, began in (("param_origin", changed), ("param_updated", value))
         }
 
-    for step, changed in enumerate((0.0, 7.0)):
-        checked.look(step, both(0.0, changed))
+    for step, (value, changed) in enumerate(((1.0, 0.0), (1.0, 7.0))):
+        checked.look(step, both(value, changed))
     (text,) = checked.notes.values()
     assert "1 of 2 weights are in step 1 not what the optimizer left in step 0: a of chunk 1." in text
 
@@ -128,6 +128,24 @@ def test_a_weight_that_changes_in_every_step_is_named_once_and_does_not_hide_ano
         "param_origin before step 1": "b",
         "param_origin before step 3": "d",
     }
+
+
+def test_weights_that_the_program_writes_and_no_optimizer_changes_are_accused_of_nothing(checked: Checked) -> None:
+    """A momentum encoder, or an average inside the model. What the optimizer steps is compared as before."""
+    for step in range(5):
+        own = {"d": 0.1 * step, "e": 0.2 * step}
+        checked.step(step, weights(step, **own, **({"b": 0.5} if step == 3 else {})), weights(step + 1, **own))
+    assert {about: text.split(": ")[1].split(".")[0] for about, text in checked.notes.items()} == {
+        f"weights of the program, {WRITTEN}": "d, e",
+        "param_origin before step 3": "b",
+    }
+
+
+def test_a_frozen_weight_that_stays_as_it_is_and_then_changes_is_named(checked: Checked) -> None:
+    for step in range(4):
+        checked.step(step, weights(step, d=7.5 if step > 1 else 7.0), weights(step + 1, d=7.5 if step > 1 else 7.0))
+    ((about, text),) = checked.notes.items()
+    assert (about, text.split(": ")[1].split(".")[0]) == ("param_origin before step 2", "d")
 
 
 def test_no_more_is_said_than_a_person_reads(checked: Checked) -> None:

@@ -17,7 +17,7 @@ from monitor.recording.backend import StepListener
 from monitor.series import LOCAL, Placement
 
 UNMEASURED: Final = (
-    "Parameters that no optimizer steps, such as running means, have no rows of param_origin and param_updated from compiled "
+    "Parameters that no optimizer steps, such as frozen ones, have no rows of param_origin and param_updated from compiled "
     "steps: later steps may have changed them when the monitor takes a step."
 )
 
