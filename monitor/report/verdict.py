@@ -12,7 +12,7 @@ from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, Place, Verdict
 from monitor.report.spike_links import RATE
 from monitor.report.spikes import SPIKES
-from monitor.series import GRADIENT_KINDS
+from monitor.series import GRADIENT_KINDS, LEFT_BY_STEP, MOMENT_KINDS
 from monitor.terminal import counted
 
 OF_BITS: Final = ("Replicas agree", "Unchanged between steps")
@@ -71,11 +71,20 @@ _ONLY_SEEN: Final = ("Sudden changes", "Loss", "Total gradient norm")
 
 
 def _before_deviation(facts: Facts, bad: Sequence[CheckResult]) -> list[CheckResult]:
-    """The checks that saw something before a deviation that an alert rule found first. A NaN comes before all else."""
+    """The checks that saw what came before a deviation that an alert rule found first. A NaN comes before all else."""
     event = None if facts.ranking is None else facts.ranking.first_origin
     if event is None or not event.is_finite:
         return []
-    return [one for one in bad if one.name in (*_ONLY_SEEN, SPIKES) and _before(event.step, [one])]
+    kind = event.subject.series.kind
+    return [one for one in bad if one.name in (*_ONLY_SEEN, SPIKES) and _may_have_caused(one.finding.place, event.step, kind)]
+
+
+def _may_have_caused(place: Place, step: int, kind: str) -> bool:
+    """Whether what a check found at ``place`` came before an event of ``kind`` in ``step``. The optimizer makes new weights of
+    the moments that the step began with.
+    """
+    is_moment = place.step == step and place.kind in MOMENT_KINDS and kind.endswith(LEFT_BY_STEP)
+    return is_moment or (place.step is not None and place.step < step)
 
 
 def _before(step: int, bad: Sequence[CheckResult]) -> bool:

@@ -547,6 +547,27 @@ def test_a_jump_before_the_first_alert_is_the_verdict(tmp_path: Path) -> None:
     assert "Also bad: Alert rules" in verdict.then
 
 
+def test_moments_that_were_reset_are_the_verdict_and_not_the_weights_that_the_optimizer_made_of_them(tmp_path: Path) -> None:
+    """A rule with a threshold above 1 does not see that they fell."""
+
+    def without_second_moments(_model: nn.Module, optimizer: Any) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg_sq"].zero_()
+
+    def empty(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (0 * x if step == AT else x, y)
+
+    rules = [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 20.0}}]
+    train(
+        tmp_path / "out", in_step(AT, without_second_moments), empty, **{**EVERYTHING, "alert": {"rules": rules, "dump": True}}
+    )
+    with reported(tmp_path / "out") as (facts, _checks, verdict):
+        assert facts.ranking is not None
+        assert facts.ranking.first_origin is not None
+        assert (facts.ranking.first_origin.subject.series.kind, facts.ranking.first_origin.step) == ("param_updated", AT)
+    assert (verdict.place.step, verdict.place.kind) == (AT, "exp_avg_sq")
+
+
 def test_a_jump_that_became_a_nan_is_named_beside_it(tmp_path: Path) -> None:
     """A rule that looks for NaN alone calls the inputs of the first layer clean."""
     rules = {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}}

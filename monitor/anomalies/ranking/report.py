@@ -414,7 +414,9 @@ def _weights_unseen(one: Ranked) -> str:
 
 
 def _in_this_step(one: Ranked) -> str:
-    return " in this step, which the optimizer skipped" if one.member.skipped(one.step) else " in this step (intervals)"
+    if one.member.skipped(one.step):
+        return " in this step, which the optimizer skipped"
+    return " in this step (intervals, or the step did not reach its optimizer)"
 
 
 def _weights_missing(one: Ranked) -> Literal["never", "rarely", ""]:
