@@ -21,6 +21,9 @@ NO_LOSS: Final = (
 )
 
 
+LOSS_SCALE: Final = "the training cell scales the loss: grad_unreduced and actv_grad are multiplied by the scale"
+
+
 class MonitorCallback(Callback):  # type: ignore[misc]
     """Attaches a ``TrainerMon`` when training begins, and closes it when training ends.
 
@@ -59,7 +62,7 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         self._new_monitor = partial(TrainerMon, named(config_file_path), process_group)
         self.monitor = self._new_monitor()
         self._hooks, self._failures = HookSet(), Failures()
-        self._has_ended, self._misses_loss = False, False
+        self._has_ended, self._misses_loss, self._scales_loss = False, False, False
         self._grad_acc_steps = grad_acc_steps
         self._groups = dp_group, tp_group
         self._start_iteration = start_iteration
@@ -71,7 +74,11 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         training = run_context.original_args()
         network, optimizer = trained_by(training)
         self.monitor.set_monitor(network, self._grad_acc_steps, optimizer, *self._groups, self._start_iteration)
-        computes_loss = getattr(getattr(training, "train_network", None), "network", None)
+        training_cell = getattr(training, "train_network", None)
+        self._scales_loss = isinstance(training_cell, nn.Cell) and any(
+            isinstance(cell, nn.TrainOneStepWithLossScaleCell) for _, cell in training_cell.cells_and_names()
+        )
+        computes_loss = getattr(training_cell, "network", None)
         if isinstance(computes_loss, nn.Cell) and takes_hooks(computes_loss):
             self._hooks.add(after_forward(computes_loss, self._failures.guarded("logging the loss", self._log_loss)))
             self._misses_loss = self.monitor._config.run_numbers is not False
@@ -89,6 +96,9 @@ class MonitorCallback(Callback):  # type: ignore[misc]
             self._misses_loss = False
             self._failures.nothing_of("compiled loss", NO_LOSS)
         self.monitor.batch_ended()
+        if self._scales_loss:
+            for run in filter(None, (recording.run for recording in self.monitor._recordings)):
+                run.manifest.note("loss_scale", LOSS_SCALE)
 
     def on_train_end(self, run_context: RunContext) -> None:
         """Write what is left."""

@@ -18,6 +18,9 @@ from training import array
 
 from monitor.config import ConfigError, MonitorConfig
 from monitor.mindspore import MonitorCallback, RunEnded
+from monitor.report.checks import checks_of
+from monitor.report.facts import facts_of
+from monitor.report.findings import GOOD
 
 KINDS = ("actv", "actv_grad", "grad_unreduced", "grad_reduced", "param_origin", "param_updated")
 STEPS = 4
@@ -48,6 +51,17 @@ class Sometimes(nn.TrainOneStepCell):
         if self._calls % self._batches == 0 and self._calls != 2 * self._batches:
             self.optimizer(gradients)
         return loss
+
+
+class Scaled(nn.TrainOneStepWithLossScaleCell):
+    """Looks for overflows by operations that a CPU has."""
+
+    def start_overflow_check(self, pre_cond: Tensor, compute_input: Any) -> tuple[Tensor, Any]:
+        return pre_cond, compute_input
+
+    def get_overflow_status(self, status: Tensor, compute_output: Any) -> Tensor:
+        del status
+        return Tensor(not all(np.isfinite(one.asnumpy()).all() for one in compute_output))
 
 
 def data(steps: int = STEPS) -> GeneratorDataset:
@@ -127,6 +141,27 @@ def test_a_step_in_which_the_optimizer_is_not_called_is_one_that_was_skipped(
     assert output.manifest()["steps"]["skipped"]["ranges"] == [[1, 1, 1]]
     assert {row.micro_step for row in output.rows("actv")} == set(range(accumulated))
     assert [said for said in warnings_in(caplog) if "has no row of grad_unreduced" not in said] == []
+
+
+def test_an_overflow_of_the_loss_scale_is_no_fault(output: Output) -> None:
+    net = with_fixed_weights(Layers())
+    drawn = np.random.default_rng(0).normal(size=(STEPS, 3, 4)).astype(np.float32)
+    labels = np.zeros((STEPS, 3, 2), np.float32)
+    labels[2] = 1e3
+    scale = nn.DynamicLossScaleUpdateCell(loss_scale_value=2.0**123, scale_factor=2, scale_window=1000)
+    step = Scaled(nn.WithLossCell(net, nn.MSELoss()), adam(net), scale)
+    rules = {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}}
+    callback = MonitorCallback(written(output, **rules))
+    batches = GeneratorDataset(list(zip(drawn, labels, strict=True)), ["x", "y"], shuffle=False)
+    Model(step).train(1, batches, callbacks=[callback], dataset_sink_mode=False)
+    assert output.manifest()["steps"]["skipped"]["ranges"] == [[2, 2, 1]]
+    with facts_of(output.base) as facts:
+        assert facts.ranking is not None
+        assert facts.ranking.events
+        assert {one.name: one.state for one in checks_of(facts)}.items() >= {
+            "Alert rules": GOOD,
+            "NaN and infinity": GOOD,
+        }.items()
 
 
 def test_steps_that_are_not_collected_are_counted_though_they_were_skipped(output: Output) -> None:
