@@ -97,8 +97,13 @@ class MonitorCallback(Callback):  # type: ignore[misc]
             self._failures.nothing_of("compiled loss", NO_LOSS)
         self.monitor.batch_ended()
         if self._scales_loss:
-            for run in filter(None, (recording.run for recording in self.monitor._recordings)):
-                run.manifest.note("loss_scale", LOSS_SCALE)
+            self._note_loss_scale()
+
+    def _note_loss_scale(self) -> None:
+        runs = [run for recording in self.monitor._recordings if (run := recording.run) is not None]
+        for run in runs:
+            run.manifest.note("loss_scale", LOSS_SCALE)
+        self._scales_loss = not runs
 
     def on_train_end(self, run_context: RunContext) -> None:
         """Write what is left."""

@@ -101,7 +101,13 @@ def parts(chunk: nn.Cell) -> NamedParts:
 
 
 def _is_running(name: str, parameter: Parameter) -> bool:
-    return not parameter.requires_grad and name.rpartition(".")[2] in RUNNING_STATISTICS
+    return name.rpartition(".")[2] in RUNNING_STATISTICS and is_frozen(parameter)
+
+
+def is_frozen(parameter: Parameter) -> bool:
+    """Whether a parameter needs no gradient. ``requires_grad`` would wait for earlier operations, and raise their errors."""
+    facts = getattr(parameter, "_param_info", None)
+    return facts is not None and not facts.requires_grad
 
 
 class CellHooks:

@@ -11,6 +11,7 @@ from mindspore.common import _no_grad
 from mindspore.experimental import optim
 
 from monitor.mindspore.features.reading import is_floating_point
+from monitor.mindspore.modules import is_frozen
 from monitor.recording import arguments
 from monitor.recording.arguments import MAX_WRAPPERS
 from monitor.stats.mindspore.tensors import has_data, on_host, on_the_host
@@ -401,6 +402,4 @@ def _number(hyperparameter: Any) -> float | None:
 
 def is_filled_in(gradient: Any, parameter: Parameter) -> bool:
     """Whether MindSpore made zeros in place of the gradient of a frozen parameter. On a device this check would wait."""
-    facts = getattr(parameter, "_param_info", None)  # ``requires_grad`` would wait for earlier operations
-    is_frozen = facts is not None and not facts.requires_grad
-    return is_frozen and isinstance(gradient, Tensor) and on_the_host() and not on_host(gradient).any()
+    return is_frozen(parameter) and isinstance(gradient, Tensor) and on_the_host() and not on_host(gradient).any()
