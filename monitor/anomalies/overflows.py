@@ -12,7 +12,8 @@ from monitor.series import CLIPPED_NORM, GRAD_NORM, GRADIENT_KINDS
 
 Steps = NDArray[np.int64]
 
-_NOTES: Final = ("loss_scale", "found_inf")
+LOGGED: Final = "logged_loss_scale"
+_NOTES: Final = ("loss_scale", "found_inf", LOGGED)
 """Notes of the manifest of a training with a loss scale. Without one, steps are skipped for other reasons."""
 
 AT_START: Final = 40

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import hypot
 from typing import Any, Final, final
 
+from monitor.anomalies.overflows import LOGGED
 from monitor.recording.attached_model import Attached, NamedParameter
 from monitor.recording.parameters import GradientCollector
 from monitor.recording.phases import UNSCALED, Clipping, Collector, OptimizerTurn
@@ -20,6 +21,9 @@ SUMMED: Final = frozenset({"tokens"})
 
 MOST_NAMES: Final = 1000
 """Names that a loop may log: each takes memory in every step."""
+
+LOSS_SCALE: Final = "loss_scale"
+"""A loop that logs it has steps that are skipped because it is too high."""
 
 EPS: Final = 1e-6
 """What every framework adds to the norm before it divides the limit by it."""
@@ -68,6 +72,8 @@ class RunNumbers(Collector):
     def _log(self, name: str, given: Any) -> None:
         if name not in self._series and len(self._series) >= MOST_NAMES:
             raise ValueError(f"there are {MOST_NAMES} names already: log one number under one name in all steps")
+        if name == LOSS_SCALE and name not in self._series:
+            self._attached.note(LOGGED, "the loop logs a loss scale: grad_unreduced and actv_grad may be multiplied by it")
         number = self._number(given)
         total, calls = self._logged.get(name, (0.0, 0))
         if calls and isinstance(total, float) != isinstance(number, float):

@@ -17,6 +17,9 @@ from reading_back import Output
 from watching_cells import TwoLayers, batch, drawn, loss_of, train, written
 
 from monitor.mindspore import MonitorCallback
+from monitor.report.checks import checks_of
+from monitor.report.facts import facts_of
+from monitor.report.findings import BAD, GOOD
 
 STEPS = 3
 NUMBERS = {"wg_distribution": True, "ops": ["norm"], "ndigits": 17, "run_numbers": None}
@@ -55,6 +58,28 @@ def stepped(
             norms.append(norm_of(gradients))
             stepping(gradients)
     return norms
+
+
+@pytest.mark.parametrize("is_logged", [True, False])
+def test_an_overflow_is_no_fault_if_the_loop_logs_its_loss_scale(is_logged: bool, output: Output) -> None:
+    net, scale = TwoLayers(), 2.0**10
+    stepping, loss = nn.SGD(net.trainable_params(), 0.1), loss_of(net)
+    gradients_of = ms.grad(lambda *given: loss(*given) * scale, None, stepping.parameters)
+    rules = {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}}
+    with attached(output, net, stepping, **NUMBERS | rules | {"monitor_mbs_grad": True}) as monitor:
+        for step in range(12):
+            scale = 3e38 if step == 7 else 2.0**10
+            gradients = gradients_of(*map(Tensor, batch(step)))
+            if is_logged:
+                monitor.log(loss_scale=scale)
+            if all(np.isfinite(one.asnumpy()).all() for one in gradients):
+                stepping(tuple(one / scale for one in gradients))
+            monitor.batch_ended()
+    assert output.manifest()["steps"]["skipped"]["ranges"] == [[7, 7, 1]]
+    with facts_of(output.base) as facts:
+        states = {one.name: one.state for one in checks_of(facts)}
+    expected = GOOD if is_logged else BAD
+    assert (states["Alert rules"], states["NaN and infinity"]) == (expected, expected)
 
 
 def test_without_clipping_the_norm_is_that_of_all_gradients(output: Output) -> None:
