@@ -106,10 +106,9 @@ class _Interval:
         before: Words = np.append(self._left.checksums, np.uint64(0))[self._places_of(began.series)]
         known = (began.checksums != 0) & (before != 0)
         if rewritten:
-            known &= [self._name(one) not in rewritten for one in began.series.tolist()]
             self._note_rewritten(rewritten)
-        if self._of_program:
-            known &= [self._name(one) not in self._of_program for one in began.series.tolist()]
+        if left_out := self._of_program.union(rewritten):
+            known &= [self._name(one) not in left_out for one in began.series.tolist()]
         changed = np.flatnonzero(known & (began.checksums != before))
         if self._before_step:
             changed = self._without_program(step, self._before_step, began.series, before, changed)

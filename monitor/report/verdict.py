@@ -75,16 +75,14 @@ def _before_deviation(facts: Facts, bad: Sequence[CheckResult]) -> list[CheckRes
     event = None if facts.ranking is None else facts.ranking.first_origin
     if event is None or not event.is_finite:
         return []
-    kind = event.subject.series.kind
-    return [one for one in bad if one.name in (*_ONLY_SEEN, SPIKES) and _may_have_caused(one.finding.place, event.step, kind)]
+    step, is_left = event.step, event.subject.series.kind.endswith(LEFT_BY_STEP)
+    seen = (one for one in bad if one.name in (*_ONLY_SEEN, SPIKES))
+    return [one for one in seen if _before(step, [one]) or (is_left and _is_of_moments(one.finding.place, step))]
 
 
-def _may_have_caused(place: Place, step: int, kind: str) -> bool:
-    """Whether what a check found at ``place`` came before an event of ``kind`` in ``step``. The optimizer makes new weights of
-    the moments that the step began with.
-    """
-    is_moment = place.step == step and place.kind in MOMENT_KINDS and kind.endswith(LEFT_BY_STEP)
-    return is_moment or (place.step is not None and place.step < step)
+def _is_of_moments(place: Place, step: int) -> bool:
+    """Whether a check found something in the moments that a step began with: the optimizer makes new weights of them."""
+    return place.step == step and place.kind in MOMENT_KINDS
 
 
 def _before(step: int, bad: Sequence[CheckResult]) -> bool:

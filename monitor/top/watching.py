@@ -345,13 +345,14 @@ class EventsNow:
             state = [(str(one), one.stat().st_mtime_ns, one.stat().st_size) for one in files]
             if not state or state == self._read_last:
                 return
+            self._read_last = state
             ranking = ranking_of(self._folder, MOST_EVENTS, jobs={job})
             self.notes = []
             self.alerts = AlertsNow(ranking.events, _first(ranking), [_line(one) for one in self._newest(ranking, job)])
-            self._read_last = state
         except NothingReadError:
             return  # no rule has found anything yet
         except (MergeError, OSError) as error:
+            self._read_last = None  # another try may read them
             self.notes = [f"events could not be read: {str(error).partition(chr(10))[0]}"]
 
     def _newest(self, ranking: Ranking, job: str) -> list[Ranked]:

@@ -154,7 +154,7 @@ class RankedJob:
         number = self._by_rank.get((recording, rank))
         return None if number is None else self.members[number]
 
-    @property
+    @cached_property
     def has_several_recordings(self) -> bool:
         return len({one.recording for one in self.members}) > 1
 

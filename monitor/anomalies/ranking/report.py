@@ -36,8 +36,7 @@ def listing(ranking: Ranking, console: Console) -> RenderableType:
 
 
 def _lines(one: Ranked, ranking: Ranking) -> Iterator[str]:
-    micro_step = "" if one.micro_step == NO_MICRO_STEP else f", micro-step {one.micro_step}"
-    yield f"{_origin(one)}: rank {one.member.rank} ({one.member.host}){_recording(one, ranking)}, step {one.step}{micro_step}"
+    yield f"{_origin(one)}: {_rank(one, ranking)}, {_step(one)}"
     yield f"  {tensor(one)}"
     yield f"  {one.op} {_value(one)}, {one.rule}"
     if remark(one):
@@ -278,8 +277,8 @@ def found_first(ranking: Ranking) -> tuple[str, str]:
     first = ranking.first_origin
     if first is None:
         return (
-            f"First came {_found(ranking.ranked[0], ranking)}, but an earlier event caused it, and none of these is an origin: "
-            "rank earlier steps, too."
+            f"First came {_found(ranking.ranked[0], ranking)}. An earlier event caused it, and no event of these steps is an "
+            "origin: rank earlier steps, too."
         ), ""
     return f"First came {_located(first, ranking)}.", " ".join([*_next(first), *_not_finite(ranking, first)])
 
@@ -305,18 +304,22 @@ def _not_finite(ranking: Ranking, first: Ranked) -> list[str]:
     return [f"The first NaN or Inf: {_located(other, ranking)}."]
 
 
-def _recording(one: Ranked, ranking: Ranking) -> str:
-    """Which of the rank's recordings, counted from 1 in the order in which they began; empty if there is one."""
-    return f" of recording {one.member.recording + 1}" if ranking.job.has_several_recordings else ""
+def _rank(one: Ranked, ranking: Ranking) -> str:
+    """The rank, its host and, if ranks have several, the recording, counted from 1 in the order in which they began."""
+    recording = f" of recording {one.member.recording + 1}" if ranking.job.has_several_recordings else ""
+    return f"rank {one.member.rank} ({one.member.host}){recording}"
+
+
+def _step(one: Ranked) -> str:
+    return f"step {one.step}" if one.micro_step == NO_MICRO_STEP else f"step {one.step}, micro-step {one.micro_step}"
 
 
 def _found(one: Ranked, ranking: Ranking) -> str:
-    subject, rank = one.subject, one.member.rank
+    subject = one.subject
     kind = _NOUNS.get(subject.role, f"{subject.series.kind} ")
-    replica = f" (rank {rank}'s replica)" if subject.recorded_as.kind == REPLICA_KIND else ""
-    micro_step = "" if one.micro_step == NO_MICRO_STEP else f", micro-step {one.micro_step}"
-    where = f"on rank {rank} ({one.member.host}){_recording(one, ranking)} in step {one.step}{micro_step}"
+    replica = f" (rank {one.member.rank}'s replica)" if subject.recorded_as.kind == REPLICA_KIND else ""
     chunk = f" of chunk {subject.series.vpp_stage}" if subject.series.vpp_stage else ""
+    where = f"on {_rank(one, ranking)} in {_step(one)}"
     return f"{kind}{name_of(subject)}{chunk}{replica} {where}: {described_value(one)}"
 
 
