@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, final
 
 from monitor.recording.attached_model import Attached, NamedParameter, ParameterSeries
@@ -337,6 +337,7 @@ class MomentCollector(Collector):
         self._left = {kind: attached.series(f"{kind}{LEFT_BY_STEP}") for kind in left}
         every = (one for series in (*self._series.values(), *self._left.values()) for one in series.parameters)
         self._parameters = tuple(dict.fromkeys(every))
+        self._stepped: tuple[object, object, Sequence[NamedParameter]] = (None, None, ())
         self._framework = attached.framework
         self._note = attached.note
         self._noted = 0
@@ -351,18 +352,27 @@ class MomentCollector(Collector):
             self._record(self._left, turn)
 
     def _record(self, of_kinds: Mapping[str, ParameterSeries], turn: OptimizerTurn) -> None:
-        kinds, ids, optimizer, moments_of = tuple(of_kinds), turn.ids, turn.optimizer, self._framework.moments
-        found: dict[NamedParameter, Sequence[Any]] = {}
-        for parameter in self._parameters if turn.held is None else turn.held:
-            if ids is not None and id(parameter.tensor) not in ids:
-                continue  # frozen: its state is from earlier steps
+        optimizer, moments_of = turn.optimizer, self._framework.moments
+        kinds, found = tuple(of_kinds), [dict[NamedParameter, Any]() for _ in of_kinds]
+        for parameter in self._stepped_in(turn):
             try:
-                found[parameter] = moments_of(kinds, parameter, optimizer)
+                for of_kind, moment in zip(found, moments_of(kinds, parameter, optimizer), strict=True):
+                    if moment is not None:
+                        of_kind[parameter] = moment
             except Exception as error:
                 for series in of_kinds.values():
                     series.missing(parameter.name, error)
-        for place, series in enumerate(of_kinds.values()):
-            series.record_all({one: moments[place] for one, moments in found.items()}.get, turn.held)
+        for series, of_kind in zip(of_kinds.values(), found, strict=True):
+            series.record_all(of_kind.get, of_kind)
+
+    def _stepped_in(self, turn: OptimizerTurn) -> Iterable[NamedParameter]:
+        """The parameters of a turn but frozen ones, whose state is from earlier steps. Most turns pass the same objects."""
+        held = self._parameters if turn.held is None else turn.held
+        if turn.ids is None:
+            return held
+        if self._stepped[0] is not held or self._stepped[1] is not turn.ids:
+            self._stepped = held, turn.ids, [one for one in held if id(one.tensor) in turn.ids]
+        return self._stepped[2]
 
     def _note_absences(self) -> None:
         """Note in the manifest which optimizer state has no rows, because it is not a moment of one parameter."""

@@ -186,7 +186,7 @@ class RunNumbers(Collector):
 
     def _clippings_of_all(self) -> list[Clipping]:
         """The clippings that together covered each gradient of the step once, by a norm that is known to be the total."""
-        stepped = self._stepped()
+        stepped = self._stepped() if self._clippings else None
         found = [one for one in self._clippings if one.of is None or stepped is None or not one.of.isdisjoint(stepped)]
         if not found or not all(one.norm is not None and (one.is_total or self._holds_all()) for one in found):
             return []

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Final, Protocol
 
 import torch
@@ -89,7 +89,7 @@ class Framework:
         self._around = dict(wrappers_in(optimizer))
         self._moments = MomentFinder()
         self._stepped: dict[int, SteppedTensor] = {}
-        self._groups: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
+        self._groups: dict[int, tuple[Sequence[Tensor], frozenset[int]]] = {}
         self._main_grad = main_grad
         self._data_parallel = {id(p): alike for p, alike in _data_parallel(chunks)}
         self._reducers = Reducers(chunks)
@@ -276,10 +276,10 @@ class Framework:
 
     def held(self, optimizer: Any) -> Collection[int] | None:
         """The ids of the parameters that an optimizer steps; None for all. Unchanged ids give the same object."""
-        ids = tuple(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
+        now = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         known = self._groups.get(id(optimizer))
-        if known is None or known[0] != ids:
-            known = self._groups[id(optimizer)] = ids, frozenset(ids)
+        if known is None or len(known[0]) != len(now) or not all(map(is_, known[0], now)):
+            known = self._groups[id(optimizer)] = now, frozenset(map(id, now))
         return known[1]
 
     def learning_rates(self, optimizer: Any) -> Sequence[Any]:

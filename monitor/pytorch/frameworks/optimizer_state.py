@@ -195,7 +195,10 @@ class MomentFinder:
         found: list[Tensor | None] = []
         for kind in kinds:
             known, x = stepped.known.get(kind), state.get(NAMES[kind][0])
-            found.append(x if x is not None and known is not None and known() is x else self._find(kind, state, stepped))
+            if x is None and kind not in MEANING:  # it has no other name
+                found.append(None)
+            else:
+                found.append(x if x is not None and known is not None and known() is x else self._find(kind, state, stepped))
         return found
 
     def _find(self, kind: str, state: Mapping[str, Any], stepped: SteppedTensor) -> Tensor | None:
@@ -204,7 +207,7 @@ class MomentFinder:
             if isinstance(found, Tensor):
                 break
         else:
-            return self._without_name(kind, state, stepped) if kind in MEANING else None
+            return self._without_name(kind, state, stepped)
         known = stepped.known.get(kind)
         if known is not None and known() is found:
             return found
