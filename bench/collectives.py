@@ -23,7 +23,6 @@ from statistics import median
 from typing import Any
 
 OPS = ["min", "max", "mean", "norm", "zeros", "nans"]
-BY = ("none", "ours", "peer")
 
 
 def work(by: str, rank: int, place: Path, steps: int, calls: int, size: int) -> None:

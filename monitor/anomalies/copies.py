@@ -215,17 +215,17 @@ class CopyHistory:
 
     Args:
         monitored: The monitored ranks; empty for all.
-        look_s: Within this time all ranks have looked.
 
     Attributes:
+        look_s: Within this time all ranks have looked.
         groups: The groups of ranks that hold tensors of this rank, by id.
         version: Grows with each step that is kept.
         generation: See ``Published``.
     """
 
-    def __init__(self, rank: int, host: str, series: SeriesTable, monitored: Collection[int] = (), look_s: float = 0.0) -> None:
+    def __init__(self, rank: int, host: str, series: SeriesTable, monitored: Collection[int] = ()) -> None:
         self.rank, self._host, self._series, self._monitored = rank, host, series, frozenset(monitored)
-        self.look_s = look_s
+        self.look_s = 0.0
         self.version = self.generation = 0
         self._every, self._latest = 1, -1
         self._steps: deque[tuple[int, float, dict[tuple[str, str], HeldPart]]] = deque()

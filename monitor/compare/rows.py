@@ -54,7 +54,6 @@ class RowComparison:
     Attributes:
         sides: Left and right.
         rounding: None to find everything that is not the same.
-        ndigits: Decimals that CSV of each side has.
         watcher: Is shown the rows; None: nothing is.
         alike: Makes two rows of a kind comparable.
         progress: Told how many pieces of a kind are compared.

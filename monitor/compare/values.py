@@ -12,8 +12,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-IDENTICAL: Final = 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

@@ -135,12 +135,14 @@ ERRORS: Final = "dump_error_info.log"
 
 
 class DumpFailures(Failures):
-    """Attributes:
-    directory: The directory of the rank's step.
+    """Failures of a dump, which are also written to a file beside it.
+
+    Attributes:
+        directory: The directory of the rank's step, where the file is; None before the first step.
     """
 
-    def __init__(self, rank: int = 0) -> None:
-        super().__init__(rank)
+    def __init__(self) -> None:
+        super().__init__()
         self.directory: Path | None = None
 
     def _once(self, cause: str, message: str, error: BaseException | None) -> None:

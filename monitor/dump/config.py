@@ -44,8 +44,6 @@ UNUSED: Final[frozenset[Path]] = frozenset(
     | {(section, name) for section, names in OF_SECTIONS.items() for name in names}
 )
 
-TASKS: Final = ("statistics", "tensor")
-
 
 @dataclass(frozen=True, slots=True)
 class DumpLevel:

@@ -29,10 +29,8 @@ from monitor.stats.table import RowSlot
 
 # --- The communication operators of MindSpore: their names and arguments, and the interception of their calls.
 #
-# There are two families. Functions of ``mint.distributed``, ``ops.communication`` and ``communication.comm_func`` end
-#   in
-# *kernels*: C++ functions of one module (``pyboost_dist_comm_all_reduce``). ``ops.AllReduce`` and the like are
-#   *primitives*,
+# There are two families. Functions of ``mint.distributed``, ``ops.communication`` and ``communication.comm_func`` end in
+# *kernels*: C++ functions of one module (``pyboost_dist_comm_all_reduce``). ``ops.AllReduce`` and the like are *primitives*,
 # which one function runs by name.
 
 Rooted = Literal["inputs", "outputs", ""]
@@ -190,11 +188,9 @@ class Primitive(MindSporeOperator):
     """An operator object. The object itself is the first argument; the others hold the inputs.
 
     Attributes:
-        primitive: The name of its class.
         root_attribute: The attribute that holds the root's rank.
     """
 
-    primitive: str
     root_attribute: str
 
     def taken(self, args: Sequence[Any]) -> list[Tensor]:
@@ -221,7 +217,7 @@ def kernels() -> tuple[Kernel, ...]:
 def primitives() -> Mapping[str, Primitive]:
     """The primitives by name."""
     return {
-        name: Primitive(known.name, known.rooted, True, name, known.root)  # its result is new
+        name: Primitive(known.name, known.rooted, True, known.root)  # its result is new
         for name, known in _PRIMITIVES.items()
     }
 

@@ -117,7 +117,6 @@ class _Schedules:
     """The order of passes of each pipeline. Pipelines of a job usually share one order."""
 
     def __init__(self, members: Sequence[Member]) -> None:
-        self._members = members
         self._known: dict[tuple[object, ...], PipelineOrder] = {}
         self._passes: dict[tuple[int, int, int], tuple[Pass, ...]] = {}
         for one in members:

@@ -158,7 +158,7 @@ class Training:
 
     Attributes:
         parameters: All of the network, by name; ``held``: by optimizer.
-        losses: Of each micro-batch, and all weights after each step, as bytes.
+        bits: The loss of each micro-batch, and all weights after each step, as bytes.
     """
 
     def __init__(self, loop: Loop) -> None:

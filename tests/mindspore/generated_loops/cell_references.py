@@ -14,7 +14,6 @@ from loop_rows import Expected, Place, Rows, Wide
 from mindspore import Parameter
 
 UNREACHED = "MindSpore gives zeros for a parameter that the loss does not depend on, and may call no hook"
-NOT_KEPT = "grad_unreduced: MindSpore keeps no gradient over several micro-batches (docs/mindspore.md)"
 
 
 class Known:
