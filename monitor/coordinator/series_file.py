@@ -253,7 +253,7 @@ class Measured:
         placements, codes = _coded(one for one in each if one is not LOCAL)
         code = iter(codes)
         # Series share their sets of ranks. A lookup by content would take minutes in a job of thousands of ranks.
-        ranks = {id(group): group for one in placements for group in _groups_of(one)}
+        ranks = {id(group): group for one in placements for group in groups_of(one)}
         groups, numbers = _coded(ranks.values())
         number = dict(zip(ranks, numbers, strict=True))
         return {
@@ -263,8 +263,9 @@ class Measured:
         }
 
 
-def _groups_of(placement: Placement) -> tuple[Ranks, ...]:
-    return (placement.replicas, placement.unclaimed, placement.shard.ranks if placement.shard else ())
+def groups_of(placement: Placement) -> tuple[Ranks, Ranks, Ranks]:
+    """The groups of ranks that are saved with a series: ``replicas``, ``unclaimed``, and the ranks of the shards."""
+    return placement.replicas, placement.unclaimed, placement.shard.ranks if placement.shard else ()
 
 
 def _placement_columns(placement: Placement, number: Mapping[int, int]) -> dict[str, object]:

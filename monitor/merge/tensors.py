@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pyarrow.compute import index_in  # type: ignore[attr-defined]
 
 from monitor.coordinator.manifest_format import ManifestError
-from monitor.coordinator.series_file import MeasuredColumns, MeasuredSeries
+from monitor.coordinator.series_file import MeasuredColumns, MeasuredSeries, groups_of
 from monitor.merge.discovery import RankRun, SetAside
 from monitor.merge.layer_names import LayerNames
 from monitor.merge.tables import NONE, Codes, Shard, Texts, order_by, read_file, shards_in, starts_of_runs, write_file
@@ -223,7 +223,7 @@ def _facts(run: RankRun, series: MeasuredColumns, groups: _Groups) -> dict[str, 
     whole = np.array([UNKNOWN if one.shard is None else math.prod(one.shard.global_shape) for one in placed])[series.placement]
     begin = np.array([_begin(one) for one in placed])[series.placement]
     words = np.array([*(WORDS.get(one.dtype.rpartition(".")[2], 1) for one in series.layouts), 1])[series.layout]
-    numbers = np.array([[*map(groups.number, _groups_of(one))] for one in placed])[series.placement]
+    numbers = np.array([[*map(groups.number, groups_of(one))] for one in placed])[series.placement]
     return {
         "vpp_stage": series.vpp_stage,
         "stage": stages[np.minimum(series.vpp_stage, len(stages) - 1)],
@@ -245,11 +245,6 @@ def _begin(placement: Placement) -> int:
     if shard is None or not shard.offset or any(shard.offset[1:]):
         return UNKNOWN
     return shard.offset[0] if shard.flat else shard.offset[0] * math.prod(shard.global_shape[1:])
-
-
-def _groups_of(placement: Placement) -> tuple[Ranks, Ranks, Ranks]:
-    """In the order of ``_GROUPS``."""
-    return placement.replicas, placement.unclaimed, placement.shard.ranks if placement.shard else ()
 
 
 def _table(rows: Sequence[tuple[object, ...]], schema: pa.Schema) -> pa.Table:
@@ -294,6 +289,7 @@ def catalogue(kind: Kind) -> None:
 
 
 _GROUPS: Final = ("replicas", "unclaimed", "cut")
+"""The columns of ``groups_of``, in its order."""
 
 
 def _renumbered(path: Path, numbers: Index) -> pa.Table:

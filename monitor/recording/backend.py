@@ -164,7 +164,7 @@ class StepListener(Protocol):
 class FrameworkAdapter(Protocol):
     """Reads gradients, weights and moments of parameters, and knows their placement on the ranks.
 
-    Ten methods, because each place of a parameter's data decides both how it is read and which ranks hold it.
+    One protocol for both, because each place of a parameter's data decides how it is read and which ranks hold it.
 
     Attributes:
         name: Name in messages and the manifest.

@@ -19,6 +19,7 @@ from monitor.coordinator.series_file import MOST_EDGES, MOST_PASSES, Edge, Flow,
 from monitor.failures import EarlierFailure
 from monitor.pipeline.process import PROCESS
 from monitor.recording.gradient_edges import places_of
+from monitor.selection import parents
 from monitor.series import KINDS, NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.histograms import BINS
 from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, SPELLED_OPS, derive, spelled
@@ -583,7 +584,7 @@ class _ObservedStep:
                 outputs[module.chunk, module.name] = found
         for number, series in enumerate(self._table.series):
             if series.kind == "grad_unreduced":
-                around = (outputs.get((series.vpp_stage, name)) for name in _around(series.name))
+                around = (outputs.get((series.vpp_stage, name)) for name in parents(series.name))
                 for source in next(filter(None, around), ()):
                     yield Edge(source, number)
 
@@ -594,13 +595,6 @@ def _distinct(edges: Iterable[Edge]) -> Iterator[Edge]:
         if edge not in found:
             found.add(edge)
             yield edge
-
-
-def _around(name: str) -> Iterator[str]:
-    """The names of the modules that contain a parameter, innermost first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _passes(table: StatsTable) -> list[Pass]:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from monitor.config import MonitorConfig
-from monitor.config.model import CHECKSUM, HIGHER_OPS, HISTOGRAM_OPS, CcDistribution
+from monitor.config.model import CHECKSUM, HIGHER_OPS, HISTOGRAM_OPS, CcDistribution, Intervals
 from monitor.coordinator.batches import BatchNotes
 from monitor.coordinator.manifest import MOST_CONFIGURATIONS
 from monitor.coordinator.manifest_format import ConfigurationRecord
@@ -183,21 +183,8 @@ def _closer(schedule: Schedule, config: MonitorConfig) -> Schedule:
 
 def with_recording_off(config: MonitorConfig) -> MonitorConfig:
     """``config`` with all recording switched off."""
-    off = {
-        "xy_distribution",
-        "wg_distribution",
-        "mv_distribution",
-        "param_distribution",
-        "ur_distribution",
-        "mg_direction",
-        "optimizer_health",
-        "recording_l2_features",
-        "stack_info",
-        "print_struct",
-        "replica_check",
-        "run_numbers",
-    }
-    return config.model_copy(update={**dict.fromkeys(off, False), "cc_distribution": CcDistribution(), "collect_times": 0})
+    off = dict.fromkeys((*Intervals.model_fields, "stack_info", "print_struct", "replica_check", "run_numbers"), False)
+    return config.model_copy(update={**off, "cc_distribution": CcDistribution(), "collect_times": 0})
 
 
 def accept_running(config: MonitorConfig) -> None:

@@ -14,6 +14,7 @@ from monitor.anomalies.overflows import SCALED_KINDS
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord
 from monitor.coordinator.series_file import LOCAL_PLACEMENT, NOT_MEASURED, Flow, Pass, SeriesColumns, read_columns
 from monitor.merge.discovery import leads_out
+from monitor.selection import parents
 from monitor.series import ACTIVATION_KINDS, ACTIVATION_NAME, KIND_TABLE, Series, underlying_series
 
 # --- The subject of an event: the role of its series in a step, and the modules around it.
@@ -86,18 +87,11 @@ def subject_of(series: Series) -> Subject:
 @lru_cache(maxsize=100_000)
 def modules_around(module: str) -> tuple[str, ...]:
     """A module and the modules around it; the root is the last."""
-    return tuple(_climb(module))
+    return module, *parents(module)
 
 
 def parent(module: str) -> str:
     return module.rpartition(".")[0]
-
-
-def _climb(module: str) -> Iterator[str]:
-    while module != ROOT:
-        yield module
-        module = parent(module)
-    yield ROOT
 
 
 Side = tuple[Role, int, str]

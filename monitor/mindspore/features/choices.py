@@ -15,14 +15,10 @@ from monitor.stats.mindspore.tensors import Arithmetic, Array, as_given, beneath
 
 EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "num_local_experts", "expert_num", "num_moe_experts")
 CHOSEN_NAMES: Final = ("top_k", "topk", "num_experts_per_tok", "moe_router_topk", "num_experts_chosen")
-CAPACITY_NAMES: Final = ("capacity", "capacity_factor", "expert_capacity", "moe_expert_capacity_factor")
-"""A router with one of these, not None, refuses assignments beyond the capacity of an expert."""
 
 INTEGERS: Final = (ms.int32, ms.int64)
 
 UNKNOWN: Final = reading.RouterCall()
-
-SEVERAL: Final = "it returns several tensors of integers, and it is unclear which of them holds the chosen experts"
 
 ChosenExperts = tuple[Tensor, int]
 """The result of a router's call, indices or a boolean map, and the number of experts."""
@@ -35,17 +31,17 @@ def choices_of(cell: nn.Cell, result: Any, call: reading.RouterCall) -> reading.
         NotARouterError: The result does not show it.
         EarlierFailure: An earlier operation of training has failed.
     """
-    if _attribute(cell, "moe_pad_expert_input_to_capacity"):
+    if reading.attribute_of(cell, "moe_pad_expert_input_to_capacity"):
         raise reading.NotARouterError(reading.PADDED)
     chosen, experts = chosen_in(cell, result, call)
     asked: int | None = math.prod(chosen.shape)
     if chosen.dtype == ms.bool_:
-        top = _number(cell, CHOSEN_NAMES)
+        top = reading.number_of(cell, CHOSEN_NAMES)
         asked = None if top is None else math.prod(chosen.shape[:-1]) * top
     with computing() as on:
         counts = Tensor(count_on_host(on.of(chosen), experts)) if on.may_look else _count(on, chosen, experts)
         total = float(on.of(counts).sum()) if on.may_look else on.sum(counts)
-        limited = any(_attribute(cell, name) is not None for name in CAPACITY_NAMES)
+        limited = any(reading.attribute_of(cell, name) is not None for name in reading.CAPACITY_NAMES)
         dropped = asked - total if limited and asked is not None else None
         return reading.Choices(counts, total, dropped, chosen.dtype == ms.bool_)
 
@@ -60,7 +56,9 @@ def chosen_in(cell: nn.Cell, result: Any, call: reading.RouterCall = UNKNOWN) ->
     """
     if any(hasattr(cell, name) for name in reading.PART_NAMES):
         raise reading.NotARouterError(reading.PART_OF_CHOICE)
-    call = call._replace(experts=_number(cell, EXPERTS_NAMES) or call.experts, top=_number(cell, CHOSEN_NAMES))
+    call = call._replace(
+        experts=reading.number_of(cell, EXPERTS_NAMES) or call.experts, top=reading.number_of(cell, CHOSEN_NAMES)
+    )
     found = list(_tensors(result))
     maps, indices = ([one for one in found if one.dtype in wanted] for wanted in ((ms.bool_,), INTEGERS))
     if maps:
@@ -68,7 +66,7 @@ def chosen_in(cell: nn.Cell, result: Any, call: reading.RouterCall = UNKNOWN) ->
         return maps[0], int(maps[0].shape[-1])
     if not indices:
         return _greatest(cell, [one for one in found if one.dtype in EPSILONS], call)
-    chosen = _fitting_indices(indices, call.top)
+    chosen = reading.expert_indices(indices, call.top)
     if not call.experts:
         raise reading.NotARouterError(reading.UNKNOWN_EXPERTS)
     if not call.is_map(chosen.shape):
@@ -85,10 +83,10 @@ def _greatest(cell: nn.Cell, floats: Sequence[Tensor], call: reading.RouterCall)
     logits = floats[0] if len(floats) == 1 else None
     experts = 0 if logits is None else int(logits.shape[-1])
     top = call.top or 0
-    if logits is None or not 0 < top <= experts or experts != (_number(cell, EXPERTS_NAMES) or experts):
+    if logits is None or not 0 < top <= experts or experts != (reading.number_of(cell, EXPERTS_NAMES) or experts):
         raise reading.NotARouterError(reading.NO_CHOICE)
     picks = call.picks_greatest or is_linear(cell)
-    if not picks or any(_attribute(cell, name) is not None for name in reading.OTHER_CHOICE_NAMES):
+    if not picks or any(reading.attribute_of(cell, name) is not None for name in reading.OTHER_CHOICE_NAMES):
         raise reading.NotARouterError(reading.ANOTHER_CHOICE)
     with as_given():  # numpy would choose others of equal logits
         ordered = logits.astype(ms.float32) if logits.dtype == ms.bfloat16 else logits  # a CPU has no kernel for bfloat16
@@ -209,27 +207,8 @@ def _is_near(on: Arithmetic, seen: Array, exact: Array, tolerance: Array | float
 # --- What results and cells say.
 
 
-def _fitting_indices(indices: Sequence[Tensor], top: int | None) -> Tensor:
-    """The tensor with as many indices for each token as the router chooses, if there are several."""
-    fitting = [one for one in indices if top is not None and one.shape[-1] == top] if len(indices) > 1 else indices
-    if len(fitting) != 1:
-        raise reading.NotARouterError(SEVERAL)
-    return fitting[0]
-
-
 def _tensors(result: Any) -> Iterator[Tensor]:
     """The tensors of a result that have dimensions: a loss for balance has none."""
     for one in result if isinstance(result, tuple | list) else (result,):
         if isinstance(one, Tensor) and one.ndim:
             yield one
-
-
-def _number(cell: nn.Cell, names: tuple[str, ...]) -> int | None:
-    found = (_attribute(cell, name) for name in names)
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
-
-
-def _attribute(cell: nn.Cell, name: str) -> Any:
-    """An attribute of a cell, or of its configuration; None without it."""
-    value = getattr(cell, name, None)
-    return getattr(getattr(cell, "config", None), name, None) if value is None else value

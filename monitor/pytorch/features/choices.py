@@ -20,16 +20,11 @@ from monitor.stats.torch.tensors import local_shard, working_precision
 
 EXPERTS_NAMES: Final = ("num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts")
 TOP_K_NAMES: Final = ("top_k", "topk", "num_experts_per_tok", "moe_router_topk")
-CAPACITY_NAMES: Final = ("capacity", "capacity_factor", "expert_capacity", "moe_expert_capacity_factor")
-"""A router with one of these, not None, refuses assignments beyond the capacity of an expert."""
-
 PADDING_NAMES: Final = ("moe_pad_expert_input_to_capacity",)
 
 UNKNOWN: Final = reading.RouterCall()
 
 Sums = TypeVar("Sums", reading.Routing, reading.Logits)
-
-SEVERAL: Final = "it returns several integer tensors, and it is unknown which one holds the chosen experts"
 
 
 def choices_of(module: nn.Module, result: Any, call: reading.RouterCall) -> reading.Choices:
@@ -38,11 +33,11 @@ def choices_of(module: nn.Module, result: Any, call: reading.RouterCall) -> read
     Raises:
         NotARouterError: The result does not show it.
     """
-    if any(_attribute(module, name) for name in PADDING_NAMES):
+    if any(reading.attribute_of(module, name) for name in PADDING_NAMES):
         raise reading.NotARouterError(reading.PADDED)
     counts, asked, by_map = _counted(module, result, call)
     total = counts.sum()
-    limited = any(_attribute(module, name) is not None for name in CAPACITY_NAMES)
+    limited = any(reading.attribute_of(module, name) is not None for name in reading.CAPACITY_NAMES)
     return reading.Choices(counts, total, asked - total if limited and asked is not None else None, by_map)
 
 
@@ -65,7 +60,9 @@ def _counted(module: nn.Module, result: Any, call: reading.RouterCall) -> tuple[
     """
     if any(hasattr(module, name) for name in reading.PART_NAMES):
         raise reading.NotARouterError(reading.PART_OF_CHOICE)
-    call = call._replace(experts=_number(module, EXPERTS_NAMES) or call.experts, top=_number(module, TOP_K_NAMES))
+    call = call._replace(
+        experts=reading.number_of(module, EXPERTS_NAMES) or call.experts, top=reading.number_of(module, TOP_K_NAMES)
+    )
     found = list(_result_tensors(result))
     maps, indices = [one for one in found if one.dtype == torch.bool], _integers(found)
     if maps:
@@ -75,7 +72,7 @@ def _counted(module: nn.Module, result: Any, call: reading.RouterCall) -> tuple[
         floats = [one for one in found if one.is_floating_point()]
         chosen = _greatest(module, floats, call)
         return count_indices(chosen, floats[0].shape[-1]), chosen.numel(), False
-    chosen = _expert_indices(indices, call.top)
+    chosen = reading.expert_indices(indices, call.top)
     if not call.experts:
         raise reading.NotARouterError(reading.UNKNOWN_EXPERTS)
     if call.is_map(chosen.shape):
@@ -92,11 +89,11 @@ def _count_map(chosen: Tensor, call: reading.RouterCall) -> tuple[Tensor, int | 
 
 def _greatest(module: nn.Module, floats: Sequence[Tensor], call: reading.RouterCall) -> Tensor:
     """The indices of the greatest logits, for a router that returns only logits and chooses these."""
-    top, experts = _number(module, TOP_K_NAMES), _number(module, EXPERTS_NAMES)
+    top, experts = reading.number_of(module, TOP_K_NAMES), reading.number_of(module, EXPERTS_NAMES)
     if len(floats) != 1 or not top or floats[0].shape[-1] < top or floats[0].shape[-1] != (experts or floats[0].shape[-1]):
         raise reading.NotARouterError(reading.NO_CHOICE)
     picks = call.picks_greatest or is_linear(module)
-    if not picks or any(_attribute(module, name) is not None for name in reading.OTHER_CHOICE_NAMES):
+    if not picks or any(reading.attribute_of(module, name) is not None for name in reading.OTHER_CHOICE_NAMES):
         raise reading.NotARouterError(reading.ANOTHER_CHOICE)
     return floats[0].topk(top, -1).indices
 
@@ -162,14 +159,6 @@ def _integers(found: Sequence[Tensor]) -> list[Tensor]:
     return [one for one in found if not one.is_floating_point() and not one.is_complex() and one.dtype != torch.bool]
 
 
-def _expert_indices(indices: Sequence[Tensor], top: int | None) -> Tensor:
-    """The index tensor: of several, the one whose last dimension is ``top``."""
-    fitting = [one for one in indices if top is not None and one.shape[-1] == top] if len(indices) > 1 else indices
-    if len(fitting) != 1:
-        raise reading.NotARouterError(SEVERAL)
-    return fitting[0]
-
-
 def count_indices(indices: Tensor, experts: int) -> Tensor:
     """Count valid indices only: a dropped token has an index out of range, at which a device kernel would fail fatally."""
     flat = indices.flatten().to(torch.int64)
@@ -191,14 +180,3 @@ def _result_tensors(result: Any) -> Iterator[Tensor]:
             if layout is not None and any(each.is_partial() or each.is_shard(one.dim() - 1) for each in layout[1]):
                 raise reading.NotARouterError(reading.NOT_WHOLE_CHOICE)
             yield local
-
-
-def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    found = (_attribute(module, name) for name in names)
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    """An attribute of a module, or of its configuration; None without it."""
-    value = getattr(module, name, None)
-    return getattr(getattr(module, "config", None), name, None) if value is None else value

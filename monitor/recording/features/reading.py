@@ -48,6 +48,11 @@ OTHER_MAP: Final = "its map does not have a number for each token and expert, ex
 UNKNOWN_EXPERTS: Final = "it returns numbers of experts, and its number of experts is unknown"
 PART_OF_CHOICE: Final = "it returns only a part of what it chose"
 
+SEVERAL_CHOICES: Final = "it returns several integer tensors, and it is unknown which one holds the chosen experts"
+
+CAPACITY_NAMES: Final = ("capacity", "capacity_factor", "expert_capacity", "moe_expert_capacity_factor")
+"""A router with one of these, not None, refuses assignments beyond the capacity of an expert."""
+
 PART_NAMES: Final = ("second_expert_policy",)
 """Attributes of routers that return a map of their first choice alone."""
 
@@ -92,6 +97,30 @@ def says_causal(kwargs: Mapping[str, Any]) -> bool:
 def first_named(kwargs: Mapping[str, Any], names: tuple[str, ...], kind: type[T]) -> T | None:
     """The first keyword argument of type ``kind`` that has one of the names."""
     return next((kwargs[name] for name in names if isinstance(kwargs.get(name), kind)), None)
+
+
+def attribute_of(module: Any, name: str) -> Any:
+    """An attribute of a module, or of its configuration; None without it."""
+    value = getattr(module, name, None)
+    return getattr(getattr(module, "config", None), name, None) if value is None else value
+
+
+def number_of(module: Any, names: tuple[str, ...]) -> int | None:
+    """The first attribute of a module, or of its configuration, that is an integer."""
+    found = (attribute_of(module, name) for name in names)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+
+
+def expert_indices(indices: Sequence[Any], top: int | None) -> Any:
+    """The tensor that holds the chosen experts: of several integer tensors, the one whose last dimension is ``top``.
+
+    Raises:
+        NotARouterError: Not exactly one tensor fits.
+    """
+    fitting = [one for one in indices if top is not None and one.shape[-1] == top] if len(indices) > 1 else indices
+    if len(fitting) != 1:
+        raise NotARouterError(SEVERAL_CHOICES)
+    return fitting[0]
 
 
 def adds_to_scores(module: Any) -> bool:
