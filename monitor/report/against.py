@@ -276,7 +276,7 @@ def _place(one: Finding) -> Place:
 
 
 def _firsts(findings: Sequence[Finding]) -> dict[aligned.SeriesKey, Finding]:
-    """Of each tensor the first finding."""
+    """The first finding of each tensor."""
     found: dict[aligned.SeriesKey, Finding] = {}
     for one in findings:
         found.setdefault(series_of(one), one)
@@ -288,7 +288,7 @@ def _rounded(number: float, digits: int) -> float:
 
 
 def _narrow(numbers: aligned.Floats) -> aligned.Floats:
-    """As the page has them. Finite numbers stay finite."""
+    """The numbers in float32, as the page has them. Finite numbers stay finite."""
     with np.errstate(over="ignore"):
         finite = np.isfinite(numbers)
         return np.where(finite, np.clip(numbers, -LARGEST, LARGEST), numbers).astype("<f4")

@@ -81,14 +81,14 @@ class AlignedKind:
     alone: dict[int, set[int]] = field(default_factory=dict)
 
     def number(self, key: SeriesKey, order: int) -> int:
-        """Of a series. Its place in the order of a step is that of its first row."""
+        """The number of a series, new or known. Its place in the order of a step is that of its first row."""
         if key not in self.numbers:
             self.numbers[key] = len(self.orders)
             self.orders.append(order)
         return self.numbers[key]
 
     def grid(self, op: str, columns: int) -> PairGrid:
-        """Of an op, with room for all series."""
+        """The grid of an op, with room for all series."""
         grid = self.grids.get(op)
         if grid is None:
             grid = self.grids[op] = PairGrid.empty(len(self.orders), columns)
@@ -162,7 +162,7 @@ def shown_op(kind: str, ops: Sequence[str]) -> str:
 
 
 def _numbered(found: AlignedKind, kind: str, rows: pa.Table) -> Ints:
-    """Of each row the number of its series."""
+    """The number of the series of each row."""
     names = rows["name"].cast(pa.string()).combine_chunks().dictionary_encode()
     stages = rows["vpp_stage"].fill_null(0).to_numpy()
     most = int(stages.max()) + 1

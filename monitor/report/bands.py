@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Numbers = NDArray[np.float64]
-"""Of steps and series, NaN where there is none."""
+"""Shape ``(steps, series)``, NaN where there is no number."""
 
 LEVEL: Final = 8
 """Values whose median is the level."""
@@ -38,7 +38,7 @@ class Limit(NamedTuple):
 
 
 class Bands(NamedTuple):
-    """Of each value, shape ``(steps, series)``, NaN or False where there is no history.
+    """The band of each value, shape ``(steps, series)``; NaN or False where there is no history.
 
     Attributes:
         level: The median of the values before.
@@ -79,7 +79,7 @@ def bands_of(values: Numbers, narrowest: float) -> Bands:
 
 
 def _before(values: Numbers, width: int, least: int, around: Numbers | None = None) -> Numbers:
-    """Of each value the median of the finite ones among the ``width`` values before it; NaN if there are fewer than ``least``.
+    """The median of the finite ones among the ``width`` values before each value; NaN if there are fewer than ``least``.
 
     Args:
         around: Of each value, a center: then the median of the distances from it.

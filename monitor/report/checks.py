@@ -271,22 +271,34 @@ _IN_EVALUATION: Final = "forwards have no rows then. Call model.train() after ea
 
 
 def _steps(facts: Facts) -> CheckFinding:
+    """Whether steps are missing; if none is known to be, whether files show all steps."""
+    changed = any(len(one.configurations) > 1 for one in facts.manifests.values())
+    found = _missing_steps(facts, changed=changed) or _unseen_steps(facts, changed=changed)
+    return found or CheckFinding(GOOD, "No step is missing on any rank.")
+
+
+def _missing_steps(facts: Facts, *, changed: bool) -> CheckFinding | None:
+    """The steps that ranks dropped or lack, and the kinds that ended early, which a ``changed`` configuration may explain."""
     dropped, gaps = facts.told["dropped"]["listed"], facts.told["gaps"]["listed"]
     if _still_runs(facts, facts.ranks):  # ranks may be a few steps apart
         gaps = [one for one in gaps if _first(one["steps"]) <= _newest_saved(facts, one["rank"])]
-    changed = any(len(one.configurations) > 1 for one in facts.manifests.values())
-    ended, off = ({}, ended_early(facts)) if changed else (ended_early(facts), {})
-    lost = [*(f"rank {one['rank']}, {_of(one)}: {one['reason']}" for one in dropped)]
+    ended = {} if changed else ended_early(facts)
+    lost = [f"rank {one['rank']}, {_of(one)}: {one['reason']}" for one in dropped]
     lost += [f"no rank has {kind} after step {step}" for kind, step in ended.items()]
     lost += [f"rank {one['rank']} has no {one['kind']} at {_of(one)}" for one in gaps]
-    if lost:
-        places = [Place(_first(one["steps"]), one["rank"], one.get("kind", "")) for one in (*dropped, *gaps)]
-        places += [Place(step + 1, None, kind) for kind, step in ended.items()]
-        first = min(places, key=lambda one: (one.step or 0, one.kind))
-        count = len(lost) + facts.count("dropped") + facts.count("gaps") - len(dropped) - len(facts.told["gaps"]["listed"])
-        modes = [str(one.notes[EVALUATION]) for one in facts.manifests.values() if EVALUATION in one.notes]
-        why = f"{capitalized(modes[0])}: {_IN_EVALUATION}" if modes and first.kind in ended else _DROPPED
-        return CheckFinding(BAD, f"Steps are missing: {_few(lost, count)}.", first, why)
+    if not lost:
+        return None
+    places = [Place(_first(one["steps"]), one["rank"], one.get("kind", "")) for one in (*dropped, *gaps)]
+    places += [Place(step + 1, None, kind) for kind, step in ended.items()]
+    first = min(places, key=lambda one: (one.step or 0, one.kind))
+    count = len(lost) + facts.count("dropped") + facts.count("gaps") - len(dropped) - len(facts.told["gaps"]["listed"])
+    modes = [str(one.notes[EVALUATION]) for one in facts.manifests.values() if EVALUATION in one.notes]
+    why = f"{capitalized(modes[0])}: {_IN_EVALUATION}" if modes and first.kind in ended else _DROPPED
+    return CheckFinding(BAD, f"Steps are missing: {_few(lost, count)}.", first, why)
+
+
+def _unseen_steps(facts: Facts, *, changed: bool) -> CheckFinding | None:
+    """Why the rows at hand do not show whether steps are missing; None if they do."""
     known = {*facts.kinds, *facts.others, *NOT_JUDGED}
     if thinned := facts.told.get("thinned", {}).get("listed"):  # an earlier version knew none
         removed = [f"rank {one['rank']}, {one['steps']['count']:,} of {_of(one)}" for one in thinned]
@@ -298,12 +310,13 @@ def _steps(facts: Facts) -> CheckFinding:
     if few := [f"{there:,} of {counted(every, 'row')} of {kind}" for kind, (there, every) in read.items() if there < every]:
         return CheckFinding(NOT_LOOKED_AT, f"Files of the merged set have gone. There are {_few(few, len(few))}.")
     lacking = [f"{kind} at {counted(len(of), 'step')}, the first is {of[0]}" for kind, of in lacking_steps(facts).items()]
+    off = ended_early(facts) if changed else {}
     if lacking := [*(f"{kind} after step {step}" for kind, step in off.items()), *lacking]:
         why = " The configuration was changed while the run recorded, and may have switched this off." if changed else ""
         return CheckFinding(NOT_LOOKED_AT, f"No rank has {_few(lacking, len(lacking))}.{why}")
     if facts.left_out:
         return CheckFinding(NOT_LOOKED_AT, f"Ranks recorded {counted(facts.left_out, 'step')} more than these files have.")
-    return CheckFinding(GOOD, "No step is missing on any rank.")
+    return None
 
 
 def _newest_saved(facts: Facts, rank: int) -> int:
@@ -409,8 +422,6 @@ class CheckEntry(NamedTuple):
 
 
 _MERGE: Final = "trainermon merge DIR"
-
-_CHECKED: Final = '"replica_check": true and "param_distribution": true'
 
 CHECKS: Final = (
     CheckEntry(

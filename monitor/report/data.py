@@ -17,13 +17,13 @@ from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Plac
 from monitor.report.kind_reader import KindReader
 
 STEPS: Final = 8
-"""So many steps show it: the last ones of which all ranks have rows. Our choice."""
+"""Number of steps that are compared: the last ones of which all ranks have rows. Our choice."""
 SAME: Final = 1e-4
 """Relative difference up to which numbers are equal: kernels of some devices add up in any order. Our choice."""
 MOST_TENSORS: Final = 32
 """Tensors that are compared, spread over the model. More than a thousand ranks compare fewer, to stay within memory."""
 MOST_PAIRS: Final = 40_000
-"""Of a tensor and a rank. One with 8 micro-steps takes a kilobyte."""
+"""Most pairs of a tensor and a rank. One with 8 micro-steps takes a kilobyte."""
 ROLES: Final = ("dp", "dp_shard", "dp_replicate")
 """Groups whose ranks should have different data."""
 OF_DATA: Final = {

@@ -42,7 +42,7 @@ NOT_JUDGED: Final = (*NOT_PICTURED, DIRECTION_KIND)
 MOST_BINS: Final = 2000
 FEWEST_BINS: Final = 100
 MOST_CELLS: Final = 20_000_000
-"""Of all heat maps of tensors and steps together."""
+"""Most cells of all heat maps of tensors and steps together."""
 MOST_KEPT: Final = 8_000_000
 """Cells of single ranks of a kind, kept for curves. Beyond that, the rows of some tensors are read again."""
 MOST_EVENTS: Final = 50
@@ -50,8 +50,8 @@ MOST_EVENTS: Final = 50
 MOST_ASKED: Final = 8
 """Directories whose series files are read."""
 _REGULAR: Final = {kind.name for kind in KIND_TABLE if kind.warned}
-_FIELDS: Final = {kind.name: kind.field for kind in KIND_TABLE}
 """Kinds with rows in each step."""
+_FIELDS: Final = {kind.name: kind.field for kind in KIND_TABLE}
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Facts:
 
     @cached_property
     def rates(self) -> dict[str, tuple[Ints, Numbers]]:
-        """Of each learning rate all recorded steps and the greatest of all ranks."""
+        """For each learning rate, all recorded steps, and the greatest number of all ranks."""
         rows = self.kinds.get(RUN_KIND)
         names = [name for name in rows.names if name.startswith(LEARNING_RATE)] if rows is not None else []
         means = Means(self.axis.steps)
@@ -230,7 +230,7 @@ def _series_about(facts: Facts) -> int:
     count = 0
     for rows in facts.kinds.values():
         first = rows.spans[0]
-        read = rows._read(range(first.first, first.first + 1), ("name",), None)
+        read = rows.rows_at(range(first.first, first.first + 1), ("name",), None)
         count += len(read["name"].unique())
     return count
 

@@ -48,7 +48,7 @@ zero in exact arithmetic.
 """
 
 LEAST_TOGETHER: Final = 8
-"""Of fewer values the median may be that of a fault."""
+"""Fewest values that are compared with their median: that of fewer may be a fault's."""
 
 # The cells of a heat map, such that the greatest of several is the one to show.
 NOT_RECORDED: Final = 0
@@ -477,7 +477,7 @@ class KindHistory:
 
 
 def _next_ones(flags: Flags, recorded: Flags) -> tuple[Flags, Flags]:
-    """Of each value the flag of the next recorded value of its pair, and whether there is none."""
+    """For each value, the flag of the next recorded value of its pair, and whether there is none."""
     following, is_last = np.zeros(flags.shape, np.bool_), np.ones(flags.shape, np.bool_)
     for time in range(len(flags) - 2, -1, -1):
         following[time] = np.where(recorded[time + 1], flags[time + 1], following[time + 1])

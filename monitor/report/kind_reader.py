@@ -118,7 +118,7 @@ class KindReader:
 
     @cached_property
     def names(self) -> list[str]:
-        """Of each series, with its place if several places have the name."""
+        """The name of each series, with its place if several places have the name."""
         places, what = Counter(name for _, name in self.series), "stage" if self._has_stages else ""
         return [f"{what}{place}:{name}" if places[name] > 1 else name for place, name in self.series]
 
@@ -129,7 +129,7 @@ class KindReader:
 
     def name_of(self, step: int, rank: int, chunk: int, name: str) -> str:
         """The name in the whole model of what a rank calls ``name``, as in ``names``."""
-        rows = self._read(range(step, step + 1), ("rank", *_PLACED), [name])
+        rows = self.rows_at(range(step, step + 1), ("rank", *_PLACED), [name])
         of = [one for one in rows.to_pylist() if one["rank"] == rank]
         found = ((self._place(one), one[GLOBAL_NAME]) for one in of if (one["vpp_stage"] or 0) == chunk)
         number = self._number.get(next(found, (chunk, name)))
@@ -155,7 +155,7 @@ class KindReader:
         known = judged_ops(self.kind, columns)
         others = [one for one in columns[columns.index("count") + 1 if "count" in columns else 0 :] if one not in known]
         if spans:
-            first = self._read(range(spans[0].first, spans[0].last + 1), (*known, *others), None)
+            first = self.rows_at(range(spans[0].first, spans[0].last + 1), (*known, *others), None)
             self.ops = tuple(one for one in (*known, *others) if len(first) and first[one].null_count < len(first))
         self.op = next((one for one in known if one in self.ops), "")
 
@@ -174,7 +174,7 @@ class KindReader:
             first, end = (steps.start, steps.stop) if steps else (span.first, span.last + 1)
             wanted = range(max(span.first, first), min(span.last + 1, end))
             if wanted:
-                rows = self._read(wanted, columns, self._known_by(names))
+                rows = self.rows_at(wanted, columns, self._known_by(names))
                 masked = self._masked(rows, wanted, names)
                 if names is None and steps is None:
                     self._count(rows)
@@ -192,7 +192,7 @@ class KindReader:
         known = {*OF_MASKS} <= {*self.columns}
         if self.kind != "actv" or not known or not np.isinf(rows[self.op].fill_null(0).to_numpy()).any():
             return np.zeros(len(rows), np.bool_)
-        return are_masks(self._read(steps, (GLOBAL_NAME, *OF_MASKS), self._known_by(names)), GLOBAL_NAME)
+        return are_masks(self.rows_at(steps, (GLOBAL_NAME, *OF_MASKS), self._known_by(names)), GLOBAL_NAME)
 
     def _count(self, rows: pa.Table) -> None:
         step = rows["step"].to_numpy()
@@ -205,7 +205,7 @@ class KindReader:
         found: list[dict[str, Any]] = []
         for span in reversed(self.spans):
             wanted = (*columns, *_PLACED)
-            rows = self._read(range(span.first, span.last + 1), wanted, self._known_by([series[1]])).to_pylist()
+            rows = self.rows_at(range(span.first, span.last + 1), wanted, self._known_by([series[1]])).to_pylist()
             found = [one for one in rows if (self._place(one), one[GLOBAL_NAME]) == series] + found
             if len({one["step"] for one in found}) >= most:
                 break
@@ -230,13 +230,14 @@ class KindReader:
         if "count" not in self.columns:
             return 0
         own = [name for name in COLUMNS_OF.get(self.kind, ()) if name in self.columns]
-        return without_number(self._read(steps, tuple(dict.fromkeys(("count", self.op, *own))), None), self.op, own)
+        return without_number(self.rows_at(steps, tuple(dict.fromkeys(("count", self.op, *own))), None), self.op, own)
 
     def _known_by(self, names: Sequence[str] | None) -> list[str] | None:
         """What ranks call the tensors with these names in the whole model."""
         return None if names is None else sorted({one for name in names for one in self._known_as.get(name, {name})})
 
-    def _read(self, steps: range, columns: Sequence[str], names: Sequence[str] | None) -> pa.Table:
+    def rows_at(self, steps: range, columns: Sequence[str], names: Sequence[str] | None) -> pa.Table:
+        """The rows of some steps, in these columns; ``names`` are those that ranks use, None for all."""
         chosen = None if names is None else NameFilter(names)
         choice = RowChoice(self.kind, names=chosen, steps=steps, columns=tuple(columns))
         rows = self.source.scan(choice).read()[0]
@@ -267,7 +268,7 @@ class KindReader:
         history.add(rows["step"].to_numpy(), micro, series, place, values)
 
     def _numbered(self, rows: pa.Table, steps: range) -> Ints:
-        """Of each row the number of its series. New series are numbered in order of execution."""
+        """The number of the series of each row. New series are numbered in order of execution."""
         for derived in ("names", "numbers"):  # of the series so far
             self.__dict__.pop(derived, None)
         names = rows[GLOBAL_NAME].combine_chunks()
@@ -292,7 +293,7 @@ class KindReader:
 
     def _order(self, steps: range) -> Callable[[tuple[int, str]], tuple[int, int]]:
         """Sorts series by their stage of the pipeline and the first call of any rank, as far as that is known."""
-        rows = self._read(steps, (*_PLACED, "name", "call_id"), None)
+        rows = self.rows_at(steps, (*_PLACED, "name", "call_id"), None)
         for one in ("name", GLOBAL_NAME):
             rows = rows.set_column(rows.column_names.index(one), one, rows[one].cast(pa.string()))
         found = rows.group_by(["name", GLOBAL_NAME, "vpp_stage", "stage"]).aggregate([("call_id", "min")]).to_pylist()

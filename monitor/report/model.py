@@ -29,7 +29,7 @@ from monitor.stats.histograms import MAGNITUDES, upper_text
 from monitor.terminal import counted
 
 SCHEMA_VERSION: Final = 1
-"""Of the verdict for programs."""
+"""Version of the verdict for programs."""
 
 MOST_ROWS: Final = 10_000
 """Series of a page of which each has a row. With more, rows are layers, which open."""

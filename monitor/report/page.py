@@ -48,5 +48,5 @@ def _script(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """As a content security policy names an inline script or style."""
+    """The digest by which a content security policy names an inline script or style."""
     return f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'"

@@ -28,7 +28,7 @@ _INPUT: Final = Limit(6, 1.1)
 _INPUTS: Final = (".input", "module.input")
 """What the input of a whole model is called."""
 _WRONG: Final = Limit(12, 30)
-"""Of an activation that its module's inputs do not explain."""
+"""The limit of an activation that its module's inputs do not explain."""
 _CLEARLY: Final = 0.35
 """The others of a step are calm if the logarithms of their factors are at most this share of the largest."""
 _STAYS: Final = 0.5
@@ -122,7 +122,7 @@ def _inputs(around: Around, rows: Rows = None) -> Outstanding | None:
 
 
 def _first_activation(around: Around) -> Window | None:
-    """That of the model's input; None if there is none."""
+    """The window of the model's input; None if there is none."""
     window = around.window("actv")
     if window is None or not around.facts.kinds["actv"].names[int(window.series.min())].startswith(_INPUTS):
         return None
@@ -158,7 +158,7 @@ def _losses(around: Around, rows: Rows = None) -> Outstanding | None:
 
 
 def _of(around: Around, window: Window, rows: Rows) -> Window:
-    """Of a window the steps before, and the step that is judged as the last one."""
+    """The steps of a window before the judged step, and that step as the last one."""
     chosen = list(range(around.at + 1) if rows is None else rows)
     found = window.of(range(len(window.rank)))
     found.steps, found.values = window.steps[chosen], window.values[chosen]
@@ -189,7 +189,7 @@ def _outstanding(what: str, window: Window, limit: Limit, narrowest: float, both
 
 
 def _first_micro_steps(window: Window, out: NDArray[np.bool_]) -> dict[int, int]:
-    """Of each rank that stands out the first micro-step. Local gradients accumulate, so later ones stand out, too."""
+    """For each rank that stands out, the first micro-step. Local gradients accumulate, so later ones stand out, too."""
     found: dict[int, int] = {}
     for column in np.flatnonzero(out).tolist():
         rank, micro_step = int(window.rank[column]), int(window.micro_step[column])

@@ -201,7 +201,7 @@ class Around:
 # --- Weights: they are what the step before has left.
 
 _SAME: Final = 1e-6
-"""Of norms of the same bits; files may round them."""
+"""Relative difference of norms of the same bits: files may round them."""
 _SIZABLE: Final = 0.01
 """Change of the logarithm of a norm that a jump may come from. It must also be ``_ABOVE`` the changes of other steps."""
 _ABOVE: Final = 10
@@ -281,7 +281,7 @@ def _changed_bits(around: Around, steps: Collection[int]) -> Iterator[Evidence]:
 
 
 def _usual(changes: Numbers) -> Numbers:
-    """Of each column; 0 where none is known."""
+    """The usual change of each column; 0 where none is known."""
     padded = np.vstack([changes, np.where(np.isfinite(changes).any(axis=0), np.nan, 0.0)])
     usual: Numbers = np.nanquantile(np.where(np.isfinite(padded), padded, np.nan), _USUAL, axis=0)
     return usual
@@ -301,7 +301,7 @@ def _became(before: float, after: float) -> str:
 
 
 def _of_copies(around: Around, what: str, known: set[tuple[str, int]]) -> str:
-    """Of several copies, which may differ, only one may have rows: that one was as usual."""
+    """Words for the case that only one of several copies, which may differ, has rows: that copy was as usual."""
     local = around.window("grad_unreduced")
     if local is None:
         lacking = len({rank for _, rank in known}) < len(around.facts.ranks)
@@ -431,7 +431,7 @@ _FEW: Final = 4
 
 
 def updates_grew(around: Around, at: int, end: int | None = None) -> float | None:
-    """By how much updates were larger than usual from an index to the jump, or before ``end``; None if not, or not known."""
+    """The factor by which updates grew from an index to the jump, or to before ``end``; None if they did not, or if unknown."""
     window = around.window("update_ratio")
     if window is None:
         return None

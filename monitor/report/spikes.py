@@ -25,7 +25,7 @@ LOSS: Final = Limit(7, 1.1)
 NORM: Final = Limit(8, 5)
 """Our measurement (``bench/spikes.py``): without a fault, losses stay below 6 deviations, and norms below 7."""
 LASTING: Final = Limit(5, 1.5)
-"""Of a loss and its next value. Our measurement: without a fault, two in a row stay below 4 deviations."""
+"""The limit of two losses in a row. Our measurement: without a fault, two in a row stay below 4 deviations."""
 _NARROWEST: Final = {GRAD_NORM: 0.05}
 _NARROWEST_OF_LOSS: Final = 0.01
 _WARM_UP: Final = 12
@@ -143,7 +143,7 @@ def is_loss(name: str) -> bool:
 
 
 def _numbers(facts: Facts) -> dict[str, tuple[Ints, Numbers]]:
-    """Of losses and norms that are judged all recorded steps and the mean of all ranks."""
+    """For each judged loss and norm, all recorded steps, and the means of all ranks."""
     found: dict[str, tuple[Ints, Numbers]] = {}
     rows = facts.kinds.get(RUN_KIND)
     if rows is not None and (wanted := list(filter(_is_judged, rows.names))):
