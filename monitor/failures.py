@@ -43,10 +43,10 @@ LOGGER: Final = _logger()
 MOST_CHARACTERS: Final = 500
 
 NOTHING_OF: Final = "nothing of "
-"""What a cause begins with that is no failure: a kind of rows was asked for, which this training does not have."""
+"""The beginning of causes that are no failures: rows were asked for that this training does not have."""
 
 SHORT_STEPS: Final = "short steps"
-"""What it has nothing of where steps had fewer micro-batches than others, and gradients changed before this was known."""
+"""What follows ``NOTHING_OF`` if steps had fewer micro-batches than others, and gradients changed before this was known."""
 
 
 class EarlierFailure(BaseException):

@@ -34,7 +34,7 @@ but a few as they were.
 """
 
 WRITTEN: Final = "written between steps"
-"""What the name of the manifest's note ends with that says so."""
+"""The end of the name of the manifest's note that says so."""
 
 NAMED: Final = 5
 """Tensors that a warning names."""
@@ -42,7 +42,7 @@ NAMED: Final = 5
 NOT_COMPARED: Final = "{what} are not compared with what the step before left, and memory that is corrupted there is not found."
 
 _FEW: Final = 3
-"""So few tensors are never called most of them."""
+"""Fewest tensors of which more than half count as most of them."""
 
 _CAUSES: Final = (
     "a checkpoint that was loaded, an average or a limit of weights, a mask, merged adapters, steps there and back (SAM), a "

@@ -37,7 +37,7 @@ CHUNKS: Final = 1_024
 # --- Messages, which other processes wrote: nothing in them is taken for granted.
 
 MOST_CHARACTERS: Final = 1 << 17
-"""Of a message."""
+"""Largest size of a message, in characters."""
 
 Digests = Base64Bytes
 """Numbers, the lowest byte first."""

@@ -29,7 +29,7 @@ from monitor.stats.partials import Words
 
 SHORTEST_PAUSE_S: Final = 1.0
 SPARE: Final = 1.25
-"""So much more than is asked in every turn may be asked: by answers, and by ranks that are not on time."""
+"""Requests to the store are planned with so much room: answers and late ranks need some, too."""
 
 LOOKS_KEPT: Final = 16
 """For so many turns steps are kept: until they are published, read, asked for and answered."""

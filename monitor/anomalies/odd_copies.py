@@ -19,7 +19,7 @@ EARLY: Final = 2
 """Steps in which copies that differ by design do so at the latest: weights begin equal, and differ after the first update."""
 
 ENOUGH: Final = 3
-"""So few tensors may all differ because something went wrong."""
+"""Fewest tensors, or copies, that may differ by design. Fewer may all differ by a fault."""
 
 WEIGHTS: Final = CHECKED_KINDS[0]
 STATE_KINDS: Final = frozenset({WEIGHTS, *MOMENT_KINDS})

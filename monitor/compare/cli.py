@@ -60,7 +60,7 @@ def write_csv(path: Path, compared: Compared) -> None:
 
 
 def largest(compared: Compared) -> list[Finding]:
-    """Of each tensor where it differs most: beyond rounding, then by relative error, the earlier first among equals."""
+    """For each tensor, where it differs most: beyond rounding, then by relative error, the earlier first among equals."""
     numbered = [(finding.rounding, finding.difference.size, finding) for finding in compared.findings if finding.difference]
     found: dict[tuple[str, str], Finding] = {}
     for *_, finding in sorted(numbered, key=lambda one: (-one[0], -one[1])):

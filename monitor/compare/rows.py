@@ -24,7 +24,7 @@ Key = tuple[int, int, str]
 """A rank, a step, and what the row is of."""
 
 MOST_ROWS: Final = 1 << 40
-"""Of a kind in a step, if rows do not say in which order they were measured: kinds follow each other then."""
+"""Most rows of a kind in a step. If rows do not say in which order they were measured, each kind has so many places."""
 
 USED, CALLS, REDUCED, STEPPED = (phase * MOST_ROWS * len(SHOWN_KINDS) for phase in range(4))
 PHASES: Final = {
@@ -38,13 +38,13 @@ the gradients that the optimizer is given, and what it makes of them."""
 
 
 class RowWatcher(Protocol):
-    """Is shown all rows that are compared. They have the columns ``IDENTITY`` and the ops of both sides."""
+    """Sees all rows that are compared. They have the columns ``IDENTITY`` and the ops of both sides."""
 
     def equal(self, kind: str, rows: pa.Table) -> None:
-        """These rows are the same on both sides."""
+        """See rows that are the same on both sides."""
 
     def pair(self, kind: str, order: int, left: Row | None, right: Row | None) -> None:
-        """These two are of the same thing, made comparable; None: the other side alone has it."""
+        """See the two rows of the same thing, made comparable; None: the other side alone has it."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ from monitor.series import GRADIENT_KINDS, PARAMETER_KINDS, shown_kind
 from monitor.sinks.files import ALL_STEPS, StepSpan
 
 ALL_RANKS: Final = -1
-"""In place of a rank, in rows of whole tensors."""
+"""The rank in rows of whole tensors."""
 
 MISSING: Final = ("missing ranks", "gaps", "dropped", "thinned", "not closed", "set aside", "incomplete", "unplaced")
 """What a side's own report says of rows that are not there. The last two are known of rows of whole tensors only."""
@@ -33,7 +33,7 @@ MISSING: Final = ("missing ranks", "gaps", "dropped", "thinned", "not closed", "
 NOT_JUDGED: Final = "{} of {}: rounding changes them, and there is no other op. --tolerance 0 compares them"
 
 NDIGITS: Final = 6
-"""Of a merged set of CSV, which does not say its own: the default."""
+"""Decimals of a merged set that was made from CSV, which does not say its own: the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Choice:
         return self.kinds is None or kind in self.kinds
 
     def cut(self, steps: StepSpan) -> StepSpan:
-        """What it has of some steps; the last is before the first if that is nothing."""
+        """The steps of these that it has; the last is before the first if there is none."""
         return StepSpan(max(steps.first, self.steps.first), min(steps.last, self.steps.last))
 
     def shared_with(self, other: Choice) -> Choice:
-        """What both have."""
+        """The kinds and steps that both have."""
         kinds = [one for one in (self.kinds, other.kinds) if one is not None]
         return Choice(frozenset.intersection(*kinds) if kinds else None, self.cut(other.steps))
 

@@ -38,7 +38,7 @@ SINGLE: Final = EPSILONS["float32"]
 """Sums are accumulated at least so finely."""
 
 GROWTH: Final = 16.0
-"""By how much rounding may grow from one step to the next: measured on pairs of runs, the most was 9 (docs/comparing.md)."""
+"""The factor by which rounding may grow from one step to the next. In pairs of runs it was at most 9 (docs/comparing.md)."""
 
 ELEMENTS: Final = "elements"
 """How many a whole tensor has: an op of comparisons of whole tensors."""
@@ -70,7 +70,7 @@ gradient but rounding, and Adam makes whole updates of it; it may be a part of a
 LEAST_LOGGED: Final = 1 / 64
 """Logged numbers may be differences of larger ones, as some losses are: smaller ones are held to this."""
 ALONE_SHARE: Final = 1 / 8
-"""Of itself, of a mean without another op that shows how large the tensor is."""
+"""Share of itself by which a mean may differ, if no other op shows how large the tensor is."""
 
 
 class SeriesFacts(NamedTuple):
@@ -86,7 +86,7 @@ class SeriesFacts(NamedTuple):
 
     @property
     def epsilon(self) -> float | None:
-        """None for other dtypes than floats."""
+        """The distance from 1 to the next number of the dtype; None if it is no float."""
         if self.dtype.startswith("float8"):
             return 2.0**-2 if "e5m2" in self.dtype else 2.0**-3
         return EPSILONS.get(self.dtype)
@@ -269,11 +269,11 @@ class Rounding:
         self.precision = max(floats, default=SINGLE)
 
     def facts(self, kind: str, row: Mapping[str, Any]) -> SeriesFacts:
-        """Of the series of a row, as far as either side knows them."""
+        """The facts of the series of a row, as far as either side knows them."""
         return _of(self._facts, (kind, row["vpp_stage"], row["name"], row["rank"])) or UNKNOWN
 
     def unlike_of(self, kind: str, row: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
-        """What is not alike of the series of a row; once."""
+        """How the series of a row differs on both sides. Later calls for the series return nothing."""
         key = kind, row["vpp_stage"], row["name"]
         return self.unlike.pop((*key, row["rank"]), []) or self.unlike.pop(key, [])
 

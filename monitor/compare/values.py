@@ -31,7 +31,7 @@ class Difference:
 
     @property
     def size(self) -> float:
-        """To be sorted by: what is no number comes first."""
+        """A key for sorting: what is no number comes first."""
         return math.inf if math.isnan(self.relative) else self.relative
 
 
@@ -101,7 +101,7 @@ def _with_a_mean_of_elements(
 
 
 def _root_mean_square(leaf: Mapping[str, Any]) -> float:
-    """Of the elements; 0 if it is not known, or not finite."""
+    """The root mean square of the elements; 0 if it is not known, or not finite."""
     norm, shape = leaf.get("Norm"), leaf.get("shape")
     if not isinstance(norm, float) or not math.isfinite(norm) or not isinstance(shape, list):
         return 0.0
@@ -161,17 +161,17 @@ class Finding:
 
     @property
     def kind(self) -> str:
-        """Of the rows, or the step's own name in a dump."""
+        """The kind of the rows; ``tensors`` in a dump."""
         return self.name.partition("/")[0] if "/" in self.name else "tensors"
 
     @property
     def in_order(self) -> tuple[int, int, list[str | int]]:
-        """To be sorted by: as runs are executed."""
+        """A key for sorting in the order in which runs are executed."""
         return self.step, self.order, self.rank_order
 
     @property
     def rank_order(self) -> list[str | int]:
-        """The rank, to be sorted by: the tenth comes after the second."""
+        """The rank as a key for sorting: the tenth comes after the second."""
         return _in_parts(self.rank)
 
 
@@ -183,7 +183,7 @@ def _in_parts(rank: str) -> list[str | int]:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """All of it.
+    """The result of a comparison.
 
     Attributes:
         tensors: How many were on both sides; of runs, how many rows.
@@ -219,7 +219,7 @@ class Compared:
 
     @property
     def first(self) -> Finding | None:
-        """Where they part."""
+        """The first difference; None if there is none."""
         return next(iter(self.findings), None)
 
     @property

@@ -59,9 +59,9 @@ OUTPUT: Final = re.compile(r"\.output(_\d+)?(#\d+)?$")
 PARTS: Final = "parts"
 """How many rows were united."""
 MOST_CALLS: Final = 1 << 30
-"""Of a step."""
+"""Most calls of a step."""
 MOST_STAGES: Final = 1 << 12
-"""Of a pipeline."""
+"""Most stages of a pipeline."""
 
 
 class WholeTensors:
@@ -126,7 +126,7 @@ class WholeTensors:
         return len(rows) > 0 and rows["call_id"].null_count == len(rows)
 
     def positions(self, kind: str) -> dict[str, int]:
-        """By name, the place in the order of a step: forward by stages, backward by stages from the last."""
+        """The place of each name in the order of a step: forward by stages, backward by stages from the last."""
         found: dict[str, int] = {}
         for number, row in enumerate(self._at_first[kind].select(["name", "stage", "call_id"]).to_pylist()):
             stage, call = row["stage"] or 0, number if row["call_id"] is None else row["call_id"]
@@ -148,11 +148,11 @@ class WholeTensors:
         return found
 
     def first_rows(self, kind: str) -> pa.Table:
-        """Those of its first step."""
+        """The rows of the first step of a kind."""
         return self.rows(kind, self._first[kind], self._first[kind])
 
     def rows(self, kind: str, first: int, last: int) -> pa.Table:
-        """Of some steps: ``name step micro_step parts elements`` and ops."""
+        """The rows of some steps: ``name step micro_step parts elements`` and ops."""
         rows = self._rules.renamed(self._read(kind, StepSpan(first, last)))
         return self._of_run(rows) if kind == RUN_KIND else _united(_of_one_stage(rows, kind), kind)
 
@@ -194,7 +194,7 @@ class WholeTensors:
 
 
 def with_same_dimensions(left: Facts, right: Facts) -> tuple[Facts, Facts]:
-    """Of series of both sides, the dimensions of the side that knows more: a flat part has one."""
+    """Give series of both sides the dimensions of the side that knows more: a flat part has one."""
     for key in left.keys() & right.keys():
         shape = max(left[key].shape or (), right[key].shape or ())
         left[key], right[key] = (one[key]._replace(shape=shape) for one in (left, right))

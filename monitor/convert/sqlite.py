@@ -257,7 +257,7 @@ class MetricTables:
 
 
 def _runs(steps: list[int], width: int) -> Iterable[tuple[int, int, int]]:
-    """Of steps in order: the first step of each table that they fall in, and where its rows start and end."""
+    """For steps in order, the first step of each table that they fall in, and where its rows start and end."""
     start = 0
     while start < len(steps):
         first = steps[start] - steps[start] % width
@@ -326,7 +326,7 @@ def csv2db(config: CSV2DBConfig) -> conversion.Converted:
 
 
 def to_database(made: conversion.Conversion, step_partition: int) -> conversion.Converted:
-    """As ``csv2db``, and logs nothing."""
+    """Convert as ``csv2db`` does, without logging."""
     with conversion.plainly():
         batches = made.batches(BATCH_ROWS)
         with _draft(made.output) as draft, conversion.bar() as shown:

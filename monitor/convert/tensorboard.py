@@ -71,7 +71,7 @@ def csv2tensorboard_by_step(
 
 
 def to_events(made: conversion.Conversion) -> conversion.Converted:
-    """As ``csv2tensorboard_by_step``, and logs nothing."""
+    """Convert as ``csv2tensorboard_by_step`` does, without logging."""
     with conversion.plainly():
         courses = groupby(made.batches(BATCH_ROWS), key=lambda one: (one.kind, one.ranks))
         with draft_of(made.output, "conversion", "another output directory") as draft:
@@ -125,7 +125,7 @@ def _values(rows: pa.Table, place: str) -> Iterator[memoryview]:
 
 
 def _tags(rows: pa.Table, place: str) -> pa.BinaryArray:
-    """Of each row: ``Series.tag``."""
+    """The tag of each row (``Series.tag``)."""
     nothing = pa.scalar("", type=pa.string())
     micro_step = call_function("binary_join_element_wise", [":", rows["micro_step"].cast(pa.string()), nothing])
     parts = [rows["vpp_stage"].cast(pa.string()), ":", rows["name"], call_function("coalesce", [micro_step, nothing]), place]

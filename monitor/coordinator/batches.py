@@ -19,11 +19,11 @@ from monitor.stats.table import StepRows
 BATCHES_FILE: Final = "batches.jsonl"
 OLDER_FILE: Final = "batches-older.jsonl"
 MOST_BYTES: Final = 8 * 2**20
-"""Of each of the two files. A full file becomes the older one, which is replaced: the newest steps stay."""
+"""Largest size of each of the two files. A full file replaces the older one, so the newest steps stay."""
 MOST_IN_A_STEP: Final = 64
 """Identifiers of a step that are kept; more are counted."""
 MOST_CHARACTERS: Final = 200
-"""Of an identifier; the rest is cut off."""
+"""Longest identifier; the rest is cut off."""
 MOST_WAITING: Final = 100_000
 """Calls that may wait for the writer; then the oldest are lost."""
 LONGEST_LINE: Final = 2**18
@@ -31,7 +31,7 @@ LONGEST_LINE: Final = 2**18
 
 Identifier = str | int
 Batches = list[list[Identifier]]
-"""Of a step on a rank: the identifiers of each call, in order."""
+"""The identifiers of each call in a step of a rank, in order."""
 
 NOT_AN_IDENTIFIER: Final = "log(batch=...) takes a whole number, a text, or a list or tuple of them; this is {}"
 

@@ -17,7 +17,7 @@ LARGEST_VALUE: Final = 1 << 19
 """Bytes. The largest values are what a rank publishes about its copies (128 KiB at most) and configurations (some KiB)."""
 
 KEYS: Final = 100_000
-"""Besides those of the ranks: a name for each recording, and four keys for each change of the configuration."""
+"""Most keys besides those of the ranks: a name for each recording, and four keys for each change of the configuration."""
 
 KEYS_OF_A_RANK: Final = 64
 BYTES: Final = 64 << 20

@@ -71,7 +71,7 @@ class ServerLimits:
 
     @property
     def connections(self) -> int:
-        """Of all ranks."""
+        """Most connections of all ranks together."""
         return CONNECTIONS_OF_A_RANK * self.ranks
 
 

@@ -44,7 +44,7 @@ class ThinnedSteps:
 
     @classmethod
     def restored(cls, record: ThinnedRecord) -> ThinnedSteps:
-        """Those of earlier runs, to be continued."""
+        """The thinned steps of earlier runs, to be continued."""
         steps = cls()
         steps.removed = {int(level): one.restored() for level, one in record.steps.items() if level.isdecimal()}
         steps.unfinished, steps.kept = record.unfinished.restored(), record.kept.restored()
@@ -104,7 +104,7 @@ class ThinnedSteps:
 # --- Which steps to remove next.
 
 NEWEST: Final = 8
-"""So many collected steps always stay, beside the open record and the one before it."""
+"""The number of newest collected steps that always stay, beside the open record and the one before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,5 +228,5 @@ class DiskBound:
 
 
 def _bytes_in(directory: Path) -> int:
-    """Of all files but the manifest, which is rewritten all the time."""
+    """The bytes of all files but the manifest, which is rewritten all the time."""
     return sum(size_of(directory / name) for name in os.listdir(directory) if name != MANIFEST_FILE)

@@ -86,7 +86,7 @@ RUNS: Final = pa.schema([("rank", pa.int64()), *((role, pa.int64()) for role in 
 
 
 SCHEMA_VERSION: Final = 1
-"""Of the metadata of files, and of their columns."""
+"""Version of the metadata of files, and of their columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +367,7 @@ def _terms(rows: Rows, starts: Index) -> Flags:
 
 
 def _any(flags: Flags, starts: Index) -> Flags:
-    """Of each run of rows."""
+    """Whether a flag is set in each run of rows."""
     found: Flags = np.logical_or.reduceat(flags, starts) if len(starts) else np.zeros(0, dtype=np.bool_)
     return found
 
@@ -450,14 +450,14 @@ _DIGITS: Final = np.array([f"{byte:02x}".encode() for byte in range(256)]).view(
 
 
 def _hexadecimal(numbers: NDArray[np.uint64]) -> pa.Array:
-    """As 16 digits each: a million numbers in a hundredth of the time that formatting one by one takes."""
+    """The numbers with 16 digits each. Formatting them one by one would take a hundred times as long."""
     digits = _DIGITS[numbers.astype(">u8").view(np.uint8)]
     offsets = np.arange(0, 16 * len(numbers) + 1, 16, dtype=np.int32)
     return pa.StringArray.from_buffers(len(numbers), pa.py_buffer(offsets), pa.py_buffer(digits))
 
 
 def _calls_together(calls: Index, starts: Index) -> Index:
-    """Of each run of parts; 0 where one of them does not say."""
+    """The calls of all parts of each run; 0 where a part does not say its own."""
     together: Index = np.where(np.minimum.reduceat(calls, starts) > 0, np.add.reduceat(calls, starts), 0)
     return together
 
@@ -544,7 +544,7 @@ def references(rows: Rows, first: Index) -> Index:
 
 
 def not_compared(rows: Rows, reference: Index) -> Counter[int]:
-    """By rank, how many replicas have nothing to be held against."""
+    """The number of replicas of each rank that have no row to be compared with."""
     return Counter(rows.rank[rows.replica[reference]].tolist())
 
 
@@ -572,7 +572,7 @@ def compare(kind: str, rows: Rows, statistics: Statistics, reference: Index, ndi
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """Of one op, a row each.
+    """The values of an op, one for each row.
 
     Attributes:
         known: Whether a row has one.

@@ -31,7 +31,7 @@ NO_END: Final = 2**63 - 1
 MOST_RANKS: Final = 10**6
 MOST_CHUNKS: Final = 2**31
 MOST_ELEMENTS: Final = 2**62
-"""More has no job. Without these bounds a damaged number could have the merge count for hours."""
+"""No job has more. Without these bounds a damaged number could make the merge count for hours."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,7 @@ def keep_freed_memory() -> None:
 
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Of ``mallopt``."""
+"""Parameters of ``mallopt``."""
 
 
 def _follow_parent() -> None:
@@ -363,7 +363,7 @@ def run_in_order(executor: Executor, workers: int, work: Callable[[Task], T], ta
 
 
 def _done(under_way: Collection[Future[T]]) -> set[Future[T]]:
-    """Those that are done, as soon as one is."""
+    """The tasks that are done, as soon as one is."""
     done: set[Future[T]] = set()
     while not done:
         with _interrupted_afterwards():

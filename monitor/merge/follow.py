@@ -80,7 +80,7 @@ class Horizon:
 
     @classmethod
     def of(cls, runs: Sequence[RankRun], missing: Sequence[int] = ()) -> Horizon:
-        """Of a job.
+        """The horizon of a job.
 
         Args:
             runs: By rank, and of a rank in order of time.

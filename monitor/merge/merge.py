@@ -84,7 +84,7 @@ T = TypeVar("T")
 
 
 class Do(Protocol):
-    """Has tasks done; see ``monitor.merge.execution.run``."""
+    """Does tasks, as ``monitor.merge.execution.run`` does."""
 
     def __call__(self, work: Callable[[Task], T], tasks: Iterable[Task], /) -> Iterator[tuple[Task, T]]:
         """Each task with its result, as they are done."""
@@ -234,7 +234,7 @@ def _why_nothing(job: str, report: Report) -> str:
 
 
 def missing_ranks(runs: Sequence[RankRun], elsewhere: Collection[int] = ()) -> list[int]:
-    """Of those that were to be monitored.
+    """The ranks that were to be monitored and are not among ``runs``.
 
     Args:
         elsewhere: Ranks that recorded other models of the launch. Unless a group of the model has them, they did not watch it.
@@ -258,7 +258,7 @@ Floats = NDArray[np.float64]
 LAST_STEP: Final = 2**63 - 2
 
 MOST_STEPS: Final = 100_000
-"""Of a range that are looked at to cut it. A number in a damaged file may be any."""
+"""Most steps of a range that are looked at to cut it. A damaged file may state any number."""
 
 MOST_OF_ONE: Final = 2
 """Rows of one shard that are read at a time, over those of a piece: what is not combined yet takes half the memory."""
@@ -348,7 +348,7 @@ class Planner:
             yield range(one, other)
 
     def _spans(self, shards: pa.Table, limit: StepSpan) -> tuple[Index, Index, Floats]:
-        """Of each shard that has any of these steps: the first of them, the one after the last, and its rows a step."""
+        """For each shard with any of these steps: the first of them, the one after the last, and its rows a step."""
         there = chosen(shards, limit)
         first, last, rows = (there[column].to_numpy() for column in ("first", "last", "rows"))
         steps = np.searchsorted(self.recorded, last, "right") - np.searchsorted(self.recorded, first)
@@ -430,11 +430,11 @@ def by_kind(shards: pa.Table) -> dict[str, pa.Table]:
 RUNS_A_VISIT = 16
 
 HISTOGRAM_ROWS: Final = 8
-"""As many rows of ordinary kinds take as much memory as one with a histogram."""
+"""So many rows of ordinary kinds take the memory of one row with a histogram."""
 
 
 def visits(runs: Sequence[RankRun], work: Path) -> Iterator[Visit]:
-    """To look at the directories, some at a time and those of a rank together."""
+    """The tasks that look at directories: some at a time, and those of a rank together."""
     first = 0
     for end in range(1, len(runs) + 1):
         if end == len(runs) or (end - first >= RUNS_A_VISIT and runs[end].rank != runs[end - 1].rank):
@@ -443,7 +443,7 @@ def visits(runs: Sequence[RankRun], work: Path) -> Iterator[Visit]:
 
 
 def kinds(runs: Sequence[RankRun], findings: Mapping[int, Findings], work: Path) -> list[Kind]:
-    """Whose catalogues are to be made.
+    """The kinds whose catalogues are to be made.
 
     Args:
         findings: Of each visit, by its first directory.
@@ -463,7 +463,7 @@ def kinds(runs: Sequence[RankRun], findings: Mapping[int, Findings], work: Path)
 
 
 def _layer_names(runs: Sequence[RankRun], findings: Iterable[Findings]) -> LayerNames:
-    """Of all pipelines of the job, which are alike: what one rank of a stage does not hold another one does."""
+    """The layer names of all pipelines of the job together, which are alike: a rank may hold what another one lacks."""
     names: dict[int, set[str]] = {}
     for one in findings:
         for stage, own in one.names.items():
@@ -551,7 +551,7 @@ class Plan:
         return replace(self, shards={kind: shards for kind, shards in kept.items() if len(shards)})
 
     def windows(self, kinds: Iterable[str] | None, steps: StepSpan) -> list[Window]:
-        """Of the kinds that are asked for; None: of all."""
+        """The windows of the kinds that are asked for; None: of all."""
         asked_for = sorted(set(self.shards) if kinds is None else set(self.shards) & set(kinds))
         recorded = recorded_steps({one.manifest.steps.written for one in self.runs}, self.shards.values())
         planners = {kind: Planner(steps, self._rows_of_a_piece(kind), recorded) for kind in asked_for}
@@ -586,7 +586,7 @@ class Plan:
         return max(1, self.rows // HISTOGRAM_ROWS) if self.columns(kind).histogram else self.rows
 
     def _replicas(self, kind: str) -> pa.Table:
-        """That are to be compared with rows of the kind."""
+        """The shards of replicas that are to be compared with rows of the kind."""
         nothing = SHARDS.empty_table()
         return nothing if kind == REPLICA_KIND else self.shards.get(REPLICA_KIND, nothing)
 
@@ -622,17 +622,17 @@ class Plan:
 
     @cached_property
     def _digests(self) -> dict[Path, str]:
-        """Of the catalogues."""
+        """The digest of each catalogue."""
         return {path: _digest(path) for path in self.catalogues.values()}
 
     @cached_property
     def _places(self) -> list[dict[str, Any]]:
-        """Of the rank of each directory in its groups."""
+        """For each directory, the places of its rank in its groups."""
         places: list[dict[str, Any]] = read_file(self.about_runs).to_pylist()
         return places
 
     def catalogues_of(self, kind: str) -> tuple[Path | None, Path | None]:
-        """Of the kind, and of the one whose rows stand in the same files of CSV."""
+        """The catalogue of the kind, and that of the kind whose rows are in the same CSV files."""
         return self.catalogues.get(kind), self.catalogues.get(DIRECTION_KIND) if kind == CALL_KIND else None
 
     def files(self, window: Window) -> Iterator[str]:

@@ -62,10 +62,10 @@ GLOBAL: Final = pa.schema(
 
 _NUMBERS: Final = (*NUMERIC_OPS, *COUNTED, *FEATURES)
 _OPS: Final = pa.schema([*((op, pa.float64()) for op in _NUMBERS), *((op, TEXT) for op in SPELLED_OPS), (CALLS, pa.int64())])
-"""All that there are. ``calls``: how many calls of an operator a row combines, null where it is not of calls."""
+"""All ops. ``calls``: how many calls of an operator a row combines; null in a row that does not count calls."""
 
 FILE_NAME: Final = re.compile(r"(?P<kind>[a-z][a-z_]*)_(?P<first>\d{1,19})-(?P<last>\d{1,19})\.(?:h5|csv|parquet)")
-"""Of each file with rows."""
+"""The name of a file with rows."""
 
 SUFFIXES: Final[dict[Format, str]] = {"hdf5": ".h5", "csv": ".csv", "parquet": ".parquet"}
 
@@ -79,7 +79,7 @@ _NULLS: Final = "_missing"
 
 
 CHUNK_ROWS: Final = 65536
-"""Of HDF5: half a megabyte of a column."""
+"""Rows of a chunk in HDF5: half a megabyte of a column."""
 
 
 def columns_of(kept: Columns, rows: pa.Schema) -> pa.Schema:
@@ -165,7 +165,7 @@ def _read_csv(path: Path) -> pa.Table:
 
 
 def _schema(names: Collection[str]) -> pa.Schema:
-    """Of a file with columns of these names."""
+    """The schema of a file with columns of these names."""
     return pa.schema([*(PER_RANK if "rank" in names else GLOBAL), *(one for one in _OPS if one.name in names)])
 
 
@@ -178,7 +178,7 @@ ROW_GROUP: Final = 16_384
 """Rows that a reader unpacks at least. More would make a question about one tensor slower, fewer the whole file larger."""
 
 _SORTED_BY: Final = ("name", "step", "rank", "ranks", "micro_step", "call_id")
-"""Those of them that a file has. Text is in order of its UTF-8, and null comes last."""
+"""Columns by which rows are sorted, as far as a file has them. Text is in order of its UTF-8, and null comes last."""
 
 
 def _write_parquet(rows: pa.Table, path: Path) -> None:

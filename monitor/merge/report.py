@@ -114,7 +114,7 @@ class Report:
         )
 
     def spelled(self) -> str:
-        """As JSON."""
+        """The report as JSON."""
         return json.dumps(self.told(), indent=1) + "\n"
 
     def told(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class Report:
         }
 
     def _not_combined(self) -> Counter[tuple[str, str, str]]:
-        """Of an op that was recorded, a tensor may have no value: one without a finite element has no histogram."""
+        """Ops without a value. An op that was recorded may have none: a tensor without a finite element has no histogram."""
         manifests = [run.manifest for run in self.runs]
         changed = any("ops" in one.changed for manifest in manifests for one in manifest.configurations)
         known = set() if changed else set.intersection(*map(_ops, manifests))
@@ -394,7 +394,7 @@ def _notes(runs: Iterable[RankRun]) -> list[dict[str, Any]]:
 # --- Steps as ranges.
 
 MOST_STEPS: Final = 10**8
-"""Of a range. A number in a damaged report may be any."""
+"""Most steps of a range. A damaged report may state any number."""
 
 
 def ranges_of(steps: Mapping[str, Any]) -> list[range]:

@@ -157,7 +157,7 @@ class _JobFacts:
 
     @classmethod
     def of(cls, manifests: Sequence[ManifestRecord]) -> _JobFacts | None:
-        """None if this cannot be known."""
+        """The facts of a job; None if they cannot be known."""
         ranks: dict[int, object] = {}
         for one in manifests:
             facts = one.watched, one.world_size, one.groups

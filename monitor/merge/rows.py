@@ -161,7 +161,7 @@ def _placed(
 
 
 def _series(table: pa.Table, rank: int, catalogue: Catalogue, *, replicas: bool) -> Index:
-    """Of each row."""
+    """The number of the series of each row."""
     name, chunk = table["name"].combine_chunks(), table["vpp_stage"].to_numpy()
     codes, chunks = name.indices.to_numpy(), np.unique(chunk[starts_of_runs([chunk])]).tolist()
     numbers = [catalogue.numbers(rank, one, name.dictionary, replicas=replicas) for one in chunks]
@@ -363,7 +363,7 @@ class _Gathering:
             self._order = order
 
     def column(self, name: str) -> Index:
-        """Of whole numbers, also where it is left out."""
+        """A column of whole numbers, also where files leave it out."""
         if name in self._alike:
             return same_everywhere(int(self._alike[name]), self._rows)
         values: Index = self._joined(partial(_numbers, name), np.int64)
@@ -450,7 +450,7 @@ def _op_is_there(op: str, table: pa.Table) -> Flags:
 
 
 def _elements(rows: Rows) -> Index:
-    """Of each row by its shape, or where that was not recorded by its series; ``UNKNOWN`` where neither says."""
+    """The elements of each row: by its shape, or by its series if that was not recorded; ``UNKNOWN`` if neither says."""
     if not counts_elements(rows.catalogue.kind):
         return np.full(len(rows), UNKNOWN)
     shape = rows.texts["shape"]

@@ -25,14 +25,14 @@ Index = NDArray[np.int64]
 
 _COMBINES: Final = {column.name: column.combines for kind in KIND_TABLE for column in kind.columns}
 WEIGHTED: Final = ("mean", "absmean", "zeros", *LOSSES, *(name for name, how in _COMBINES.items() if how == "weighted"))
-"""With the number of elements."""
+"""Ops that are combined as means weighted with the number of elements."""
 WHOLE_ONLY: Final = tuple(name for name, how in _COMBINES.items() if how == "never")
-"""Of a matrix that is cut no rank knows it, and what ranks know of their parts does not make it up."""
+"""Columns that no rank knows of a matrix that is cut, and that do not follow from those of its parts."""
 _NORMS: Final = ("norm", *(name for name, how in _COMBINES.items() if how == "norm"))
 _RATIO: Final = ("update_norm", "weight_norm")
 _OTHERS: Final = ("ratio", "sum", "max")
 FROM_EXPERTS: Final = tuple(name for name, how in _COMBINES.items() if how == "experts")
-"""Of the load of experts: computed anew from the counts of all ranks (``monitor/merge/expert_loads.py``)."""
+"""Columns of the load of experts, computed anew from the counts of all ranks (``monitor/merge/expert_loads.py``)."""
 
 
 TABLE_ROWS: Final = 16_384
@@ -59,7 +59,7 @@ class PartialColumns:
 
     @classmethod
     def unknown(cls, rows: int, histogram: Counts | None = None) -> PartialColumns:
-        """Of rows of which only ops are known, and perhaps a histogram."""
+        """Partials of rows of which only ops are known, and perhaps a histogram."""
         return cls(tuple(same_everywhere(number, rows) for number in EMPTY), histogram)
 
     @classmethod
@@ -83,7 +83,7 @@ class PartialColumns:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of some rows.
+    """The statistics of some rows.
 
     Attributes:
         count: Elements of each row, or what else a feature is of; float64, shape ``(rows,)``; NaN where that is not known.
@@ -159,7 +159,7 @@ class Statistics:
 
 
 def combined(rows: Statistics, order: Index | slice, starts: Index, begins: Index | None = None) -> Statistics:
-    """Of the unions of runs of rows.
+    """The statistics of the unions of runs of rows.
 
     Args:
         order: Which rows, those of a run next to each other.
@@ -295,7 +295,7 @@ class _OpsOfRuns:
         return reduce.reduceat(self._values(op, neutral), self._starts), self._there(self._known(op))
 
     def _smallest(self) -> tuple[Floats, Flags]:
-        """Of the parts that have elements other than 0."""
+        """The smallest magnitude of the parts that have elements other than 0."""
         known = self._known("smallest_nonzero")
         zeros = self._known("absmax") & (self._of_parts("absmax") == 0)
         least = np.minimum.reduceat(self._values("smallest_nonzero", np.inf), self._starts)

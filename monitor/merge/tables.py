@@ -34,7 +34,7 @@ Fields = tuple[tuple[str, pa.DataType], ...]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Of one kind.
+    """The columns of a kind.
 
     Attributes:
         ops: In the order in which they stand in merged tables: of features their own columns. ``magnitude_histogram`` is text
@@ -48,7 +48,7 @@ class Columns:
 
     @classmethod
     def of(cls, kind: str, *, asked: Collection[str], histograms: bool, checksums: bool) -> Columns:
-        """What there is of a kind.
+        """The columns that a job has of a kind.
 
         Args:
             asked: Ops that the job was asked for.
@@ -64,7 +64,7 @@ class Columns:
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Those of the ops that are numbers."""
+        """The ops that are numbers."""
         return tuple(op for op in self.ops if op not in SPELLED_OPS)
 
     @property
@@ -74,12 +74,12 @@ class Columns:
 
     @cache  # noqa: B019 - there are few kinds, and a schema takes as long as a column
     def exact(self, identity: Fields) -> pa.Schema:
-        """Of rows whose partials are known."""
+        """The schema of rows whose partials are known."""
         return pa.schema([*identity, *PARTIAL_TYPES.items(), *self._histogram()])
 
     @cache  # noqa: B019
     def rounded(self, identity: Fields) -> pa.Schema:
-        """Of rows of which only ops were kept; null is what is not known."""
+        """The schema of rows of which only ops were kept. What is not known is null."""
         checksum = [(CHECKSUM, pa.uint64())] if self.checked else []
         return pa.schema([*identity, *((op, pa.float64()) for op in self.numbers), *checksum, *self._histogram()])
 
@@ -97,7 +97,7 @@ Index = NDArray[np.int64]
 
 _DIGIT: Final = 16
 _BITS: Final = 63
-"""Of a key that all columns fit in."""
+"""Bits of a key that all columns fit in."""
 
 
 def order_by(columns: Sequence[Index]) -> Index | None:
@@ -267,7 +267,7 @@ _SAME_OF_A_SCALAR: Final = ("mean", "min", "max", "norm", "absmax")
 """Ops that of a share are the share itself."""
 
 BYTES_A_ROW: Final = 100
-"""Of CSV, about."""
+"""Bytes of a row in CSV, about."""
 
 FAR: Final = 2**62
 """Beyond any step."""
@@ -288,7 +288,7 @@ EXACT: Final = {form.suffix: form for form in (hdf5.FORMAT, parquet.FORMAT)}
 
 
 ROWS_TOGETHER: Final = 50_000
-"""Of files of CSV that are read in a call."""
+"""Rows of CSV files that are read in one call."""
 
 
 class ForeignError(Exception):
@@ -311,7 +311,7 @@ class Shard:
 
     @property
     def suffix(self) -> str:
-        """Of its format; that of an unfinished file has ``.part`` behind it."""
+        """The suffix of its format; ``.part`` follows if the file is unfinished."""
         return self.path.with_suffix("").suffix + PART if self.is_part else self.path.suffix
 
     @property
@@ -460,7 +460,7 @@ def read_group(shards: Sequence[Shard], steps: StepSpan, columns: Columns) -> tu
 
 
 def _rows_together(shards: Sequence[Shard]) -> pa.Table:
-    """As ``_csv_rows``, of files with the same columns."""
+    """The rows of several files with the same columns, read as ``_csv_rows`` does."""
     try:
         texts = [shard.path.read_bytes() for shard in shards]
     except OSError as error:

@@ -32,7 +32,7 @@ from monitor.sinks.arrow import TEXT
 UNKNOWN: Final = -1
 
 WORDS: Final = {"float64": 2, "int64": 2, "uint64": 2, "complex64": 2, "complex128": 4}
-"""Of 32 bits in an element, by its type. All others have one."""
+"""Words of 32 bits in an element, by its type. Other types have one."""
 
 SHARDS: Final = pa.schema(
     {
@@ -157,7 +157,7 @@ def _shards(visit: Visit) -> tuple[list[_ShardRow], list[SetAside]]:
 
 
 def _series_of(runs: Sequence[RankRun], aside: list[SetAside]) -> MeasuredColumns:
-    """Of a rank; of several directories the last one tells, and what it does not know the ones before."""
+    """The series of a rank: from its last directory, and what that lacks from earlier ones."""
     known: dict[object, MeasuredSeries] = {}
     for run in reversed(runs):
         try:
@@ -478,7 +478,7 @@ SCHEMA: Final = pa.schema(
 
 
 class Catalogue:
-    """Of one kind, in the columns ``SCHEMA``.
+    """The tensors of a kind, in the columns ``SCHEMA``.
 
     Args:
         others: Of the kind whose rows stand in the same files of CSV.
@@ -503,7 +503,7 @@ class Catalogue:
         return taken
 
     def is_replica(self, series: Index) -> Flags:
-        """Of a row that is not in it, False."""
+        """Whether rows are of replicas; False for a series that is not in the catalogue."""
         return self._flags("replica", series)
 
     def is_term(self, series: Index) -> Flags:
@@ -517,7 +517,7 @@ class Catalogue:
         return taken
 
     def _column(self, name: str) -> NDArray[Any]:
-        """Of numbers or flags. A column of a table copies its numbers each time that it is asked for them."""
+        """A column of numbers or flags, kept: a column of a table copies its numbers each time that it is asked for them."""
         if name not in self._columns:
             self._columns[name] = self._table[name].combine_chunks().to_numpy(zero_copy_only=False)
         return self._columns[name]

@@ -73,7 +73,7 @@ class OperandVerdict:
 
 @dataclass(frozen=True, slots=True)
 class LossChange:
-    """By how much the loss of a step changes at most, and is expected to change.
+    """The change of a step's loss: at most, and as expected.
 
     None where norms are missing.
     """
@@ -199,7 +199,7 @@ def _together(gemms: Sequence[GemmVerdict], effects: LossEffects) -> LossChange:
 
 
 def _loss_of(gemms: Sequence[tuple[int, dict[str, OperandVerdict]]], effects: LossEffects) -> LossChange:
-    """Of several GEMMs in the formats shown for their operands."""
+    """The change of the loss by several GEMMs, in the formats shown for their operands."""
     if not all(effects.known[number] for number, _ in gemms):
         return LossChange(None, None)
     each = np.array(

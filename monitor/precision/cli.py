@@ -187,7 +187,7 @@ def _line(one: advice.GemmVerdict) -> tuple[str, ...]:
 
 
 def _casts(found: advice.Advice) -> Iterator[tuple[str, ...]]:
-    """Of each format and scaling, the operand of all layers that loses most."""
+    """For each format and scaling, the operand of all layers that loses most."""
     for cast in CASTINGS:
         every = [
             (of, one.name, what)

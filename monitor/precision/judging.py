@@ -16,9 +16,9 @@ CURRENT, DELAYED, UNSCALED = "current", "delayed", "none"
 FP8: Final = ("e4m3", "e5m2")
 
 MOST_UNDERFLOW: Final = 0.01
-"""Of all elements, those that become zero."""
+"""Largest share of elements that may become zero."""
 MOST_SATURATED: Final = 1e-3
-"""Of all elements, those that become the greatest number without being near it."""
+"""Largest share of elements that may become the greatest number without being near it."""
 MOST_TIMES_USUAL: Final = 2.0
 """Errors, over the expected error of normal numbers of the format: 2.4 % in e4m3, 4.7 % in e5m2."""
 
@@ -74,7 +74,7 @@ CASTINGS: Final = (
 
 
 class Worst:
-    """Of each GEMM, the row of which a casting loses most, measured against the limits.
+    """For each GEMM, the row of which a casting loses most, measured against the limits.
 
     Attributes:
         badness: The greatest number over its limit; above 1 it is not safe. NaN where no row was judged.
@@ -188,7 +188,7 @@ class OperandJudge:
         return np.full(len(rows), self.scaling.loss_scale if scaled else 1.0)
 
     def _greatest_before(self, rows: OperandRows) -> Floats:
-        """Of each row, the greatest magnitude of the rows of the same operand before it; NaN if there are none."""
+        """For each row, the greatest magnitude of the rows of the same operand before it; NaN if there are none."""
         found = np.full(len(rows), np.nan)
         calls = rows.call ^ LAST_CALL if self.what == GRADIENT else rows.call  # backward begins with the last call
         order = np.lexsort((calls, rows.step, rows.series))

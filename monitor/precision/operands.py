@@ -38,7 +38,7 @@ KINDS_OF: Final = {
 }
 """The kind of each, and the kind to take if a run does not have that one."""
 _WHOLE: Final = (WEIGHT, OF_WEIGHT)
-"""Those of which ranks may have shards."""
+"""Operands of which ranks may have shards."""
 _PLACES: Final = {INPUT: "input", OF_INPUT: "input", GRADIENT: "output", OUTPUT: "output"}
 _GLOBS: Final = ("*.input", "*.input#*", "*.input_0", "*.input_0#*", "*.output", "*.output#*", "*.output_0", "*.output_0#*")
 """Names of rows of modules. A linear layer has one input and one output; some libraries return a bias with it."""
@@ -116,14 +116,14 @@ class OperandRows:
         return self.texts.is_valid().to_numpy() & (self.absmax != NO_NUMBER) & (self.norm != NO_NUMBER)
 
     def of(self, rows: Any) -> OperandRows:
-        """Those rows alone."""
+        """Some of the rows."""
         columns = {one.name: getattr(self, one.name) for one in fields(self)}
         return OperandRows(
             **{name: one.filter(pa.array(rows)) if name == "texts" else one[rows] for name, one in columns.items()}
         )
 
     def magnitudes(self) -> Magnitudes:
-        """Of rows that all have numbers."""
+        """The magnitudes of rows that all have numbers."""
         return Magnitudes.of(self.texts, self.absmax, self.norm)
 
 
@@ -210,7 +210,7 @@ class RecordedGemms:
     # --- Rows.
 
     def _of_gemms(self, what: str, rows: pa.Table) -> OperandRows:
-        """Those of the rows that belong to a GEMM, and are not terms of a sum over ranks."""
+        """The rows that belong to a GEMM, and are not terms of a sum over ranks."""
         names = rows["name"].combine_chunks().dictionary_encode()
         texts, codes = names.dictionary.to_pylist(), names.indices.to_numpy()
         parts = [_TENSOR.fullmatch(one) for one in texts]

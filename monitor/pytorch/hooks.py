@@ -57,7 +57,7 @@ def not_compiled_alone(function: F) -> F:
 
 
 def _skip_strategy() -> Any:
-    """None if this version of torch lacks it."""
+    """Torch's strategy that skips code; None if this version of torch lacks it."""
     frames: Any = torch._C._dynamo.eval_frame
     try:
         return frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)

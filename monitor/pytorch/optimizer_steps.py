@@ -349,7 +349,7 @@ class OptimizerSteps(CallListener):
 
 
 _FOLLOWING: Final = weakref.WeakSet[OptimizerSteps]()
-"""Of this process: a step of an optimizer that one of them follows replaces no optimizer of another model."""
+"""All objects of this process. A step of an optimizer that one of them follows replaces no optimizer of another model."""
 
 
 def _has_unscaled(scaler: GradScaler, optimizer: Any) -> bool:

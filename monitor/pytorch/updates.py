@@ -102,7 +102,7 @@ ADAMS: Final = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPU
 HYPERPARAMETERS: Final = frozenset({"betas", "eps"})
 """What the parameter groups of each of them have."""
 DECOUPLED: Final = frozenset({"AdamW"})
-"""Those whose weight decay is never added to the gradient."""
+"""Optimizers whose weight decay is never added to the gradient."""
 
 Correction = float | Tensor
 

@@ -43,7 +43,7 @@ MOST_NAMED: Final = 10
 """Names or reasons in a message; more are counted."""
 
 MOST_STEPS: Final = 100_000
-"""Of a range of dropped steps. A number in a damaged report may be any."""
+"""Most steps of a range of dropped steps. A damaged report may state any number."""
 
 _SQL_MISSING: Final = "a query in SQL needs the package duckdb: pip install 'trainermon[sql]'"
 
@@ -123,7 +123,7 @@ class OpenedRun:
 
     @property
     def manifest(self) -> Mapping[Any, Any]:
-        """Of each rank its manifest, as ``read_manifest`` returns it; of a merged set its report."""
+        """The manifest of each rank, as ``read_manifest`` returns it; for a merged set its report."""
         return self._source.manifest
 
     @property

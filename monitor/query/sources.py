@@ -137,7 +137,7 @@ class RowChoice:
         return names and steps and (self.ranks is None or "rank" not in bounds or any(low <= one <= high for one in self.ranks))
 
     def filtered(self, rows: pa.Table) -> pa.Table:
-        """Those of the rows that are asked for."""
+        """The rows that are asked for."""
         keep = self.keeps(rows)
         there = np.flatnonzero(keep)
         if len(there) and there[-1] - there[0] + 1 == len(there):  # of one tensor rows stand together: nothing is copied
@@ -206,7 +206,7 @@ _TEXTS: Final = {
 
 
 RANKS_AT_A_TIME: Final = 128
-"""Of a merged set. A conversion has a file open for each of them."""
+"""Ranks of a merged set that are read together. A conversion has a file open for each of them."""
 
 
 class MergedSet:
@@ -450,7 +450,7 @@ class RankDirectories:
 
     @property
     def manifest(self) -> Mapping[int, Any]:
-        """Of each rank the manifest of its latest directory."""
+        """For each rank, the manifest of its latest directory."""
         return {run.rank: run.manifest for run in self._runs}
 
     @property

@@ -304,7 +304,7 @@ class Attachment:
             self.modules.root_begins(chunk, root)
 
     def micro_batch_ends(self, result: Any) -> None:
-        """These parts were called, with this result."""
+        """End the micro-batch: its parts were called, with this result."""
         for chunk, root in enumerate(self.watch.chunks):
             self.modules.root_ends(chunk, root, (), {}, result)
 

@@ -25,7 +25,7 @@ class OpenCalls:
 
     @property
     def mine(self) -> list[Any]:
-        """Those of this thread, one within another."""
+        """The open calls of this thread, one within another."""
         return self._by_thread.setdefault(get_ident(), [])
 
     def __iter__(self) -> Iterator[Any]:

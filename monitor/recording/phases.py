@@ -312,7 +312,7 @@ class OtherOptimizers:
 # --- Which recorded parameters each optimizer steps, and which ones a model got, lost or moved after it was attached.
 
 SHARE: Final = 0.001
-"""Of the training thread's time, at most, for looking again."""
+"""Largest share of the training thread's time that looking again may take."""
 
 
 @final

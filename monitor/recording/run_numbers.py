@@ -26,10 +26,10 @@ LOSS_SCALE: Final = "loss_scale"
 """A loop that logs it has steps that are skipped because it is too high."""
 
 EPS: Final = 1e-6
-"""What every framework adds to the norm before it divides the limit by it."""
+"""Every framework adds this to the norm before it divides the limit by it."""
 
 FROM_ROWS: Final = object()
-"""In place of a norm that the rows of gradients give."""
+"""Takes the place of a norm that the rows of gradients give."""
 
 _NOT_RECORDED: Final = "This number has no row."
 

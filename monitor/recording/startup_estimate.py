@@ -319,7 +319,7 @@ def announce(watch: AttachmentSpec, names: ModelNames, base: Path, series: Serie
 
 
 def _free_bytes(directory: Path) -> int | None:
-    """Of the disk that ``directory`` is on; None if the system does not say."""
+    """Free bytes of the disk that ``directory`` is on; None if the system does not say."""
     try:
         return disk_usage(directory).free
     except OSError:

@@ -191,7 +191,7 @@ class RootForwards:
 
     @property
     def mine(self) -> list[OpenRoot]:
-        """Those of this thread, one within another."""
+        """The open forwards of this thread, one within another."""
         found = self._open.get(self._thread())
         return self._open.setdefault(self._thread(), []) if found is None else found
 

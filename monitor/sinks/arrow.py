@@ -41,7 +41,7 @@ _ENTRY: Final = list(FILLED.value_type)
 
 @cache
 def _upper_texts() -> pa.LargeStringArray:
-    """Of the ends of all bins. Made with the first use: with its first array, Arrow imports pandas where that is installed."""
+    """The texts of the ends of all bins. Made at first use: with its first array, Arrow imports pandas if that is installed."""
     return pa.array([upper_text(upper) for upper in UPPER.tolist()], type=pa.large_string())
 
 

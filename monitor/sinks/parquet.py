@@ -38,7 +38,7 @@ GROUP_ROWS: Final = 16_384
 """Rows of a row group, the unit of reading: 128 KB of a column."""
 
 LEAST_ROWS: Final = GROUP_ROWS // 4
-"""Of a row group before the next kind. Each group describes thirty columns in 7 KB."""
+"""Fewest rows of a row group before a kind begins a new one. Each group describes thirty columns in 7 KB."""
 
 AT_ONCE: Final = 4096
 """Rows whose histograms are unpacked at a time: 9 MB."""
@@ -185,10 +185,10 @@ KEPT: Final = 16
 """Row groups of which columns are kept for the next file: most ranks have rows of the same names and steps."""
 
 KEPT_BYTES: Final = 2**16
-"""Of a stored column. In a larger one, rows are in no order that files have in common."""
+"""Largest stored column that is kept. In a larger one, rows are in no order that files have in common."""
 
 LEAST_BYTES: Final = 1024
-"""Of a row group, which describes more than twenty columns. So a small file cannot claim to have very many rows."""
+"""Fewest bytes of a row group, which describes over twenty columns. So a small file cannot claim to have very many rows."""
 
 _FOREIGN: Final = (pa.ArrowException, OSError, KeyError, TypeError, ValueError, RuntimeError, OverflowError)
 """Raised by Arrow and the checks below for files that are damaged or not of this format."""
@@ -373,7 +373,7 @@ def _only_kind(chunk: Any) -> str | None:
 
 
 def _columns(file: ParquetFile, schema: pa.Schema, row_groups: list[int]) -> pa.Table:
-    """These columns, which must be as the sink writes them. Partials that their version did not measure are 0."""
+    """Read columns, which must be as the sink writes them. Partials that their version did not measure are 0."""
     there = set(file.schema_arrow.names)
     names = [name for name in schema.names if name not in COSTLY or name in there]
     table = file.read_row_groups(row_groups, columns=names, use_threads=False)  # type: ignore[no-untyped-call]

@@ -100,7 +100,7 @@ _FLAT: Final = 1e-6
 
 
 STEEPEST: Final = 12.0
-"""By how many powers of two the number of elements changes at most from one power of two to the next."""
+"""The most powers of two by which the number of elements changes from one power of two to the next."""
 
 
 def percentiles(op: str, counts: Counts, greatest: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:

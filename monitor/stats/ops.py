@@ -205,7 +205,7 @@ _DEFINED_WHEN_EMPTY: Final = frozenset({"norm", "nans", "infs"})
 
 NUMERIC_OPS: Final = tuple(_DERIVED)
 MERGED_OPS: Final = NUMERIC_OPS[: NUMERIC_OPS.index("kurtosis") + 1]
-"""Those that every merged set has. It has the others if the job was asked for them."""
+"""The ops that every merged set has. It has the others if the job was asked for them."""
 OPS: Final = (*NUMERIC_OPS, *LAYOUT_OPS, *HISTOGRAM_OPS, CHECKSUM)
 
 

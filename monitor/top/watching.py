@@ -26,14 +26,14 @@ from monitor.merge.execution import MergeError, NothingRecordedError
 from monitor.top.newest_rows import Number, RowsNow, Unusual
 
 SCHEMA_VERSION: Final = 1
-"""Of ``Look`` as JSON."""
+"""Version of ``Look`` as JSON."""
 
 RUNNING, WAITING, SILENT, ENDED, UNKNOWN = "running", "waiting", "silent", "ended", "unknown"
 BEATS_MISSED: Final = 3
 """Signs of life that a silent rank has not given."""
 
 ALIKE_STEPS: Final = 2
-"""By as many steps ranks may be apart that are as fast as each other, and by those of ``ALIKE_S``."""
+"""Steps by which equally fast ranks may be apart, besides those that a rank does in ``ALIKE_S``."""
 
 ALIKE_S: Final = 1.0
 
@@ -44,7 +44,7 @@ MOST_SAID: Final = 3
 """Sentences about wrong bits."""
 
 STANDS_STILL_S: Final = 60.0
-"""After which a job in which all ranks wait is not well. A checkpoint takes as long at times."""
+"""Time after which a job in which all ranks wait is not well. A checkpoint may take as long."""
 
 MOST_ALERTS: Final = 3
 MOST_EVENTS: Final = 1000
@@ -216,7 +216,7 @@ class Watch:
         )
 
     def _states(self, now: float) -> list[RankState]:
-        """Those of the ranks whose directories are still there."""
+        """The states of the ranks whose directories are still there."""
         found, self._gone = [], []
         for rank, directory in sorted(self._runs.items()):
             try:

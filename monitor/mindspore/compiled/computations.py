@@ -191,7 +191,7 @@ def _attributes(node: Any) -> list[tuple[str, str]]:
 
 
 def _digest(*parts: object) -> Value:
-    """In place of the parts, whose texts would grow with the depth of a network."""
+    """A digest in place of the parts, whose texts would grow with the depth of a network."""
     return "computed", blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -208,7 +208,7 @@ ASSIGNS: Final = "Assign"
 PASSES_ON: Final = ("Depend", "TensorMove", "Load", "TupleGetItem")
 """Operators that return their first argument, or an element of it."""
 OF_ELEMENTS: Final = ("Cast", "Neg", "Mul", "Muls", "RealDiv", "Div", "Divs", "Minimum", "Maximum", "ClipByValue", "Select")
-"""Those with which gradients are averaged, unscaled and clipped."""
+"""Operators with which gradients are averaged, unscaled and clipped."""
 
 Groups = frozenset[str]
 """The groups that a value was summed over; empty if it is the same on all ranks."""

@@ -45,7 +45,7 @@ SHAPES: Final = (
 
 
 class GradientCopies:
-    """Has compiled code copy gradients, unless MindSpore does not compile it then.
+    """Makes compiled code copy gradients, unless MindSpore does not compile it then.
 
     Args:
         optimizers: Each optimizer with a function that returns the index of a parameter in it.

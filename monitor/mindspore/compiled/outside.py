@@ -93,7 +93,7 @@ NOT_OUTSIDE: Final = (
 )
 """The fields of the configuration whose rows need more than weights and moments."""
 OF_FORWARDS: Final = ("xy_distribution", "recording_l2_features", "stack_info")
-"""Those whose rows come from hooks if Python calls the model and compiled code only steps the optimizer."""
+"""Fields whose rows come from hooks if Python calls the model and compiled code only steps the optimizer."""
 
 COUNTS: Final = ("global_step", "state_step", "step_t")
 """The parameters in which optimizers of MindSpore count their steps. Some, such as ``experimental.optim.SGD``, count none."""

@@ -117,7 +117,7 @@ class _Span(NamedTuple):
 
 
 _LAST: Final = _Span(1 << 62, 0, 0)
-"""That of what belongs to no call."""
+"""The span of what belongs to no call."""
 
 
 def _in_order(entries: Sequence[_Entry], inside: Callable[[int], Set[int | None]]) -> list[_Entry]:

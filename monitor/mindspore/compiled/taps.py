@@ -50,7 +50,7 @@ _COMPILED: Final = False
 
 FLOAT_NAMES: Final = frozenset(str(one).lower() for one in FLOATS)
 ABSENT: Final = "the monitor: no argument"
-"""In place of an argument that a call does not have."""
+"""Takes the place of an argument that a call does not have."""
 
 
 def given(*arguments: Any) -> tuple[Any, ...]:

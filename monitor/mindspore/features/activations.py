@@ -76,7 +76,7 @@ def _quantiles(on: Arithmetic, elements: Array, shape: tuple[int, int]) -> tuple
 
 
 def _effective_rank(on: Arithmetic, sample: Array, channels: int) -> Array:
-    """That of sampled tokens, from the matrix of their cosines."""
+    """The effective rank of sampled tokens, from the matrix of their cosines."""
     numbers = on.wide(on.floats(sample))
     numbers = numbers / _unless_zero(on, on.amax(on.abs(numbers), -1))
     squares = on.sum(numbers * numbers, -1)

@@ -219,7 +219,7 @@ def wait_operator() -> Any:
 
 
 def _described(namespace: str, name: str, schema: Any) -> Overload | None:
-    """None for an operator of another version of torch, whose inputs and outputs are unknown."""
+    """An operator's overload; None for one of another version of torch, whose inputs and outputs are unknown."""
     known = _C10D.get(name) if namespace == "c10d" else _functional(name)
     places = {argument.name: place for place, argument in enumerate(schema.arguments)}
     group = places.get("process_group", places.get("group_name"))

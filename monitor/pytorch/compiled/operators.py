@@ -630,7 +630,7 @@ def was_compiled(module: nn.Module) -> bool:
 
 
 class HookGuards:
-    """Has torch guard code compiled from now on against hooks added to its modules.
+    """Makes torch guard code that is compiled from now on against hooks added to its modules.
 
     By default torch's compiler assumes that no hooks are added. It would reuse code compiled without the monitor's hooks, for
     an unmonitored model or before this one was monitored. The setting is torch's, for the whole process, and is restored when

@@ -119,7 +119,7 @@ class _TorchCopy:
 
 
 def _copied(local: Tensor) -> Copy | None:
-    """None for layouts without a dense form, such as nested tensors."""
+    """A dense copy; None for layouts without a dense form, such as nested tensors."""
     if local.layout is torch.jagged or local.is_nested:
         return None
     dense = local.dequantize() if local.is_quantized else local if local.layout is torch.strided else local.to_dense()

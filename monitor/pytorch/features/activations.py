@@ -92,7 +92,7 @@ def _quantiles(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _effective_rank(x: Tensor) -> Tensor:
-    """That of sampled tokens, from the matrix of their cosines. A decomposition would wait for the device."""
+    """The effective rank of sampled tokens, from the matrix of their cosines. A decomposition would wait for the device."""
     tokens = x.shape[:-1]
     places = torch.arange(0, tokens.numel(), reading.distance_of_tokens(tokens.numel()), device=x.device)
     sample = x[_places(places, tokens)].to(working_precision(x.dtype))

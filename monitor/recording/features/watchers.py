@@ -210,7 +210,7 @@ class FeatureWatcher(ABC):
         return self._calls.begin(self._modules.forwards[self._chunk].micro_step)
 
     def _open_call(self, module: Any) -> CallIndex | None:
-        """As ``_begin``, for a watcher that keeps an entry in ``_open`` until the call has ended; None without a feature."""
+        """Begin a call as ``_begin`` does, with an entry in ``_open`` until the call has ended; None without a feature."""
         if not self._due.now or module is not self._module:  # as ``_is_watched``
             return None
         self._open.mine.append(None)
