@@ -28,13 +28,13 @@ GREATEST: Final = 1 << 1023
 T = TypeVar("T")
 
 Leaves = dict[tuple[str | int, ...], Any]
-"""What an entry holds, by the place in the entry."""
+"""The leaves of an entry, by their places in it."""
 
 Place = tuple[int, str]
 """A step's number, and the name of the rank's directory; ``graph/rank0`` in a part of a dump."""
 
 PARTS: Final = ("", "pynative/", "graph/")
-"""Where the steps of a dump are. Only a dump with compiled cells has parts."""
+"""The directories with the steps of a dump. Only a dump with compiled cells has parts."""
 
 
 def is_dump(directory: Path) -> bool:

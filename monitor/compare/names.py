@@ -90,7 +90,7 @@ class NameRules:
 
 
 def _rule(given: str) -> tuple[re.Pattern[str], list[str]]:
-    """What a name must match, and the texts between the parts that it matches."""
+    """The pattern that a name must match, and the texts between the parts that it matches."""
     old, equals, new = given.partition("=")
     parts = new.split("*")
     if not (equals and old and new) or len(parts) > len(old.split("*")):

@@ -109,7 +109,7 @@ class Side:
 
     @property
     def choice(self) -> Choice:
-        """What a merged set was made of."""
+        """The kinds and steps that a merged set was made of."""
         chosen = self.source.told().get("chosen") or {}  # not in reports of earlier versions
         kinds, steps = chosen.get("kinds"), chosen.get("steps")
         shown = None if kinds is None else frozenset(map(shown_kind, kinds))
@@ -125,7 +125,7 @@ class Side:
 
     @property
     def wrapper(self) -> str:
-        """What all names of parameters begin with because the model is wrapped."""
+        """The prefix of all names of parameters that comes from a wrapper of the model."""
         rows = self.series.select(["kind", "name"]).group_by(["kind", "name"]).aggregate([]).to_pylist()
         return wrapper_of(row["name"] for row in rows if row["kind"] in (*PARAMETER_KINDS, *GRADIENT_KINDS))
 

@@ -120,7 +120,7 @@ class Allowed(BaseModel):
 
 
 class Limits(BaseModel):
-    """What is allowed.
+    """The content of a file of limits: the differences that are allowed.
 
     Attributes:
         runs: How many it was learned from; 0 if somebody has written it.
@@ -201,7 +201,7 @@ def _pattern(key: str) -> Callable[[str], bool]:
 
 
 def _usual(sizes: list[float]) -> float:
-    """What nine tenths are at most."""
+    """The size that nine tenths do not exceed."""
     return sorted(sizes)[math.ceil(0.9 * len(sizes)) - 1]
 
 
@@ -340,7 +340,7 @@ class Rounding:
 
 
 def facts_of(table: pa.Table) -> Facts:
-    """What ``RunSource.series`` says."""
+    """The facts in a table of ``RunSource.series``."""
     found: dict[tuple[str, int, str], list[tuple[SeriesFacts, list[int]]]] = {}
     grouped = table.group_by(["kind", "vpp_stage", "name", "shape", "dtype"]).aggregate([("rank", "list")])
     for row in grouped.to_pylist():
@@ -386,7 +386,7 @@ def _cancels(kind: str) -> bool:
 
 
 class _Scales:
-    """What differences of a row are measured against.
+    """The scales against which differences of a row are measured.
 
     Attributes:
         least: The least magnitude.

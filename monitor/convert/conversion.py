@@ -85,7 +85,7 @@ _NO_GUARD: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was written.
+    """The result of a conversion.
 
     Attributes:
         output: The directory of the files, or the file.
@@ -175,7 +175,7 @@ class Conversion:
         self.set_aside += set_aside
 
     def converted(self, output: Path) -> Converted:
-        """What there is to say in the end.
+        """The result of the conversion, with what is missing.
 
         Raises:
             ConversionError: nothing was written.
@@ -196,7 +196,7 @@ _NONE: Final = {"count": 0, "listed": []}
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """What goes wrong within is said as a ``ConversionError``; what the operating system does not allow as an ``OSError``."""
+    """A block whose errors are raised as ``ConversionError``, and those of the operating system as ``OSError``."""
     try:
         yield
     except (MergeError, QueryError) as error:

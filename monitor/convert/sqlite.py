@@ -48,7 +48,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """What came of a batch: its rows by rank, and the files that have none to give."""
+    """The rows of a batch by rank, and its files without any."""
 
     kind: str
     blocks: dict[int, Block]
@@ -182,7 +182,7 @@ class MetricTables:
         self._last = max(self._last, block.steps[-1])
 
     def indices(self) -> list[str]:
-        """What makes them: of each table one for a tensor over steps, and one for all tensors at a step."""
+        """Statements that make the indices: for each table one for a tensor over steps, and one for all tensors at a step."""
         tables = [self._name(metric, first) for metric in self._metrics.values() for first in metric.partitions]
         of = {"by_target": "target_id, rank, step", "by_step": "step, rank"}
         return [

@@ -76,7 +76,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """What client and server have sent. Each proves with it that it knows the job's key.
+    """The messages of client and server. Each proves with them that it knows the job's key.
 
     Attributes:
         asked: The client's random number.

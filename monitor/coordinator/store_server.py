@@ -57,7 +57,7 @@ MOST_ERROR: Final = 500
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What a server allows.
+    """The bounds of a server.
 
     Attributes:
         ranks: The number of ranks of the job.
@@ -346,7 +346,7 @@ class _Peer:
 
     @property
     def events(self) -> int:
-        """What to wait for. A client gets no further answer before it has read the one before."""
+        """The events to wait for. A client gets no further answer before it has read the one before."""
         return selectors.EVENT_WRITE if self.outgoing else selectors.EVENT_READ
 
     def refused(self, reason: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ MOST_NAMED: Final = 3
 
 
 class Training(NamedTuple):
-    """What trains the parameters of a model.
+    """An optimizer, or what steps it, with the parameters that it trains.
 
     Attributes:
         optimizer: What is passed to ``watch``: an optimizer of the framework, or what steps it and keeps the parameters.
@@ -198,7 +198,7 @@ def _named(owners: Sequence[Owner]) -> str:
 
 
 def training_of(optimizer: Any, objects: Sequence[Any]) -> Training | None:
-    """What trains with an optimizer that has stepped, or with an engine that has.
+    """The training of an optimizer or an engine that has stepped.
 
     Returns:
         None for the optimizer of an engine or of a container of optimizers, whose step is not over yet.

@@ -71,7 +71,7 @@ def _with_scaler(module: Any) -> None:
 
 
 def _with_compiler(config: Any) -> None:
-    """What is compiled in the first step is compiled again for the hooks that come after it."""
+    """Make torch check for hooks: code of the first step is then compiled again for hooks that come after it."""
     config.skip_nnmodule_hook_guards = False
 
 

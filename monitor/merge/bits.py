@@ -53,7 +53,7 @@ class BitDifference:
 
 @dataclass(frozen=True, slots=True)
 class FoundBits:
-    """What a piece finds.
+    """The differing bits in a piece.
 
     Attributes:
         compared: By step, how many tensors or parts have several copies with checksums.
@@ -160,7 +160,7 @@ def _one_copy_is_odd(differences: Iterable[BitDifference]) -> bool:
 
 
 def _by_design(kinds: Mapping[str, BitsOfKind]) -> set[str]:
-    """Where one kind differs by design, others do whose tensors part later: with a learning rate of 0 in the first step."""
+    """The kinds that differ by design. If one does, so do others that part later, as with a learning rate of 0 at first."""
     found = {kind for kind, one in kinds.items() if one.by_design}
     if found:
         found |= {kind for kind, one in kinds.items() if one.differing and one.most_differ(min(one.differing))}
@@ -219,7 +219,7 @@ def _spelled(kind: str, one: BitDifference, host_at: HostAt) -> dict[str, Any]:
 
 
 def lines(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What to print: lines of what and how much."""
+    """The lines to print: a label and a text each."""
     for one in about["while_running"][:5]:
         yield "bits", f"rank {one['rank']} ({one['host']}): {one['said']}"
     if len(about["while_running"]) > 5:

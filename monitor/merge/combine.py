@@ -138,7 +138,7 @@ class Piece:
 
 @dataclass
 class Outcome:
-    """What came of a piece.
+    """The result of combining a piece.
 
     Attributes:
         rows: Of the ranks.

@@ -133,7 +133,7 @@ def _check_file(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What lies in a base directory.
+    """The runs in a base directory.
 
     Attributes:
         jobs: Directories by job id.

@@ -53,7 +53,7 @@ def without_password(url: str) -> str:
 
 @contextmanager
 def draft_of(output: Path, work: str, elsewhere: str) -> Iterator[Path]:
-    """Where to make a directory or a file that becomes ``output`` if all goes well, and of which nothing is left otherwise.
+    """The path of a draft, a directory or a file, which becomes ``output`` if all goes well, and is removed otherwise.
 
     What drafts of the same output have left whose process was killed is removed.
 

@@ -72,7 +72,7 @@ class Folder:
 
     @property
     def local(self) -> Path | None:
-        """Where it is on this machine, if it is."""
+        """Its path on this machine; None if it is elsewhere."""
         return Path(self._root) if self._files is None else None
 
     def names(self, below: str = "") -> list[str]:

@@ -356,7 +356,7 @@ def follow(wanted: Wanted, options: FollowOptions, say: Say, progress: Progress)
 
 
 def how_to_go_on(wanted: Wanted) -> str:
-    """What to run after an interruption."""
+    """The commands to run after an interruption."""
     same, end = command_of(wanted, "--follow"), command_of(wanted, "--follow", "--finish")
     return f"To continue, run\n  {same}\nIf the job has ended or was killed, merge what there is with\n  {end}"
 

@@ -41,7 +41,7 @@ piece's file, so fewer pieces make it faster.
 """
 
 SHARE_ROWS: Final = 250_000
-"""What a worker reads of shards at a time to put it in order."""
+"""Rows of shards that a worker reads at a time to put them in order."""
 
 PIECES_AT_A_TIME: Final = 4
 """For each worker. So many rows lie on the disk unpacked, unless the shards of one record hold more: half of them are read
@@ -480,7 +480,7 @@ def shards_found(findings: Mapping[int, Findings]) -> dict[str, pa.Table]:
 
 
 def write_runs(runs: Sequence[RankRun], path: Path) -> None:
-    """What the pieces need to know of the directories."""
+    """Write what the pieces need to know of the directories."""
     groups = {one.manifest.groups.get(role, ()) for one in runs for role in ROLES}
     places = {group: {rank: place for place, rank in enumerate(group)} for group in groups}
     rows = [(one.rank, *(places[one.manifest.groups.get(role, ())].get(one.rank) for role in ROLES)) for one in runs]
@@ -494,7 +494,7 @@ def _digest(path: Path) -> str:
 
 
 def _identity(path: Path) -> tuple[str, int, int]:
-    """What is different if a file was written again."""
+    """The identity of a file, which differs after it was written again."""
     name = f"{path.parent.name}/{path.name}"
     try:
         status = path.stat()
@@ -578,7 +578,7 @@ class Plan:
         return asked_of(self.runs)
 
     def columns(self, kind: str) -> Columns:
-        """What there is of the rows of a kind."""
+        """The columns of the rows of a kind."""
         checked = kind in self._checked_kinds
         return Columns.of(kind, asked=self._asked, histograms=self._histograms, checksums=checked)
 
@@ -591,7 +591,7 @@ class Plan:
         return nothing if kind == REPLICA_KIND else self.shards.get(REPLICA_KIND, nothing)
 
     def shares(self, window: Window) -> Iterator[Share]:
-        """What to do before the pieces of a window can be done."""
+        """The tasks to do before the pieces of a window can be done."""
         for number, places in enumerate(window.shares):
             sources, columns = self.sources(window.kind, window.steps, places), self.columns(window.kind)
             catalogue, others = self.catalogues_of(window.kind)
@@ -655,7 +655,7 @@ class Plan:
         return self.output / "per_rank" / name, self.output / "global" / name
 
     def sources(self, kind: str, steps: StepSpan, places: range) -> tuple[Source, ...]:
-        """What the directories at these places have of a kind."""
+        """The files of a kind in the directories at these places."""
         own, replicas = (self._shards_by_run(shards, steps, places) for shards in (self.shards[kind], self._replicas(kind)))
         return tuple(self._source(run, own.get(run, ()), replicas.get(run, ())) for run in sorted({*own, *replicas}))
 

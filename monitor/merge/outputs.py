@@ -44,7 +44,7 @@ PER_RANK: Final = pa.schema(
         ("count", pa.int64()),
     ]
 )
-"""What every rank wrote, before its ops."""
+"""The columns of a rank's row, before its ops."""
 
 GLOBAL: Final = pa.schema(
     [
@@ -73,7 +73,7 @@ SORTED: Final = (SUFFIXES["parquet"],)
 """The suffixes of files whose rows stand in order of names. The others have them in order of steps."""
 
 _FORMULA: Final = r"^[=+\-@\t\r]"
-"""What a spreadsheet takes for the beginning of a formula."""
+"""Matches the beginning of a text that a spreadsheet takes for a formula."""
 
 _NULLS: Final = "_missing"
 

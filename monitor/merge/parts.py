@@ -72,7 +72,7 @@ _REQUEST: Final = "request"
 
 @dataclass(frozen=True)
 class PartsFolder:
-    """What all parts of a merge write to.
+    """The folder that all parts of a merge write to.
 
     Attributes:
         folder: The output, if that is behind a URL: its report, written last, makes it a data set. Otherwise a hidden directory
@@ -186,7 +186,7 @@ class PartsFolder:
 
 
 def options_of(wanted: Wanted) -> dict[str, str]:
-    """What decides the content of the data set, as options of the command."""
+    """The options of the command that decide the content of the data set."""
     first, last = wanted.steps
     given = {
         "--job": wanted.job,
@@ -366,13 +366,13 @@ class SharedMerge:
         return report.told()
 
     def _records(self, windows: Sequence[Window]) -> dict[Window, FinishedWindow]:
-        """What is known to be done of these windows, perhaps from other data."""
+        """The windows of these that are done, perhaps from other data, with their records."""
         named = {finished.record_of(one.kind, one.steps): one for one in windows}
         listed = FinishedWindows(self.place.folder).listed(named)
         return {named[name]: one for one in listed if (name := finished.record_of(one.kind, one.steps)) in named}
 
     def _to_do(self, lacking: Sequence[Window], changed: Sequence[Window]) -> str:
-        """What to say of windows that are not done."""
+        """A text about windows that are not done."""
         wanted, every = self.planned.wanted, self.planned.windows
         known = self.place.request().get("--part", "")
         count = int(known) if re.fullmatch("[1-9][0-9]{0,5}", known) else 1

@@ -251,7 +251,7 @@ class Report:
 
 
 def summary(told: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What to print of a report: lines of what and how much."""
+    """The lines to print of a report: a label and a text each."""
     yield "job", told["job_id"]
     yield "ranks", f"{len(told['ranks'])} of {told['world_size']}"
     yield "steps", said_steps(told["steps"])

@@ -81,7 +81,7 @@ class Source:
 
 @dataclass
 class Told:
-    """What reading has to tell.
+    """What reading finds out besides rows.
 
     Attributes:
         duplicates: By rank, steps that stood in several files.
@@ -235,7 +235,7 @@ def is_exact(names: Collection[str]) -> bool:
 
 
 def files_of(output: Path) -> tuple[Path, Path]:
-    """Where the rows of a share stand, those that are exact and those that are not; each if there are any."""
+    """The files with the rows of a share: exact rows, and rounded ones. Each exists if it has rows."""
     return output.with_name(f"{output.name}-exact.arrow"), output.with_name(f"{output.name}-rounded.arrow")
 
 

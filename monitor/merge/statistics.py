@@ -266,7 +266,7 @@ class _OpsOfRuns:
         return np.add.reduceat(self._values(op, 0.0), self._starts), self._all(known)
 
     def _none(self) -> tuple[Floats, Flags]:
-        """What is not to be had from numbers of parts alone."""
+        """No value: numbers of parts alone do not give one."""
         return np.zeros(len(self._starts)), np.zeros(len(self._starts), dtype=np.bool_)
 
     def _of_parts(self, op: str) -> Floats:

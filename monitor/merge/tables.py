@@ -101,7 +101,7 @@ _BITS: Final = 63
 
 
 def order_by(columns: Sequence[Index]) -> Index | None:
-    """What puts rows in order by these columns, the first one first. Equal rows stay in the order that they are in.
+    """The order of rows by these columns, the first one first. Equal rows stay in the order that they are in.
 
     Returns:
         The rows' numbers; None where they are in order as they are.

@@ -73,7 +73,7 @@ _ShardRow = tuple[int, str, str, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What to look at.
+    """The directories to look at in one task.
 
     Attributes:
         first: Place of the first of these runs among those of the job.
@@ -88,7 +88,7 @@ class Visit:
 
 @dataclass
 class Findings:
-    """What was seen.
+    """What a visit found in its directories.
 
     Attributes:
         shards: In the columns ``SHARDS``.

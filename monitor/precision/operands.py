@@ -58,7 +58,7 @@ ROWS_AT_A_TIME: Final = 50_000
 """About: their histograms take some 200 MB."""
 
 NO_NUMBER: Final = -1.0
-"""What a row does not have. NaN is a measured value."""
+"""In place of a number that a row does not have. NaN is a measured value."""
 
 _CALL_BITS: Final = 20
 LAST_CALL: Final = (1 << _CALL_BITS) - 1
@@ -261,7 +261,7 @@ class RecordedGemms:
         return found.set_column(found.column_names.index("name"), "name", names)
 
     def _files(self, kind: str, whole: bool) -> RunSource:
-        """What to read from. All steps are merged at once, if they must be."""
+        """The run to read from. All steps are merged at once, if they must be."""
         return self._source.merged((kind,), RowChoice(kind).span) if whole else self._source
 
     def _kind(self, what: str) -> str | None:

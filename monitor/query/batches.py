@@ -34,10 +34,10 @@ IDENTITY: Final = {
     "micro_step": pa.int64(),
     "call_id": pa.int64(),
 }
-"""What a row is of. ``micro_step`` is null in a row about the whole step, ``call_id`` in a row that was rounded, of CSV."""
+"""The columns that say what a row is about. ``micro_step`` is null if that is the whole step, ``call_id`` in rows from CSV."""
 
 SHOWN_KINDS: Final = tuple(dict.fromkeys(map(shown_kind, KINDS)))
-"""What files are called after."""
+"""The kinds that files are named after."""
 
 _EMPTY: Final = pa.scalar("", type=pa.string())
 
