@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Between two values of the same thing.
+    """The difference between two values of the same thing.
 
     Attributes:
         same: Whether they are the same, bit for bit as far as that shows.
@@ -39,7 +39,7 @@ SAME: Final = Difference(same=True)
 
 
 def of_tensors(a: NDArray[Any], b: NDArray[Any]) -> Difference:
-    """Shapes are equal. NaN equals NaN, as the same failure in the same place does."""
+    """The difference of two tensors of the same shape. NaN equals NaN, as the same failure in the same place does."""
     if a.dtype == b.dtype and a.tobytes() == b.tobytes():
         return Difference(same=True, cosine=1.0 if a.size and np.any(a) else None)
     kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
@@ -75,8 +75,9 @@ def _greater(one: float, other: float) -> float:
 
 
 def of_leaves(a: Mapping[str, Any], b: Mapping[str, Any], names: Iterable[str]) -> Difference:
-    """Of what two dumps say of a tensor. A mean is compared with the tensor's root mean square: near zero, its own size says
-    nothing.
+    """The greatest difference between two dumps of a tensor.
+
+    A mean is compared with the tensor's root mean square: near zero, its own size says nothing.
     """
     shared = [name for name in names if name in a and name in b]
     found = of_numbers([(a[name], b[name]) for name in shared]) if shared else SAME

@@ -281,8 +281,8 @@ def _stacks(entries: Iterable[Record], frames: Mapping[int, list[str]]) -> dict[
 
 # --- Tensors in files of numpy, including types that numpy lacks.
 #
-# Such a tensor is stored as integers with the same bits, in a structured dtype of one field that has the name of the
-# type: ``[('bfloat16', '<u2')]``. Any numpy can read the file, and ``load_tensor`` knows the meaning of the bits.
+# Such a tensor is stored as integers with the same bits, in a structured dtype of one field with the type's name:
+# ``[('bfloat16', '<u2')]``. Any numpy can read the file, and ``load_tensor`` knows the meaning of the bits.
 
 Array = NDArray[Any]
 
