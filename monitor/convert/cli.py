@@ -65,7 +65,7 @@ def monitor_convert(
 ) -> None:
     """Convert a run to TensorBoard curves or an SQLite database.
 
-    It reads the directories of ranks, or a merged set, in any format. To show curves, or to read the database:
+    It reads the directories of ranks, or a merged set, in any format. To look at the result:
 
     \b
       tensorboard --logdir OUTPUT
@@ -95,21 +95,24 @@ def monitor_convert(
     raise typer.Exit(FLAWED if done.set_aside or done.absent else CLEAN)
 
 
-def _fix(command: typer.Typer, to: Target, summary: str, without: tuple[str, ...] = ("to",)) -> None:
-    """Make a command that converts to one target, and lacks the options of the other."""
+def _fix(command: typer.Typer, to: Target, summary: str, other: str, without: tuple[str, ...] = ("to",)) -> None:
+    """Make a command that converts to one target, and lacks the options of the other, and the example, which begins with
+    ``other``.
+    """
 
     def convert(**given: Any) -> None:
         monitor_convert(to, **given)
 
     of = inspect.signature(monitor_convert, eval_str=True)
     kept = [one for one in of.parameters.values() if one.name not in without]
+    lines = [line for line in _DOC.replace(_DOC.partition("\n")[0], summary).splitlines() if not line.strip().startswith(other)]
     named = {"__signature__": of.replace(parameters=kept), "__annotations__": monitor_convert.__annotations__}
-    for name, value in (*named.items(), ("__doc__", str(monitor_convert.__doc__).replace(_SUMMARY, summary))):
+    for name, value in (*named.items(), ("__doc__", "\n".join(lines))):
         setattr(convert, name, value)
     command.command()(convert)
 
 
-_SUMMARY = str(monitor_convert.__doc__).partition("\n")[0]
+_DOC = str(monitor_convert.__doc__)
 
-_fix(tensorboard_app, Target.tensorboard, "Convert a run to TensorBoard curves.", ("to", "step_partition"))
-_fix(database_app, Target.sqlite, "Convert a run to an SQLite database.")
+_fix(tensorboard_app, Target.tensorboard, "Convert a run to TensorBoard curves.", "sqlite3", ("to", "step_partition"))
+_fix(database_app, Target.sqlite, "Convert a run to an SQLite database.", "tensorboard")

@@ -163,7 +163,7 @@ class PrometheusServer:
 
         self._server = ThreadingHTTPServer((LOOPBACK, port), Handler)
         self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, name="trainermon-metrics", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, name="monitor-metrics", daemon=True).start()
 
     def put(self, step: int, numbers: Mapping[Number, float]) -> None:
         self.text = exposition(self._rank, step, numbers)
