@@ -10,6 +10,7 @@ from mindspore import Parameter, Tensor, nn
 from monitor.failures import Failures
 from monitor.mindspore.compiled.replay import program_of
 from monitor.mindspore.frameworks.adams import Adams, MindSporeMoments
+from monitor.mindspore.frameworks.kept_tensors import REPLACED, WITHOUT_ROWS, KeptTensors
 from monitor.mindspore.frameworks.optimizer_state import OptimizerState, is_filled_in, optimizers_in
 from monitor.mindspore.optimizer_steps import MindSporeOptimizerSteps
 from monitor.mindspore.process_group import data_parallel_ranks
@@ -43,6 +44,8 @@ class SteppedOptimizer:
         measured: What compiled code has measured of its weights and moments, by the id of the parameter, while collectors are
             called for a step in compiled code; None otherwise.
         is_outside: Whether compiled code makes the step in progress, and its weights and moments are read outside of that.
+        is_replaced: Whether the program has replaced tensors that the optimizer continues with.
+        failures: Of the monitor, while it listens to steps.
     """
 
     def __init__(self, optimizer: nn.Cell) -> None:
@@ -54,6 +57,9 @@ class SteppedOptimizer:
         self.gradients: Sequence[Any] = ()
         self.measured: Mapping[int, Any] | None = None
         self.is_outside = False
+        self.is_replaced = False
+        self.failures: Failures | None = None
+        self._kept = KeptTensors(self.state)
 
     @property
     def is_compiled(self) -> bool:
@@ -76,11 +82,18 @@ class SteppedOptimizer:
         """The optimizer was called with these gradients. Before its first step this waits: moments may have been loaded."""
         self.state.refresh()
         self.has_stepped = self.has_stepped or (not self.is_compiled and self.state.has_stepped())
+        if not self.is_compiled and not self.is_replaced and (what := self._kept.replaced()):
+            self.is_replaced = True
+            if self.failures is not None:
+                said = REPLACED.format(what=what, name=type(self.optimizer).__name__)
+                self.failures.nothing_of(f"{', '.join(WITHOUT_ROWS)} of replaced tensors", said)
         self.gradients = gradients
 
     def call_ended(self) -> None:
         """The optimizer was called: from now on, its moments are those of a step."""
         self.has_stepped = True
+        if not self.is_compiled:
+            self._kept.stepped()
 
     def end_step(self) -> None:
         """Drop the gradients of the step."""
@@ -186,20 +199,24 @@ class MindSporeFramework:
     def moment(self, kind: str, parameter: ParameterHolder, optimizer: Any = None) -> Tensor | None:
         """This rank's part of a moment; None before a fresh optimizer's first step: its zeros are no moment."""
         found = self._of(parameter) if optimizer is None else self.stepped[id(optimizer)]
-        return found.seen(found.state.moment(kind, parameter.tensor)) if found is not None and found.has_stepped else None
+        if found is None or not found.has_stepped or found.is_replaced:
+            return None
+        return found.seen(found.state.moment(kind, parameter.tensor))
 
     def state_of(self, parameter: ParameterHolder) -> tuple[OptimizerState, int] | None:
         """The state of the optimizer that steps a parameter, and the parameter's index in it; None if none steps it, or if
-        compiled code has stepped: its hyperparameters may have changed since.
+        compiled code has stepped: its hyperparameters may have changed since. Also None if they were replaced.
         """
         found = self._of(parameter)
         place = None if found is None else found.state.place(parameter.tensor)
-        return None if found is None or place is None or found.is_compiled else (found.state, place)
+        return None if found is None or place is None or found.is_compiled or found.is_replaced else (found.state, place)
 
     def keeps(self, kind: str, parameter: ParameterHolder) -> bool:
-        """Whether the optimizer has such a moment of a parameter, even before its first step."""
+        """Whether the optimizer has such a moment of a parameter, even before its first step. No moment is known to be its own
+        if tensors were replaced.
+        """
         found = self._of(parameter)
-        return found is not None and found.state.moment(kind, parameter.tensor) is not None
+        return found is not None and not found.is_replaced and found.state.moment(kind, parameter.tensor) is not None
 
     def maximizes(self, parameter: ParameterHolder) -> bool:
         """Whether the optimizer steps up along the gradient."""
@@ -218,12 +235,12 @@ class MindSporeFramework:
     def adam_of(self, parameter: ParameterHolder) -> MindSporeMoments | None:
         """The terms of the parameter's latest step; None if they are unknown."""
         found = self._of(parameter)
-        return None if found is None or found.is_compiled else found.adams.of(parameter.tensor)
+        return None if found is None or found.is_compiled or found.is_replaced else found.adams.of(parameter.tensor)
 
     def learning_rates(self, optimizer: Any) -> Sequence[Any]:
         """The learning rate of each parameter group for the step that begins, as the optimizer computes it."""
         stepped = self.stepped[id(optimizer)]
-        return () if stepped.is_compiled else stepped.state.learning_rates()
+        return () if stepped.is_compiled or stepped.is_replaced else stepped.state.learning_rates()
 
     def scales_itself(self, optimizer: Any) -> bool:
         """Whether the optimizer divides the gradients that it is given by a loss scale."""
@@ -232,6 +249,8 @@ class MindSporeFramework:
     def steps(self, listener: StepListener, failures: Failures) -> MindSporeOptimizerSteps:
         """Report every step to ``listener`` from now on."""
         self._failures = failures
+        for one in self.stepped.values():
+            one.failures = failures
         program = program_of(self.chunks[0])
         return MindSporeOptimizerSteps([(one.optimizer, one) for one in self.stepped.values()], listener, failures, program)
 

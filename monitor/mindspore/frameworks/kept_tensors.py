@@ -1,0 +1,67 @@
+"""The tensors that MindSpore compiles into an optimizer's step: it continues with them if the program replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from mindspore import Parameter, nn
+
+from monitor.mindspore.frameworks.optimizer_state import OptimizerState
+from monitor.series import KIND_TABLE, LEARNING_RATE
+
+REPLACED: Final = (
+    "{what} of {name} were replaced after its first step (set_data, load_param_into_net). MindSpore has compiled this "
+    "optimizer, and it continues with the earlier tensors: it uses no new learning rate or moment, and changes no new weight. "
+    "So learning rates, moments and what follows from them have no rows from here on. Write new values into the "
+    "tensors with mindspore.ops.assign. Or make a new optimizer after loading, and pass it to set_monitor."
+)
+WITHOUT_ROWS: Final = (
+    *(
+        one.name
+        for one in KIND_TABLE
+        if one.field in ("mv_distribution", "ur_distribution", "mg_direction", "optimizer_health")
+    ),
+    LEARNING_RATE,
+)
+
+
+class KeptTensors:
+    """The weights and the state of one optimizer, and where they were when MindSpore compiled its step.
+
+    Classes whose ``construct`` is not compiled use what the program puts in place.
+    """
+
+    def __init__(self, state: OptimizerState) -> None:
+        self._state = state
+        self._is_compiled = bool(getattr(type(state.optimizer).construct, "__wrapped_by_jit__", False))
+        self._kept: Mapping[str, Sequence[Parameter]] = {}
+        self._addresses: Mapping[str, Sequence[int]] = {}
+
+    def stepped(self) -> None:
+        """The optimizer was called, so it is compiled. The first call takes the addresses, and may wait."""
+        if self._is_compiled and not self._kept:
+            optimizer = self._state.optimizer
+            weights = tuple(optimizer.parameters)
+            moments = self._state.tensors()[len(weights) :]
+            rates = (*_rates(optimizer), optimizer.global_step)
+            self._kept = {"The learning rate or the count of steps": rates, "Moments": moments, "Weights": weights}
+            self._addresses = self._addresses_now()
+
+    def replaced(self) -> str:
+        """What has been replaced since then; empty if nothing was. Waits for the operations so far, as the call will."""
+        now = self._addresses_now()
+        return next((what for what, addresses in self._addresses.items() if now[what] != addresses), "")
+
+    def _addresses_now(self) -> Mapping[str, Sequence[int]]:
+        return {what: [one.data_ptr() for one in each] for what, each in self._kept.items()}
+
+
+def _rates(optimizer: Any) -> Iterator[Parameter]:
+    """The parameters that hold learning rates, or from which schedules compute them."""
+    kept = optimizer.learning_rate
+    for one in {id(one): one for one in (kept if isinstance(kept, (tuple, list)) else (kept,))}.values():
+        if isinstance(one, nn.Cell):
+            yield from one.get_parameters()
+        elif isinstance(one, Parameter):
+            yield one
