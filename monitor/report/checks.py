@@ -23,7 +23,7 @@ from monitor.report.findings import BAD, COMPILED, GOOD, LOG, LOG_IN_PYTHON, NOT
 from monitor.report.history import WARM_UP, Sudden, is_moment
 from monitor.report.kind_reader import shows_all
 from monitor.report.load_of_experts import load_of_experts
-from monitor.report.optimizer import UPDATES_KIND, clipping, updates_of_layers
+from monitor.report.optimizer import UPDATES_KIND, clipping, peak_of_rate, updates_of_layers
 from monitor.report.replicas import replicas_agree, unchanged_between_steps
 from monitor.report.spikes import SPIKES, is_loss, spikes
 from monitor.report.trained_weights import lacked_gradient, trained_weights
@@ -226,6 +226,9 @@ def _sudden(facts: Facts) -> CheckFinding:
             NOT_LOOKED_AT, f"No tensor has more than {WARM_UP} recorded values: there is no history to compare with."
         )
     found = [one for one in row_events(facts) if one.is_finite]
+    peak = peak_of_rate(facts)
+    if peak is not None and (not found or (peak.place.step or 0) <= found[0].sudden.step):
+        return peak
     if not found:
         return CheckFinding(GOOD, f"{counted(judged, 'value is', 'values are')} like those before.")
     ended = _RESET if is_moment(found[0].kind) else _ENDED.get(found[0].kind, _JUMPED)

@@ -1,19 +1,23 @@
-"""What a report says of the optimizer: how often gradients were clipped, and which updates leave the usual band of a layer."""
+"""What a report says of the optimizer: how often gradients were clipped, whether a learning rate rose for a few steps, and
+which updates leave the usual band of a layer.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monitor.anomalies.ranking.ranking import capitalized
 from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
 from monitor.report.history import WARM_UP, Axis, Exempt, Ints, KindHistory, SuddenBound
 from monitor.report.kind_reader import KindReader
 from monitor.report.trained_weights import lacked_gradient
+from monitor.series import RUN_KIND
 from monitor.terminal import counted
 
 # --- How often gradients were clipped.
@@ -54,6 +58,41 @@ def clipping(facts: Facts) -> CheckFinding:
     says = f"Gradients were clipped in {known['share']:.0%} of {counted(known['steps'], 'step')}"
     says += f", and in {known['last']:.0%} of the last {LAST}." if known["steps"] > LAST else "."
     return CheckFinding(GOOD, says + (OFTEN_SAID if known["last"] > OFTEN else ""))
+
+
+# --- A learning rate that rises for a few steps.
+
+PEAK: Final = 10.0
+"""Times all rates before. The limit is our choice."""
+PEAK_STEPS: Final = 4
+"""Steps after which it is back at less than twice the rate before. What takes longer may be a plan."""
+_OF_PEAK: Final = "Schedules do not do this: look at what set the learning rate there."
+
+
+def peak_of_rate(facts: Facts) -> CheckFinding | None:
+    """The first learning rate that rose far above all rates before it, only once and for a few steps; None if there is none."""
+    found = [
+        (int(steps[at]), name, values, at, end)
+        for name, (steps, values) in facts.rates.items()
+        for at, end in _peaks(steps, values)
+    ]
+    if not found:
+        return None
+    step, name, values, at, end = min(found, key=lambda one: one[:2])
+    what = name if len(facts.rates) > 1 else "the learning rate"
+    says = f"{what} rose from {values[at - 1]:.3g} to {values[at:end].max():.3g} in step {step}, and fell to {values[end]:.3g}"
+    return CheckFinding(BAD, f"{capitalized(says)} soon after.", Place(step, None, RUN_KIND, name), _OF_PEAK)
+
+
+def _peaks(steps: Ints, values: NDArray[np.float64]) -> Iterator[tuple[int, int]]:
+    """Where peaks begin and end. A rate that is as high once more is planned."""
+    most = np.maximum.accumulate(values)
+    for at in (np.flatnonzero(values[1:] > PEAK * most[:-1]) + 1).tolist():
+        near = steps[at + 1 :] <= steps[at] + PEAK_STEPS
+        is_back = np.flatnonzero(near & (values[at + 1 :] < 2 * values[at - 1]))
+        end = at + 1 + int(is_back[0]) if len(is_back) else 0
+        if at >= WARM_UP and end and values[end:].max() < values[at] / 2:
+            yield at, end
 
 
 # --- The ratio of update to weight of a layer, beside the other layers.

@@ -202,3 +202,33 @@ def test_clipping_that_was_not_recorded_is_not_looked_at(tmp_path: Path) -> None
     checks = recorded(tmp_path, "update_ratio", ratios(HEALTHY["a schedule that restarts"]))
     assert state(checks, "Clipping") == NOT_LOOKED_AT
     assert state(checks, "Optimizer") == NOT_LOOKED_AT
+
+
+# --- A learning rate that rises for a few steps.
+
+RATES: dict[str, tuple[Callable[[int], float], str]] = {
+    "one step a hundred times too high": (lambda step: 1e-1 if step == WHEN else 1e-3, BAD),
+    "four steps": (lambda step: 1e-1 if WHEN <= step < WHEN + 4 else 1e-3, BAD),
+    "five steps, which may be a plan": (lambda step: 1e-1 if WHEN <= step < WHEN + 5 else 1e-3, GOOD),
+    "each twentieth step": (lambda step: 1e-1 if step % 20 == 10 else 1e-3, GOOD),
+    "a step that is nine times as high": (lambda step: 9e-3 if step == WHEN else 1e-3, GOOD),
+    "a schedule that restarts": (schedule, GOOD),
+    "a new stage": (lambda step: 1e-3 if step < WHEN else 1e-1, GOOD),
+    "a warm-up that begins late": (lambda step: 1e-6 if step < WHEN else schedule(step - WHEN), GOOD),
+    "a rate of zero between": (lambda step: 1e-3 if step % 2 else 0.0, GOOD),
+}
+
+
+@pytest.mark.parametrize("what", RATES)
+def test_a_learning_rate_that_rises_once_for_a_few_steps_is_a_sudden_change(what: str, tmp_path: Path) -> None:
+    rate, expected = RATES[what]
+    one = RecordedRank(tmp_path)
+    for step in range(STEPS):
+        run = Measured("learning_rate.0", numbers={COUNT: 1.0, SUM: rate(step)})
+        one.write(step, {"run": [run], "grad_unreduced": [Measured("w")]})
+    one.close()
+    _, checks, verdict = modelled(tmp_path)
+    assert state(checks, "Sudden changes") == verdict.state == expected
+    if expected == BAD:
+        assert verdict.says == f"The learning rate rose from 0.001 to 0.1 in step {WHEN}, and fell to 0.001 soon after."
+        assert (verdict.place.step, verdict.place.name) == (WHEN, "learning_rate.0")
