@@ -99,7 +99,8 @@ def _explained(first: CheckResult, bad: Sequence[CheckResult]) -> CheckResult:
         said = cause.finding.listed[0]
         of_ranks = said["cause"] == RATE and said["place"].get("rank") is not None
         return cause if of_ranks and said["place"]["step"] <= (first.finding.place.step or 0) else first
-    return cause if first.name in _ONLY_SEEN else first
+    is_before = (cause.finding.place.step or 0) <= (first.finding.place.step or 0)  # later steps explain nothing
+    return cause if first.name in _ONLY_SEEN and is_before else first
 
 
 def _earliest(one: CheckResult) -> tuple[bool, bool, int]:

@@ -583,3 +583,18 @@ def test_a_loss_that_is_not_finite_names_the_first_value_that_is_not(tmp_path: P
     spikes = found(tmp_path / "out")
     assert "0.weight" in spikes.says
     assert spikes.listed[0]["step"] == AT
+
+
+@pytest.mark.parametrize("early", [12, AT])
+def test_the_cause_of_a_later_spike_does_not_hide_what_changed_first(early: int, tmp_path: Path) -> None:
+    """The first steps are not judged as spikes: a bad batch there is a sudden change alone."""
+
+    def batch(step: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (60 * x, y.flip(0)) if step in (early, AT) else (x, y)
+
+    train(tmp_path, batch=batch)
+    with reported(tmp_path) as (_, checks, verdict):
+        (spikes,) = (one.finding for one in checks if one.name == "Spikes")
+        assert (spikes.listed[0]["cause"], spikes.place.step) == ("batch", AT)
+        assert verdict.place.step == early
+        assert (verdict.says == spikes.says) == (early == AT)
