@@ -216,6 +216,12 @@ def differing_places(numbers: Sequence[Words]) -> list[int]:
 # --- Sentences about copies that differ, while training runs and in a merge (``monitor.merge.bits``).
 
 
+_FROM_THE_START: Final = (
+    "; begin with the same weights on all ranks, and set `tensor_model_parallel = True` on those that tensor parallelism splits"
+)
+"""What to do if copies may never have been equal."""
+
+
 def who(one: Mapping[str, Any]) -> str:
     """Which ranks differ, of an entry of ``first`` in the ``bits`` of a report."""
     named = [f"{rank} ({host})" if host else f"{rank}" for rank, host in zip(one["odd_ranks"], one["hosts"], strict=True)]
@@ -243,4 +249,4 @@ def suspect(about: Mapping[str, Any], *, of_device: bool = True) -> str:
     last = f"{so_far}the last step in which all compared copies agree is {until}"
     agreed = "no earlier step was compared" if until is None else last
     known = "no checkpoint is" if good is None else f"the checkpoint of step {good} is the last that is"
-    return f"{leave}{agreed}; {known} known to be good"
+    return f"{leave}{agreed}; {known} known to be good{'' if until is not None else _FROM_THE_START}"
