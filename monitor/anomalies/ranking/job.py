@@ -117,10 +117,15 @@ class Member:
         """Whether the optimizer is known to have skipped the step."""
         return self.manifest is not None and self.manifest.steps.skipped.holds(step)
 
+    @property
+    def has_loss_scale(self) -> bool:
+        """Whether the rank is known to have trained with a loss scale."""
+        return self.manifest is not None and has_loss_scale(self.manifest.notes)
+
     @cached_property
     def overflows(self) -> frozenset[int]:
         """Steps that the optimizer skipped because the loss scale was too high."""
-        if self.manifest is None or not self.manifest.steps.skipped.count or not has_loss_scale(self.manifest.notes):
+        if self.manifest is None or not self.manifest.steps.skipped.count or not self.has_loss_scale:
             return frozenset()
         of = self.manifest.steps
         skipped, written = (

@@ -323,6 +323,11 @@ def _found(one: Ranked, ranking: Ranking) -> str:
     return f"{kind}{name_of(subject)}{chunk}{replica} {where}: {described_value(one)}"
 
 
+_LOG_SCALE: Final = (
+    "If the loop scales its loss, call `log(loss_scale=scale)` before the optimizer: overflows are no fault then."
+)
+
+
 def _next(one: Ranked) -> list[str]:
     if said := _advice_of_rule(one):
         return [said]
@@ -336,6 +341,8 @@ def _next(one: Ranked) -> list[str]:
             else ": the weights are unaffected"
         )
         parts.append(f"The optimizer skipped step {one.step}{because}.")
+        if scaled and not one.member.has_loss_scale:
+            parts.append(_LOG_SCALE)
     elif where == Cause.AGGREGATION and (one.op == "infs" or math.isinf(one.value)):
         parts.append("An infinity there is most often a loss scale that is too high.")
     if one.shared is not None and one.subject.role != Role.GRADIENT:  # an aggregated gradient is on every rank

@@ -172,12 +172,14 @@ def test_a_step_that_was_skipped_without_a_loss_scale_is_what_broke_first(tmp_pa
     rank = PlayedRank(steps=range(40), skipped=[0]).fire("grad_reduced", "a.x.weight", step=0)
     found = ranked(tmp_path, rank.fire("actv", "b.output", step=30))
     assert advice(found).startswith("First came grad_reduced a.x.weight on rank 0 (node0) in step 0")
+    assert "If the loop scales its loss, call `log(loss_scale=scale)` before the optimizer" in advice(found)
 
 
 def test_an_overflow_of_the_loss_scale_is_not_what_broke_first(tmp_path):
     rank = PlayedRank(steps=range(40), skipped=[0], notes=SCALED).fire("grad_reduced", "a.x.weight", step=0)
     said = advice(ranked(tmp_path / "alone", rank))
     assert "The optimizer skipped step 0, as it does where the loss scale is too high: harmless unless it repeats." in said
+    assert "log(loss_scale" not in said
     found = ranked(tmp_path / "then", rank.fire("actv", "b.output", step=30))
     assert advice(found).startswith("First came b.output on rank 0 (node0) in step 30")
     assert "1 event of gradients came from a loss scale that was too high" in " ".join(notes(found))
