@@ -44,7 +44,7 @@ class KeptTensors:
             optimizer = self._state.optimizer
             weights = tuple(optimizer.parameters)
             moments = self._state.tensors()[len(weights) :]
-            rates = (*_rates(optimizer), optimizer.global_step)
+            rates = tuple(_rates(optimizer))
             self._kept = {"The learning rate or the count of steps": rates, "Moments": moments, "Weights": weights}
             self._addresses = self._addresses_now()
 
@@ -58,9 +58,10 @@ class KeptTensors:
 
 
 def _rates(optimizer: Any) -> Iterator[Parameter]:
-    """The parameters that hold learning rates, or from which schedules compute them."""
-    kept = optimizer.learning_rate
-    for one in {id(one): one for one in (kept if isinstance(kept, (tuple, list)) else (kept,))}.values():
+    """The parameters that hold learning rates, or from which schedules compute them. Own classes may have none."""
+    kept = getattr(optimizer, "learning_rate", None)
+    each = (*(kept if isinstance(kept, (tuple, list)) else (kept,)), getattr(optimizer, "global_step", None))
+    for one in {id(one): one for one in each}.values():
         if isinstance(one, nn.Cell):
             yield from one.get_parameters()
         elif isinstance(one, Parameter):
