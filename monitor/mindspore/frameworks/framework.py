@@ -44,7 +44,6 @@ class SteppedOptimizer:
         measured: What compiled code has measured of its weights and moments, by the id of the parameter, while collectors are
             called for a step in compiled code; None otherwise.
         is_outside: Whether compiled code makes the step in progress, and its weights and moments are read outside of that.
-        is_replaced: Whether the program has replaced tensors that the optimizer continues with.
         failures: Of the monitor, while it listens to steps.
     """
 
@@ -57,7 +56,7 @@ class SteppedOptimizer:
         self.gradients: Sequence[Any] = ()
         self.measured: Mapping[int, Any] | None = None
         self.is_outside = False
-        self.is_replaced = False
+        self._is_replaced = self._has_looked = False
         self.failures: Failures | None = None
         self._kept = KeptTensors(self.state)
 
@@ -82,12 +81,20 @@ class SteppedOptimizer:
         """The optimizer was called with these gradients. Before its first step this waits: moments may have been loaded."""
         self.state.refresh()
         self.has_stepped = self.has_stepped or (not self.is_compiled and self.state.has_stepped())
-        if not self.is_compiled and not self.is_replaced and (what := self._kept.replaced()):
-            self.is_replaced = True
-            if self.failures is not None:
-                said = REPLACED.format(what=what, name=type(self.optimizer).__name__)
-                self.failures.nothing_of(f"{', '.join(WITHOUT_ROWS)} of replaced tensors", said)
+        self._has_looked = False
         self.gradients = gradients
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the program has replaced tensors that the optimizer continues with. Looks once a step, if asked: it waits."""
+        if not (self._is_replaced or self._has_looked or self.is_compiled):
+            self._has_looked = True
+            if what := self._kept.replaced():
+                self._is_replaced = True
+                if self.failures is not None:
+                    said = REPLACED.format(what=what, name=type(self.optimizer).__name__)
+                    self.failures.nothing_of(f"{', '.join(WITHOUT_ROWS)} of replaced tensors", said)
+        return self._is_replaced
 
     def call_ended(self) -> None:
         """The optimizer was called: from now on, its moments are those of a step."""

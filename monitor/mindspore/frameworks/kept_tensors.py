@@ -9,6 +9,7 @@ from mindspore import Parameter, nn
 
 from monitor.mindspore.frameworks.optimizer_state import OptimizerState
 from monitor.series import KIND_TABLE, LEARNING_RATE
+from monitor.stats.mindspore.tensors import on_host
 
 REPLACED: Final = (
     "{what} of {name} were replaced after its first step (set_data, load_param_into_net). MindSpore has compiled this "
@@ -39,7 +40,11 @@ class KeptTensors:
         self._addresses: Mapping[str, Sequence[int]] = {}
 
     def stepped(self) -> None:
-        """The optimizer was called, so it is compiled. The first call takes the addresses, and may wait."""
+        """The optimizer was called, so it is compiled. The first call takes the addresses, and waits.
+
+        Raises:
+            EarlierFailure: An operation of training has failed.
+        """
         if self._is_compiled and not self._kept:
             optimizer = self._state.optimizer
             weights = tuple(optimizer.parameters)
@@ -49,11 +54,17 @@ class KeptTensors:
             self._addresses = self._addresses_now()
 
     def replaced(self) -> str:
-        """What has been replaced since then; empty if nothing was. Waits for the operations so far, as the call will."""
-        now = self._addresses_now()
+        """What has been replaced since then; empty if nothing was. Waits for the operations so far, as the call will.
+
+        Raises:
+            EarlierFailure: An operation of training has failed.
+        """
+        now = self._addresses_now() if self._kept else {}
         return next((what for what, addresses in self._addresses.items() if now[what] != addresses), "")
 
     def _addresses_now(self) -> Mapping[str, Sequence[int]]:
+        # ``data_ptr`` waits, too, and would take the error of an operation of training.
+        on_host(min((one for each in self._kept.values() for one in each), key=lambda one: one.size))
         return {what: [one.data_ptr() for one in each] for what, each in self._kept.items()}
 
 
