@@ -166,6 +166,12 @@ COLLECTIVE_OUTPUT: Final = "post_0"
 EVALUATION: Final = "evaluation_mode"
 """The note that a model trains in evaluation mode, so that activations have no rows."""
 
+WITHOUT_ROWS: Final = "missing for gradients"
+"""How the manifest's note under ``grad_reduced`` begins that names gradients without rows."""
+
+OF_ONE_RANK: Final = "weights"
+"""The note under which a manifest names weights and moments of which one rank writes its own, though others may differ."""
+
 LEFT_BY_STEP: Final = "_updated"
 """What the name of a kind has after that of the same tensors before the step."""
 

@@ -158,7 +158,7 @@ class MindSporeOptimizerSteps:
             said = MISSING.format(fields=", ".join(missing))
             # The check for missing kinds says nothing of kinds that a cause names.
             kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing)
-            self._failures.nothing_of(f"{kinds} in compiled code", said)
+            self._failures.nothing_of(f"{kinds or ', '.join(missing)} in compiled code", said)
             listener.sealer.note("compiled_code", said)
 
     def _before(self, given: GradientReceiver, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ from monitor.pytorch.reductions.seen import ObservedReductions
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording.attached_model import WITHOUT_GROUP, Attached, NamedParameter
 from monitor.recording.backend import HookSet, Removable
-from monitor.recording.parameters import AGGREGATED_EARLY, NOT_ACCUMULATED, SUMMED_EARLY, GradientRows, Reading
+from monitor.recording.parameters import AGGREGATED_EARLY, KEPT_BY, NOT_ACCUMULATED, SUMMED_EARLY, GradientRows, Reading
 from monitor.recording.phases import STILL_SCALED, OptimizerTurn
 from monitor.series import EVALUATION, Ranks
 from monitor.terminal import counted
@@ -250,7 +250,8 @@ class TorchGradients:
         ownership, reduced = attached.watch.ownership, rows.reduced.parameters
         self.reductions = GradientReductions(self._framework, ownership, self._failures, reduced)
         self.hooked: Sequence[NamedParameter] = self._unreduced.parameters
-        self._caught = HookSet()
+        self._caught, accumulating = HookSet(), self._framework.accumulating
+        self._not_accumulated = NOT_ACCUMULATED + (KEPT_BY.format(how=accumulating) if accumulating else "")
         caught = self._framework.catch_unreduced(self.hooked, self, self._failures)
         if caught is not None:
             self._caught.add(caught)
@@ -339,7 +340,7 @@ class TorchGradients:
         gradient = self._framework.local_gradient(argument) if self._due.now else None
         if gradient is not None:  # of one micro-step there is nothing to count or to follow
             if torch._C._current_graph_task_id() != self._changes.task and self._changes.taken_away(self._may_be_gone):
-                self._rows.note_local(NOT_ACCUMULATED)
+                self._rows.note_local(self._not_accumulated)
             complete = self._clock.micro_steps == 1
             self._arrives(parameter, gradient, complete=complete)
             more = self._each_micro_step or self.reductions.follows or self._stepped or self._summed or self._left
@@ -400,7 +401,7 @@ class TorchGradients:
     def _follow(self, parameter: NamedParameter, gradient: Tensor) -> None:
         before = self._left.get(parameter)
         if before is not None and not before.refers_to(gradient) and not self._may_be_gone(parameter):
-            self._rows.note_local(NOT_ACCUMULATED)
+            self._rows.note_local(self._not_accumulated)
         self._left[parameter] = GradientVersion(gradient)
 
     def _may_be_gone(self, parameter: NamedParameter) -> bool:

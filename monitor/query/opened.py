@@ -24,6 +24,7 @@ from monitor.merge.report import ranges_of, summary
 from monitor.merge.statistics import roots_of_squares
 from monitor.merge.tables import order_by, starts_of_runs
 from monitor.query.sources import ALL, MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, RunSource
+from monitor.series import CHECKED_KINDS, OF_ONE_RANK, WITHOUT_ROWS
 from monitor.terminal import counted
 
 MISSING: Final = (
@@ -368,6 +369,7 @@ class Lacking:
         reasons += [(f"rank {one['rank']}: {THINNED}", ranges_of(one["steps"])) for one in thinned["listed"]]
         if (more := thinned["count"] - len(thinned["listed"])) > 0:
             reasons.append((f"the report does not list {more} more of thinned", [ALL]))
+        reasons += [(said, [ALL]) for said in _left_out(told, kind)]
         dropped = [(_dropped(one), ranges_of(one["steps"])) for one in told["dropped"]["listed"]]
         return cls(reasons, dropped)
 
@@ -386,6 +388,16 @@ class Lacking:
             for step in sorted({one for each in ranges for one in each[:MOST_STEPS]} - set(steps.tolist())):
                 found.setdefault(step, []).append(reason)
         yield from ((step, str(_joined(reasons))) for step, reasons in sorted(found.items()))
+
+
+def _left_out(told: Mapping[str, Any], kind: str) -> Iterator[str]:
+    """Notes of the ranks that tensors of a kind have no rows, or that some of them may have none."""
+    for one in told["notes"]:
+        about, note = one["about"], str(one["note"])
+        if about == kind == "grad_reduced" and WITHOUT_ROWS in note:
+            yield note[note.index(WITHOUT_ROWS) :]
+        elif about == OF_ONE_RANK and kind != "grad_reduced" and kind in CHECKED_KINDS:
+            yield note
 
 
 def _dropped(one: Mapping[str, Any]) -> str:

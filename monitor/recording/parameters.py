@@ -10,21 +10,27 @@ from typing import Any, Final, Literal, Protocol, final
 from monitor.recording.attached_model import Attached, NamedParameter, ParameterSeries
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.phases import Collector, OptimizerTurn
-from monitor.series import LEFT_BY_STEP, LOCAL, MOMENT_KINDS, Placement
+from monitor.series import LEFT_BY_STEP, LOCAL, MOMENT_KINDS, OF_ONE_RANK, WITHOUT_ROWS, Placement
 from monitor.terminal import counted, first_of
 
 # --- Records weight gradients before and after the data-parallel ranks reduce them: the part common to all frameworks.
 
 NOT_ACCUMULATED: Final = (
-    "gradients were taken away between two backwards, at least in one step: a row of such a step lacks the backwards before"
+    "gradients were reduced or cleared between two backwards of a step, at least once: a row of such a step lacks the earlier "
+    "backwards"
 )
+KEPT_BY: Final = (
+    "; grad_reduced is not affected. If micro-batches are accumulated, {how} in all but the last one gives their sum here, and "
+    "saves their reductions"
+)
+"""Follows ``NOT_ACCUMULATED`` where a call of the framework keeps gradients of micro-batches together."""
 EACH_MICRO_BATCH: Final = "gradients are aggregated after every micro-batch: a row holds the last micro-batch's alone"
 AGGREGATED_EARLY: Final = (
     "gradients are aggregated before the last micro-batch, at least in one step: a row of such a step holds the mean over the "
     "ranks so far and what this rank has added since; no_sync would keep them apart"
 )
 NOT_REDUCED: Final = (
-    "missing for gradients of which no reduction over the data-parallel ranks was seen before the optimizer's step: in step "
+    f"{WITHOUT_ROWS} of which no reduction over the data-parallel ranks was seen before the optimizer's step: in step "
     "{step} for {count}, {names}"
 )
 ONE_WRITES: Final = (
@@ -33,7 +39,7 @@ ONE_WRITES: Final = (
     "rows: let DistributedDataParallel ignore them, or pass no dp_group."
 )
 NOT_FOLLOWED: Final = (
-    "missing for gradients that came before their step began, in a step without rows of gradients: one is step {step}"
+    f"{WITHOUT_ROWS} that came before their step began, in a step without rows of gradients: one is step {{step}}"
 )
 SUMMED_EARLY: Final = (
     "missing where data-parallel ranks may have summed a gradient before it was accumulated, or between two micro-batches"
@@ -288,7 +294,7 @@ class GradientCollector(Collector):
             owner, count = ownership.owner(placed[shared[0]]), counted(len(shared), "parameter")
             said = ONE_WRITES.format(count=count, names=first_of(shared, MAX_LISTED), owner=owner)
             self._failures.advise("weights that one rank writes", said)
-            attached.note("weights", said)
+            attached.note(OF_ONE_RANK, said)
 
     def _hook_thawed(self) -> None:
         """Hook the parameters that could not be hooked before: a frozen parameter takes hooks once it is trained."""

@@ -12,7 +12,7 @@ from threading import get_ident
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, final
 
 from monitor.config import MonitorConfig
-from monitor.recording.attached_model import Attached, ModelNames, NamedParameter, ParameterSubset
+from monitor.recording.attached_model import Attached, ModelNames, NamedParameter, NamedParts, ParameterSubset
 from monitor.recording.recorder import Due
 from monitor.recording.step_clock import Clock
 from monitor.stats.table import Status
@@ -384,24 +384,31 @@ class LateParameters:
         self._new: Sequence[str] = ()
         self._moved: Sequence[str] = ()
         self._left: set[NamedParameter] = set()
+        self._first: list[tuple[Any, str, Any]] = []
         self._gone: list[str] = []
         self._said: dict[str, str] = {}
 
     def look_again(self) -> None:
-        """Look at the model if the last time is long enough ago. In a backward it may have others for its computation."""
-        if self._has_rows and self._rarely.due and not self._attached.backend.modules.repeating():
+        """Look at the model if the last time is long enough ago, or if the first parameter of a chunk was replaced, as by
+        ``load_state_dict(..., assign=True)``. In a backward the model may have others for its computation.
+        """
+        due = self._rarely.due or any(getattr(module, name, one) is not one for module, name, one in self._first)
+        if self._has_rows and due and not self._attached.backend.modules.repeating():
             self._guarded_look()
 
     def look(self) -> None:
         """Look at the model, before rows of parameters are read in a step."""
         attached = self._attached
         with self._rarely.looking():
-            parts = [attached.backend.modules.parts(one) for one in attached.watch.chunks]
+            found = [attached.backend.modules.parts(one) for one in attached.watch.chunks]
+            parts = [NamedParts(list(one.modules), list(one.parameters)) for one in found]
             now = list(ModelNames(parts, attached.config).parameters())
+        self._first = [place for one in parts for place in _first_parameter(one)]
+        names = {(one.chunk, one.name): id(one.tensor) for one in now}
         # DistributedDataParallel around DTensors hides parameters that are used: they have gradients.
         has_gradient = attached.backend.tensors.has_gradient
-        ids = {id(one.tensor) for one in (*now, *(one for one in self._parameters if has_gradient(one.tensor)))}
-        names = {(one.chunk, one.name): id(one.tensor) for one in now}
+        hidden = [one for one in self._parameters if (one.chunk, one.name) not in names and has_gradient(one.tensor)]
+        ids = {id(one.tensor) for one in (*now, *hidden)}
         present = [one for one in self._parameters if id(one.tensor) in ids]
         self._new = [one.name for one in now if id(one.tensor) not in self._known]
         self._moved = [one.name for one in present if names.get((one.chunk, one.name), id(one.tensor)) != id(one.tensor)]
@@ -431,6 +438,15 @@ class LateParameters:
             if text and self._said.get(key) != text:
                 self._said[key] = text
                 yield Said(cause, key, text)
+
+
+def _first_parameter(parts: NamedParts) -> Iterator[tuple[Any, str, Any]]:
+    """The module that has the first parameter of a chunk, the parameter's name there, and the parameter."""
+    for name, parameter in list(parts.parameters)[:1]:
+        place, _, attribute = name.rpartition(".")
+        module = dict(parts.modules).get(place)
+        if getattr(module, attribute, None) is parameter:
+            yield module, attribute, parameter
 
 
 class OptimizerParameters:

@@ -118,6 +118,21 @@ def test_the_steps_between_two_looks_are_said_to_be_doubtful(output: Output, cap
     assert said in output.manifest()["notes"]["left_parameters"]
 
 
+def test_loaded_parameters_are_named_in_their_first_step_though_the_optimizer_still_steps_the_old_ones(output: Output) -> None:
+    """However soon after the last look: the old tensors keep their gradients, and no row of a later step is theirs."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    with attached(output, net, optimizer, **WEIGHTS):
+        train(net, optimizer, 2, X)
+        net(X).square().mean().backward()
+        assigned(net)
+        optimizer.step()
+    notes = output.manifest()["notes"]
+    assert {row.step for row in output.rows("param_updated")} == {0, 1}
+    assert f"({', '.join(EVERY)}). From step 2 on they have no rows" in notes["left_parameters"]
+    assert f"({', '.join(EVERY)}). They have no rows" in notes["new_parameters"]
+
+
 @pytest.mark.usefixtures("always")
 def test_a_parameter_that_returns_has_rows_again(output: Output) -> None:
     net = model()

@@ -13,6 +13,7 @@ from sink_rows import Measured
 
 from monitor import QueryError, open_run
 from monitor.query.opened import Lacking, roots_of_squares
+from monitor.recording.parameters import NOT_FOLLOWED, NOT_REDUCED, ONE_WRITES
 from monitor.series import Placement
 
 EVERY = np.concatenate([np.array(one) for one in VALUES])
@@ -44,6 +45,25 @@ def test_a_step_that_lacks_a_part_has_no_number_and_says_why(tmp_path: Path) -> 
     assert found[2] == (None, "rank 1 has no rows; w has not all its parts")
     assert [step for step, (norm, _) in found.items() if norm is None] == [2]
     assert found[3] == (pytest.approx(expected(3), rel=1e-14), None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "about", "note"),
+    [
+        ("grad_reduced", "grad_reduced", NOT_REDUCED.format(step=0, count="1 parameter", names="expert")),
+        ("grad_reduced", "grad_reduced", NOT_FOLLOWED.format(step=0)),
+        ("param_origin", "weights", ONE_WRITES.format(count="1 parameter", names="expert", owner=0)),
+        ("exp_avg", "weights", ONE_WRITES.format(count="1 parameter", names="expert", owner=0)),
+    ],
+)
+def test_tensors_that_a_rank_says_it_left_out_are_missing(tmp_path: Path, kind: str, about: str, note: str) -> None:
+    """As the experts of other ranks, if ``dp_group`` says that all ranks hold the same. Other notes leave norms as they are."""
+    one = RecordedRank(tmp_path)
+    one.write(0, {each: [Measured("w", [3.0, 4.0])] for each in (kind, "grad_unreduced")})
+    one.manifest.note(about, f"changed in place; {note}" if kind == about else note)
+    one.close()
+    assert by_step(tmp_path, kind) == {0: (None, note)}
+    assert by_step(tmp_path, "grad_unreduced") == {0: (5.0, None)}
 
 
 def test_a_step_that_every_rank_dropped_is_listed_with_the_reason(tmp_path: Path) -> None:
@@ -110,6 +130,6 @@ def test_a_kind_without_norms_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_report_does_not_list_may_be_missing_anywhere() -> None:
     nothing = {"count": 0, "listed": []}
-    told = {"missing_ranks": [], **dict.fromkeys(("gaps", "without_global", "unplaced", "dropped"), nothing)}
+    told = {"missing_ranks": [], "notes": [], **dict.fromkeys(("gaps", "without_global", "unplaced", "dropped"), nothing)}
     lacking = Lacking.of({**told, "incomplete": {"count": 1001, "listed": []}}, "grad_reduced")
     assert lacking.at(np.array([0, 7])) == ["the report does not list 1001 more of incomplete"] * 2

@@ -254,6 +254,9 @@ _SHARED: Final = {
 }
 """Replaces the advice if all replicas have the event: then it is not the fault of one device."""
 
+_GIVEN: Final = ", or what one rank sends to the others there, as context parallelism and SyncBatchNorm do"
+"""What replicas also share in a forward or a backward."""
+
 _KEPT: Final = (Role.ORIGINAL_WEIGHT, Role.MOMENT, Role.UPDATED_WEIGHT)
 """Roles whose replicas are updated with the same gradients: one rank's data cannot spoil one replica."""
 
@@ -346,8 +349,9 @@ def _next(one: Ranked) -> list[str]:
     elif where == Cause.AGGREGATION and (one.op == "infs" or math.isinf(one.value)):
         parts.append("An infinity there is most often a loss scale that is too high.")
     if one.shared is not None and one.subject.role != Role.GRADIENT:  # an aggregated gradient is on every rank
+        given = _GIVEN if one.subject.role in IN_PASSES else ""
         parts.append(
-            f"All {one.shared} replicas have it: suspect what they share: the software, the learning rate, the weights."
+            f"All {one.shared} replicas have it: suspect what they share: the software, the learning rate, the weights{given}."
         )
     deviates = one.around is not None and one.is_finite and one.subject.role in IN_PASSES
     data = "" if one.subject.role in _KEPT else ", or its data"

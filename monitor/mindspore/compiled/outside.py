@@ -327,7 +327,7 @@ class StepsFromOutside(CompilerListener):
             said = said.format(why=why, fields=", ".join(missing), to_do=to_do)
             kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing or kind.name in missing)
             # The check for missing kinds says nothing of kinds that a cause names.
-            self._say("compiled_code", f"{kinds} in compiled code", said)
+            self._say("compiled_code", f"{kinds or ', '.join(missing)} in compiled code", said)
 
     def _say(self, note: str, what: str, said: str) -> None:
         self._failures.nothing_of(what, said)

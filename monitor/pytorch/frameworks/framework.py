@@ -65,9 +65,11 @@ class Framework:
         clips_in_step: Whether gradients are clipped after they were reported as ready.
         reads_before_clipping: Whether a step begins before clipping: gradients that changed since backward were then only
             reduced.
+        accumulating: The call that keeps gradients of several micro-batches together, where backward otherwise reduces each.
     """
 
     name = "torch"
+    accumulating = ""
     reports_twice = False
     loses_gradients = False
     clips_in_step = False

@@ -103,7 +103,7 @@ class Fsdp1(Framework):
     ``grad_unreduced`` is read whole, in the dtype that backward leaves, before casting and reduction.
     """
 
-    name = "fsdp1"
+    name, accumulating = "fsdp1", "no_sync()"
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
         super().__init__(chunks, optimizer, main_grad=main_grad)

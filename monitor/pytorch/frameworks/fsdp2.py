@@ -41,7 +41,7 @@ class Fsdp2(Framework):
     the last micro-batch has been added.
     """
 
-    name = "fsdp2"
+    name, accumulating = "fsdp2", "set_requires_gradient_sync(False)"
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any, *, main_grad: bool) -> None:
         super().__init__(chunks, optimizer, main_grad=main_grad)

@@ -11,7 +11,7 @@ import pytest
 from jobs import Job
 from watching import Row
 
-from monitor.recording.parameters import AGGREGATED_EARLY, NOT_ACCUMULATED
+from monitor.recording.parameters import AGGREGATED_EARLY, KEPT_BY, NOT_ACCUMULATED
 from monitor.series import LOCAL, Placement, Shard
 
 JOBS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
@@ -201,7 +201,7 @@ def test_local_gradients_average_to_the_reduced_one(ran: Ran, name: str) -> None
 
 def test_the_manifest_says_when_a_row_lacks_micro_batches(ran: Ran) -> None:
     notes = ran("accumulating").manifest(0).notes
-    assert notes["grad_unreduced"] == NOT_ACCUMULATED
+    assert notes["grad_unreduced"] == NOT_ACCUMULATED + KEPT_BY.format(how="no_sync()")
     expected = "grad_unreduced has the dtype that backward leaves: torch.bfloat16, reduced in torch.float32"
     assert notes["mixed_precision"] == expected
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from watching import Output, Row, attached
 
-from monitor.recording.parameters import NOT_ACCUMULATED
+from monitor.recording.parameters import KEPT_BY, NOT_ACCUMULATED
 from monitor.series import LOCAL, Placement, Shard
 
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -36,6 +36,7 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicate": (2, {}),
     "ignored": (2, {}),
 }
+LAST_ALONE = NOT_ACCUMULATED + KEPT_BY.format(how="set_requires_gradient_sync(False)")
 SHAPES = {
     "extra": (5,),
     "first.scale": (1,),
@@ -136,7 +137,7 @@ def test_local_gradients_average_to_the_reduced_one(ran: Ran, how: str, step: in
 
 def test_where_every_micro_batch_is_reduced_a_row_is_that_of_one_and_the_manifest_says_so(ran: Ran) -> None:
     job = ran("every")
-    assert [job.manifest(rank).notes["grad_unreduced"] for rank in (0, 1)] == [NOT_ACCUMULATED] * 2
+    assert [job.manifest(rank).notes["grad_unreduced"] for rank in (0, 1)] == [LAST_ALONE] * 2
     first, second = (sums(job, "grad_unreduced", 1, micro_step) for micro_step in (0, 1))
     reduced = sums(job, "grad_reduced", 1)
     for name in SHAPES:
@@ -169,7 +170,7 @@ def test_local_gradients_are_in_the_dtype_of_the_backward_and_reduced_ones_in_th
 
 
 def test_late_all_reduces_of_replicas_leave_the_last_micro_batch_alone_in_a_row(ran: Ran) -> None:
-    assert ran("hsdp-late").manifest(3).notes["grad_unreduced"] == NOT_ACCUMULATED
+    assert ran("hsdp-late").manifest(3).notes["grad_unreduced"] == LAST_ALONE
 
 
 @pytest.mark.parametrize("rank", [0, 1])
