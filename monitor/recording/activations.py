@@ -512,11 +512,10 @@ class ModuleCollector:
         self.clock.reached[chunk] = max(begun for of, begun in self._begun_in_pass if of == chunk)
 
     def _check_micro_step(self, micro_step: int) -> None:
-        if micro_step == self.clock.micro_steps and self.clock.known and not self.clock.learning:
-            said = f"grad_acc_steps is {self.clock.micro_steps}, but step {self.clock.step} has more root forwards."
+        if micro_step == self.clock.micro_steps and (said := self.clock.more_forwards):
             advice = (
                 "If a step accumulates several micro-batches, pass their number (grad_acc_steps of set_monitor, micro_batches "
                 "of watch). Call batch_ended() after a batch that failed or was skipped, and set_monitor again with a new "
                 "optimizer. Other loops that call the model several times, as a GAN's, need no change."
             )
-            self.failures.advise("more micro-steps", f"{said} They get the next micro-step numbers. {advice}")
+            self.failures.advise("more micro-steps", f"{said} {advice}")

@@ -168,6 +168,7 @@ class Attachment:
         self.last_collected: int | None = None
         self.names, self.collected, self._scaling_said = names, collected, ""
         self._scaling: dict[str, RecordedSeries] = {}
+        self._unlike_before = ""
         self._turns, self._others = phases.OptimizerTurns(), phases.OtherOptimizers()
         self._now: phases.OptimizerTurn | None = None
         self._numbers: RunNumbers | None = None
@@ -472,6 +473,10 @@ class Attachment:
         self._recorder.rewritten = self._held.rewritten(self._others.ids)
         if self._turns.mixed:
             self.sealer.note("optimizers", phases.PARTLY_SKIPPED)
+        if not self._unlike_before and self.clock.ended_with == self.clock.micro_steps:
+            self._unlike_before = self.clock.more_forwards
+            if self._unlike_before:
+                self.sealer.note("more_forwards", self._unlike_before)
         for cause, key, said in self._held.late.said():
             self._failures.warn(cause, said)
             self.sealer.note(key, said)

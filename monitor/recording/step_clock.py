@@ -40,6 +40,14 @@ class Schedule:
         return min(len(range(self.start_step, step, self.step_interval)), self.collect_times)
 
 
+MORE_FORWARDS: Final = "grad_acc_steps is {count}, but step {step} has more root forwards. They get the next micro-step numbers."
+UNLIKE_BEFORE: Final = (
+    " The step before had not. If a batch failed, or the loop skipped optimizer.step() after it, its rows are among those of this "
+    "step, and numbers that the loop logs are means over both batches. With a call of batch_ended() after every batch it is a "
+    "step of its own, marked as skipped."
+)
+
+
 @dataclass(slots=True)
 class Clock:
     """The position of a training loop.
@@ -86,6 +94,14 @@ class Clock:
     def misguessed(self) -> bool:
         """Whether the step in progress has had more forwards than were guessed. Fewer do not mix up its rows."""
         return self.learning and max(self.forward) >= self.micro_steps
+
+    @property
+    def more_forwards(self) -> str:
+        """What is said if the step in progress has more forwards than ``micro_steps``; empty if it has not."""
+        if not self.known or self.learning or max(self.forward) < self.micro_steps:
+            return ""
+        said = MORE_FORWARDS.format(count=self.micro_steps, step=self.step)
+        return said + UNLIKE_BEFORE if self.ended_with == self.micro_steps else said
 
     def forward_begins(self, chunk: int) -> None:
         """Begin another micro-step of a chunk. Gradients that a backward adds before it reaches a result of the chunk belong to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -14,7 +15,7 @@ from monitor.merge.report import ranges_of
 from monitor.report.bands import Window
 from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
-from monitor.series import REPLICA_KIND, RUN_KIND
+from monitor.series import REPLICA_KIND, RUN_KIND, WITHOUT_ROWS
 from monitor.terminal import counted
 
 WEIGHTS: Final = "param_origin"
@@ -22,6 +23,11 @@ MOST_RATES: Final = 4
 _APART: Final = (
     "If they train one model, nothing averages their gradients: wrap it, as in DistributedDataParallel, and call the wrapper, "
     "or average them. If each rank trains its own, pass process_group to TrainerMon."
+)
+
+_LOCAL: Final = (
+    "In step {step}, for the first time, no reduction of gradients over these ranks was seen. See whether the wrapper was "
+    "called, and whether the last micro-batch was under no_sync. In local SGD, weights differ until they are averaged; "
 )
 
 
@@ -34,8 +40,8 @@ def replicas_agree(facts: Facts) -> CheckFinding:
             f"{first['kind']} {first['name']} does not have the same bits on all ranks in step {first['step']}: {who(first)}."
         )
         name = facts.shown_name(first["kind"], first["name"])
-        rates = _rates_apart(facts, first)
-        then = f"{rates}{suspect(bits, of_device=not rates)}."
+        cause = _rates_apart(facts, first) or _not_reduced(facts, first["step"])
+        then = f"{cause}{suspect(bits, of_device=not cause)}."
         return CheckFinding(BAD, says, Place(first["step"], first["odd_ranks"][0], first["kind"], name), then)
     if said := _said_while_running(facts, "copies"):
         return said
@@ -86,6 +92,14 @@ def _rates_apart(facts: Facts, first: Mapping[str, Any]) -> str:
             each = ", ".join(f"{rate:g} on rank {rank}" for rate, rank in sorted(ranks.items())[:MOST_RATES])
             return f"Look at what sets the learning rate on each rank: {name} is {each} in step {steps[at]}; "
     return ""
+
+
+def _not_reduced(facts: Facts, step: int) -> str:
+    """What is said if copies differ since the first step in which ranks have seen no reduction of gradients."""
+    notes = (str(one.notes.get("grad_reduced", "")) for one in facts.manifests.values())
+    found = (re.search(rf"{WITHOUT_ROWS}.*? in step (\d+)", note) for note in notes)
+    since = min((int(one[1]) for one in found if one), default=-2)
+    return _LOCAL.format(step=since) if step in (since, since + 1) else ""
 
 
 def _differ_together(facts: Facts, differing: Sequence[Mapping[str, Any]]) -> bool:

@@ -221,6 +221,27 @@ def test_a_step_of_more_micro_batches_has_the_sum_of_all_and_one_warning(
     assert output.manifest()["failures"] == {}  # nothing is lost: trainermon report calls such a run healthy
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_batch_that_the_loop_does_not_step_is_named_or_is_a_skipped_step(
+    output: Output, caplog: pytest.LogCaptureFixture, told: bool
+) -> None:
+    """As a loop does that looks for NaN itself. Nothing but the call tells it from a loop that needs two forwards there."""
+    model = small_model()
+    optimizer = optimizer_of(model)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        for batch in range(5):
+            optimizer.zero_grad()
+            backward(model, batch, 0)
+            if batch not in (2, 3):
+                optimizer.step()
+            if told:
+                monitor.batch_ended()
+    said = [one for one in caplog.messages if "The step before had not. If a batch failed" in one]
+    assert output.manifest()["steps"]["skipped"]["ranges"] == ([[2, 3, 1]] if told else [])
+    assert ("step 2 has more root forwards" in output.manifest()["notes"].get("more_forwards", "")) == (not told)
+    assert len(said) == (not told)
+
+
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_step_whose_backwards_run_in_reverse_has_the_sum_of_all(output: Output, clips: bool) -> None:
     model = small_model()

@@ -48,6 +48,7 @@ def record(
     checked: bool = False,
     ops: tuple[str, ...] = ("norm", "nans"),
     form: str = "parquet",
+    notes: Mapping[str, str] | None = None,
 ) -> Path:
     """Two ranks.
 
@@ -62,6 +63,8 @@ def record(
         for kind in OWNED:
             for name in names.get(kind, ()):
                 one.place(kind, name, Placement(replicas=(0, 1)))
+        for about, note in (notes or {}).items():
+            one.manifest.note(about, note)
         last = (open_after or {}).get(rank, steps)
         for step in range(min(steps, last + 1)):
             noise = {kind: [_values(random, kind, step) for _ in each] for kind, each in names.items()}

@@ -11,6 +11,7 @@ from reported_job import LAYERS, NAMES, STEPS, WHEN, Fault, cells, modelled, rec
 from sink_rows import Measured
 
 from monitor.coordinator.manifest_format import StepsRecord, ThinnedRecord, WrongBits, read_manifest
+from monitor.recording.parameters import NOT_REDUCED
 from monitor.report import history
 from monitor.report.checks import CHECKS
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT
@@ -159,6 +160,18 @@ def test_other_bits_of_a_rank_with_another_learning_rate_are_no_fault_of_its_dev
     step = WHEN - 1 if since in (WHEN - 2, WHEN - 1) else WHEN
     each = f"learning_rate.0 is 0.001 on rank 0, 0.0015 on rank 1 in step {step}; "
     assert found.then.startswith(f"Look at what sets the learning rate on each rank: {each}") == (since is not None)
+    assert "the last step in which all compared copies agree is 19" in found.then
+
+
+@pytest.mark.parametrize("since", [WHEN - 2, WHEN - 1, WHEN])
+def test_copies_that_differ_since_gradients_were_not_reduced_are_no_fault_of_a_device(tmp_path: Path, since: int) -> None:
+    """If they agree after that step, gradients are reduced where nobody sees it: it does not explain what comes later."""
+    fault = planted(1, "param_origin", "layers.3.weight", 1 + 2.0**-22)
+    note = NOT_REDUCED.format(step=since, count="1 parameter", names="layers.3.weight")
+    with reported(record(tmp_path, fault, checked=True, notes={"grad_reduced": f"changed; {note}"})) as (_, checks, _):
+        (found,) = [one.finding for one in checks if one.name == "Replicas agree"]
+    said = f"In step {since}, for the first time, no reduction of gradients over these ranks was seen."
+    assert found.then.startswith(said) == (since != WHEN - 2)
     assert "the last step in which all compared copies agree is 19" in found.then
 
 
