@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from monitor.config import MonitorConfig, Target
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
-from monitor.recording.backend import FrameworkAdapter, RecordingBackend
+from monitor.recording.backend import FrameworkAdapter, Modules, RecordingBackend
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.run import Run
 from monitor.recording.step_clock import Clock
@@ -370,6 +370,16 @@ class NamedParts(NamedTuple):
 
     modules: Iterable[tuple[str, Any]]
     parameters: Iterable[tuple[str, Any]]
+
+
+def called_parts(root: Any, modules: Modules) -> Iterator[Any]:
+    """The outermost modules that a loop can call of a root without a forward, as of a dictionary of networks; mostly none."""
+    taken = None
+    for name, module in modules.parts(root).modules if modules.never_called(root) else ():
+        inside = taken is not None and name.startswith(f"{taken}.")  # parents come before their children
+        if not inside and not modules.never_called(module) and modules.takes_hooks(module):
+            taken = name
+            yield module
 
 
 class Targeted(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, Final, final
 from monitor.pipeline.process import PROCESS
 from monitor.recording import phases
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.attached_model import Attached, AttachmentSpec, Host, ModelNames, NamedModule
+from monitor.recording.attached_model import Attached, AttachmentSpec, Host, ModelNames, NamedModule, called_parts
 from monitor.recording.backend import HookSet
 from monitor.recording.features.collector import FeatureCollector
 from monitor.recording.late_modules import LateModules
@@ -168,7 +168,7 @@ class Attachment:
         self.last_collected: int | None = None
         self.names, self.collected, self._scaling_said = names, collected, ""
         self._scaling: dict[str, RecordedSeries] = {}
-        self._unlike_before = ""
+        self._unlike_before, self._has_parts = "", False
         self._turns, self._others = phases.OptimizerTurns(), phases.OtherOptimizers()
         self._now: phases.OptimizerTurn | None = None
         self._numbers: RunNumbers | None = None
@@ -223,6 +223,9 @@ class Attachment:
         begins = self._failures.guarded("beginning a forward", self._forward_begins)
         for root in filter(self._backend.modules.takes_hooks, watch.chunks):
             self._hooks.add(self._backend.modules.before_forward(root, begins, compiled=True))
+        begins = self._failures.guarded("beginning a part of the model", self._part_begins)
+        for part in (one for root in watch.chunks for one in called_parts(root, self._backend.modules)):
+            self._hooks.add(self._backend.modules.before_forward(part, begins, compiled=True))
 
     def _configured(self, attached: Attached, modules: Sequence[NamedModule]) -> Iterator[tuple[str, phases.Collector]]:
         """Create the configured collectors, in the order of their calls, each with the configuration field that asks for it."""
@@ -279,7 +282,8 @@ class Attachment:
         """Record numbers of the step in progress, if it is collected. Refused between two steps."""
         if not self._recorder.active or (self._numbers is None and BATCH not in numbers):
             return
-        if self._has_forwards and not self.begun:
+        begun = self.begun or self._part_begun
+        if (self._has_forwards or self._has_parts) and not begun:
             self._failures.warn("logging between two steps", BETWEEN_STEPS.format(names=", ".join(numbers)))
             return
         if BATCH in numbers:
@@ -297,6 +301,11 @@ class Attachment:
             self.collectors.all(phases.Collector.end_turn, None)  # data of a step that raised
         if trains and self._recorder.active:
             self.collectors.each(phases.Collector.forward_begins)
+
+    def _part_begins(self, part: Any, *_: Any) -> None:
+        """A part of a model that has no forward of its own begins one: the model itself will show none."""
+        if self._backend.modules.trains(part):
+            self._part_begun = self._has_parts = True
 
     def micro_batch_begins(self) -> None:
         """Parts of the model are about to be called, and the model itself may not be: what its forward would begin begins."""
@@ -489,7 +498,7 @@ class Attachment:
             self.sealer.note("parameters", said)
 
     def _begin_step(self, *, before_a_turn: bool = False) -> None:
-        self.begun, self._batches = False, 0
+        self.begun, self._part_begun, self._batches = False, False, 0
         self._turns.clear()
         self._others.restart()
         wanted = self._monitored and self.schedule.collects(self.clock.step, self.collected)

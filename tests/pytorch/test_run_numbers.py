@@ -322,6 +322,39 @@ def test_a_call_between_two_steps_has_no_row_and_says_where_to_call(output: Outp
     assert "Call log before optimizer.step()" in said
 
 
+class Agent(torch.nn.Module):
+    """A policy and a value without a forward, as most agents of reinforcement learning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.heads = torch.nn.Linear(2, 2), torch.nn.ModuleList([torch.nn.Linear(2, 1)])
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        return self.heads[0](self.policy(x))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_model_without_a_forward_has_numbers_of_its_own_step_or_none(
+    output: Output, caplog: pytest.LogCaptureFixture, late: bool
+) -> None:
+    """Its parts show that a step has begun, whether anything of them is recorded or not."""
+    agent = Agent()
+    optimizer = torch.optim.SGD(agent.parameters(), lr=0.01)
+    with attached(output, agent, optimizer, **GRADIENTS) as monitor:
+        for step in range(3):
+            loss = agent.value(torch.ones(2)).square().mean()
+            if not late:
+                monitor.log(loss=step)
+            loss.backward()
+            optimizer.step()
+            if late:
+                monitor.log(loss=step)
+    assert {step: value for (name, step), value in numbers(output).items() if name == "loss"} == (
+        {} if late else {0: 0, 1: 1, 2: 2}
+    )
+    assert any("Call log before optimizer.step()" in said for said in warnings_in(caplog)) == late
+
+
 def test_numbers_of_steps_that_are_not_collected_have_no_row(output: Output) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
