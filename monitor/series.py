@@ -172,6 +172,9 @@ WITHOUT_ROWS: Final = "missing for gradients"
 OF_ONE_RANK: Final = "weights"
 """The note under which a manifest names weights and moments of which one rank writes its own, though others may differ."""
 
+IN_NO_GROUP: Final = "ranks in no group"
+"""The note that gradients are summed over ranks that are in no group which was passed."""
+
 LEFT_BY_STEP: Final = "_updated"
 """What the name of a kind has after that of the same tensors before the step."""
 

@@ -140,6 +140,20 @@ def adds_terms_of_others(
     return not _sharing(ownership, rank, world_size, parts).isdisjoint(summed_over)
 
 
+def beyond(ownership: Ownership, rank: int, parts: Sequence[Iterable[int]], summed_over: Iterable[Iterable[int]]) -> Ranks:
+    """The other ranks that a gradient was summed over, and that are in none of the groups that the user passed with a
+    data-parallel group. They hold replicas that no group declares.
+
+    Args:
+        parts: Groups whose members hold other parts of the same tensor.
+    """
+    if ownership.dp_group is None:
+        return ()
+    passed = (ownership.dp_group, ownership.tp_group, ownership.pp_group, *parts)
+    declared = alike_over(rank, [group for group in passed if group])
+    return ranks_of({one for group in summed_over for one in group} - {rank, *declared})
+
+
 def _sharing(ownership: Ownership, rank: int, world_size: int, reached: Sequence[Iterable[int]]) -> set[int]:
     """The other ranks that share a parameter, except those that ``reached`` leads to."""
     model_parallel = [group for group in (ownership.tp_group, ownership.pp_group) if group and ownership.dp_group is None]

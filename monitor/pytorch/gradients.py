@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from monitor.coordinator.ownership import Ownership, adds_terms_of_others, reaches
+from monitor.coordinator.ownership import Ownership, adds_terms_of_others, beyond, reaches
 from monitor.failures import SHORT_STEPS, Failures
 from monitor.pytorch.clipping import BeforeClipping
 from monitor.pytorch.frameworks.framework import Framework
@@ -35,10 +35,18 @@ from monitor.pytorch.reductions.seen import ObservedReductions
 from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording.attached_model import WITHOUT_GROUP, Attached, NamedParameter
 from monitor.recording.backend import HookSet, Removable
-from monitor.recording.parameters import AGGREGATED_EARLY, KEPT_BY, NOT_ACCUMULATED, SUMMED_EARLY, GradientRows, Reading
+from monitor.recording.parameters import (
+    AGGREGATED_EARLY,
+    KEPT_BY,
+    MAX_LISTED,
+    NOT_ACCUMULATED,
+    SUMMED_EARLY,
+    GradientRows,
+    Reading,
+)
 from monitor.recording.phases import STILL_SCALED, OptimizerTurn
-from monitor.series import EVALUATION, Ranks
-from monitor.terminal import counted
+from monitor.series import EVALUATION, IN_NO_GROUP, Ranks
+from monitor.terminal import counted, first_of
 
 # --- Whether a gradient is reduced when the optimizer's step begins: known from the framework, or observed, or assumed not to
 # be. Ranks that share parameters average their gradients inside backward (DistributedDataParallel and other frameworks),
@@ -53,6 +61,7 @@ class GradientReductions:
 
     Attributes:
         follows: Whether ``arrived`` must be called for gradients.
+        undeclared: What is said of ranks that share gradients, and that are in no group that was passed; mostly empty.
         only_read: The backward in progress, if further gradients of it are only to be read: the code in C does that. A method
             after which that may not be so sets ``NO_BACKWARD``.
     """
@@ -75,7 +84,7 @@ class GradientReductions:
         self._stage: Ranks | None = None
         self._known: dict[tuple[Any, ...], bool] = {}
         self._adding: dict[tuple[Any, ...], bool] = {}
-        self.follows = False
+        self.follows, self.undeclared = False, ""
         self.only_read = NO_BACKWARD
 
     def begin_step(self) -> None:
@@ -192,8 +201,11 @@ class GradientReductions:
         key = (*groups, layout, self._stage)
         found = self._known.get(key)
         if found is None:
-            placed = [layout, self._stage or (), *(one.ranks for one in groups)]
-            found = self._known[key] = reaches(self._ownership, dist.get_rank(), dist.get_world_size(), placed)
+            parts, summed, rank = [layout, self._stage or ()], [one.ranks for one in groups], dist.get_rank()
+            found = self._known[key] = reaches(self._ownership, rank, dist.get_world_size(), [*parts, *summed])
+            if others := beyond(self._ownership, rank, parts, summed):
+                ranks = first_of([str(one) for one in others], MAX_LISTED)
+                self.undeclared = self.undeclared or UNDECLARED.format(ranks=ranks, name=parameter.name)
         return found
 
     def _adds_shared_terms(self, parameter: NamedParameter, groups: Groups) -> bool:
@@ -211,6 +223,12 @@ class GradientReductions:
 
 
 # --- The gradients of a step.
+
+UNDECLARED: Final = (
+    "The gradient of {name} is summed over ranks {ranks} as well, which are in no group that was passed to set_monitor. If "
+    "they hold the same weights, as with context parallelism, each dp_group writes rows of them, and norms over all tensors "
+    "would count them several times. Pass the group of all ranks over which gradients are summed as dp_group."
+)
 
 CHANGED: Final = (
     "changed in place between backward and the optimizer's step, by clipping, scaling or reducing outside backward: a "
@@ -292,6 +310,9 @@ class TorchGradients:
         if self._changes.latest is not None:
             self._mode.stepped()
         self.reductions.end_reading(turn.held is None)
+        if undeclared := self.reductions.undeclared:
+            self._failures.advise("ranks in no group", undeclared)
+            self._note(IN_NO_GROUP, undeclared)
         may_be_clipped = len(self._rows.reduced) > 0 and not self._framework.reads_before_clipping
         changed = may_be_clipped and self._changes.changed(self._framework.reduced, turn.held)
         self.reading = self._state(turn, changed=changed)

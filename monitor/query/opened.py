@@ -24,7 +24,7 @@ from monitor.merge.report import ranges_of, summary
 from monitor.merge.statistics import roots_of_squares
 from monitor.merge.tables import order_by, starts_of_runs
 from monitor.query.sources import ALL, MergedSet, NameFilter, QueryError, RankDirectories, RowChoice, RunSource
-from monitor.series import CHECKED_KINDS, OF_ONE_RANK, WITHOUT_ROWS
+from monitor.series import CHECKED_KINDS, IN_NO_GROUP, OF_ONE_RANK, WITHOUT_ROWS
 from monitor.terminal import counted
 
 MISSING: Final = (
@@ -391,12 +391,12 @@ class Lacking:
 
 
 def _left_out(told: Mapping[str, Any], kind: str) -> Iterator[str]:
-    """Notes of the ranks that tensors of a kind have no rows, or that some of them may have none."""
+    """Notes of the ranks that tensors of a kind have no rows, that some may have none, or that some may count several times."""
     for one in told["notes"]:
         about, note = one["about"], str(one["note"])
         if about == kind == "grad_reduced" and WITHOUT_ROWS in note:
             yield note[note.index(WITHOUT_ROWS) :]
-        elif about == OF_ONE_RANK and kind != "grad_reduced" and kind in CHECKED_KINDS:
+        elif kind in CHECKED_KINDS and (about == IN_NO_GROUP or (about == OF_ONE_RANK and kind != "grad_reduced")):
             yield note
 
 

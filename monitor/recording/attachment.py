@@ -223,9 +223,9 @@ class Attachment:
         begins = self._failures.guarded("beginning a forward", self._forward_begins)
         for root in filter(self._backend.modules.takes_hooks, watch.chunks):
             self._hooks.add(self._backend.modules.before_forward(root, begins, compiled=True))
-        begins = self._failures.guarded("beginning a part of the model", self._part_begins)
+        part_begins = self._failures.guarded("beginning a part of the model", self._part_begins)
         for part in (one for root in watch.chunks for one in called_parts(root, self._backend.modules)):
-            self._hooks.add(self._backend.modules.before_forward(part, begins, compiled=True))
+            self._hooks.add(self._backend.modules.before_forward(part, part_begins, compiled=True))
 
     def _configured(self, attached: Attached, modules: Sequence[NamedModule]) -> Iterator[tuple[str, phases.Collector]]:
         """Create the configured collectors, in the order of their calls, each with the configuration field that asks for it."""

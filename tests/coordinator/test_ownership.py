@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from monitor.coordinator.ownership import Ownership, alike_over, no_rank_monitored, reaches
+from monitor.coordinator.ownership import Ownership, alike_over, beyond, no_rank_monitored, reaches
 from monitor.series import KINDS, LOCAL, Placement, Shard
 
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
@@ -222,6 +222,23 @@ def test_of_a_thousand_monitored_ranks_the_owner_is_found_without_going_through_
 )
 def test_a_sum_reaches_all_who_share_a_parameter_or_it_does_not(groups, summed_over, expected):
     assert reaches(Ownership(0, 8, **groups), 0, 8, summed_over) is expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "parts", "expected"),
+    [
+        ({"dp_group": (0, 1)}, [], (2, 3)),
+        ({"dp_group": (0, 1), "tp_group": (0, 2)}, [], ()),
+        ({"dp_group": (0, 1), "pp_group": (0, 2)}, [], ()),
+        ({"dp_group": (0, 1)}, [(0, 2)], ()),
+        ({"dp_group": (0, 1, 2, 3)}, [], ()),
+        ({"tp_group": (0, 2)}, [], ()),
+        ({}, [], ()),
+    ],
+)
+def test_ranks_beyond_all_groups_are_those_that_no_passed_group_leads_to(groups, parts, expected):
+    assert beyond(Ownership(0, 4, **groups), 0, parts, [(0, 1, 2, 3)]) == expected
+    assert beyond(Ownership(0, 4, **groups), 0, parts, [(0, 1)]) == ()
 
 
 def test_of_one_rank_alone_nothing_has_to_be_summed():

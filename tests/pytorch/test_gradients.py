@@ -676,6 +676,38 @@ def test_a_short_step_among_several_ranks_has_no_unreduced_rows(output: Output, 
     assert len([message for message in caplog.messages if "grad_unreduced is missing" in message]) == 1
 
 
+@pytest.mark.parametrize(
+    ("passed", "said"),
+    [
+        ({"dp_group": [0, 1]}, "summed over ranks 2, 3 as well"),
+        ({"dp_group": [0, 1], "tp_group": [0, 2]}, ""),
+        ({"dp_group": [0, 1, 2, 3]}, ""),
+        ({}, ""),
+    ],
+)
+def test_ranks_that_share_gradients_and_are_in_no_group_are_named(
+    output: Output, passed: dict[str, list[int]], said: str
+) -> None:
+    """As those of context parallelism, if ``dp_group`` is the data-parallel dimension alone."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        model = small_model()
+        optimizer = optimizer_of(model)
+        with TrainerMon(GRADIENTS, params_have_main_grad=False) as monitor:
+            groups = {name: dist.new_group(ranks) for name, ranks in passed.items()}
+            monitor.set_monitor(model, 1, optimizer, **groups)
+            backward(model, 0)
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    note = output.manifest()["notes"].get("ranks in no group", "")
+    assert said in note
+    assert bool(note) == bool(said)
+    assert names(output, "grad_reduced").keys() == {0}
+
+
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("passed", [True, False])
 def test_weights_that_one_rank_writes_are_named_if_their_gradients_are_local_as_those_of_experts(

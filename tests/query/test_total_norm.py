@@ -14,7 +14,7 @@ from sink_rows import Measured
 from monitor import QueryError, open_run
 from monitor.query.opened import Lacking, roots_of_squares
 from monitor.recording.parameters import NOT_FOLLOWED, NOT_REDUCED, ONE_WRITES
-from monitor.series import Placement
+from monitor.series import IN_NO_GROUP, Placement
 
 EVERY = np.concatenate([np.array(one) for one in VALUES])
 
@@ -53,6 +53,8 @@ def test_a_step_that_lacks_a_part_has_no_number_and_says_why(tmp_path: Path) -> 
         ("grad_reduced", "grad_reduced", NOT_REDUCED.format(step=0, count="1 parameter", names="expert")),
         ("grad_reduced", "grad_reduced", NOT_FOLLOWED.format(step=0)),
         ("param_origin", "weights", ONE_WRITES.format(count="1 parameter", names="expert", owner=0)),
+        ("param_origin", IN_NO_GROUP, "ranks 1, 3 hold the same weights"),
+        ("grad_reduced", IN_NO_GROUP, "ranks 1, 3 share gradients"),
         ("exp_avg", "weights", ONE_WRITES.format(count="1 parameter", names="expert", owner=0)),
     ],
 )
