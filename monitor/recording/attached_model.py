@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from monitor.config import MonitorConfig, Target
 from monitor.coordinator.ownership import Ownership
 from monitor.failures import Failures
-from monitor.recording.backend import FrameworkAdapter, Modules, RecordingBackend
+from monitor.recording.backend import FrameworkAdapter, HookSet, Modules, RecordingBackend
 from monitor.recording.recorder import RecordedSeries, Recorder
 from monitor.recording.run import Run
 from monitor.recording.step_clock import Clock
@@ -372,7 +372,14 @@ class NamedParts(NamedTuple):
     parameters: Iterable[tuple[str, Any]]
 
 
-def called_parts(root: Any, modules: Modules) -> Iterator[Any]:
+def hook_parts(roots: Iterable[Any], modules: Modules, hooks: HookSet, begins: Callable[..., None]) -> None:
+    """Call ``begins`` before each forward of a part of the roots that have no forward of their own."""
+    for root in roots:
+        for part in _called_parts(root, modules):
+            hooks.add(modules.before_forward(part, begins, compiled=True))
+
+
+def _called_parts(root: Any, modules: Modules) -> Iterator[Any]:
     """The outermost modules that a loop can call of a root without a forward, as of a dictionary of networks; mostly none."""
     taken = None
     for name, module in modules.parts(root).modules if modules.never_called(root) else ():

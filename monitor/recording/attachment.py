@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 from monitor.pipeline.process import PROCESS
 from monitor.recording import phases
 from monitor.recording.activations import ModuleCollector
-from monitor.recording.attached_model import Attached, AttachmentSpec, Host, ModelNames, NamedModule, called_parts
+from monitor.recording.attached_model import Attached, AttachmentSpec, Host, ModelNames, NamedModule, hook_parts
 from monitor.recording.backend import HookSet
 from monitor.recording.features.collector import FeatureCollector
 from monitor.recording.late_modules import LateModules
@@ -18,7 +18,7 @@ from monitor.recording.module_info import StackCollector, StructureCollector
 from monitor.recording.parameters import GradientCollector, MomentCollector, WeightCollector
 from monitor.recording.recorder import RecordedSeries, SeenModule, observed_dataflow
 from monitor.recording.run import Run
-from monitor.recording.run_numbers import RunNumbers
+from monitor.recording.run_numbers import BATCH, BETWEEN_STEPS, RunNumbers
 from monitor.recording.startup_estimate import records_measurements
 from monitor.recording.step_clock import Clock, Schedule
 from monitor.series import CALL_KIND, CHECKED_KINDS, MICRO_STEP_KINDS, Series
@@ -116,16 +116,6 @@ class StepSealer:
         return run
 
 
-BATCH: Final = "batch"
-"""The name under which ``log`` takes identifiers, which are no numbers."""
-
-BETWEEN_STEPS: Final = (
-    "log({names}) was called after optimizer.step() has ended a step, and before the next forward in training mode. It is not "
-    "known to which of the two steps the numbers belong, and they are not recorded. Call log before optimizer.step(). A step "
-    "that is compiled as a whole cannot have such numbers."
-)
-
-
 @final
 class Attachment:
     """Listens to the steps of optimizers and to a model's hooks, and seals the recorded rows.
@@ -168,7 +158,6 @@ class Attachment:
         self.last_collected: int | None = None
         self.names, self.collected, self._scaling_said = names, collected, ""
         self._scaling: dict[str, RecordedSeries] = {}
-        self._unlike_before, self._has_parts = "", False
         self._turns, self._others = phases.OptimizerTurns(), phases.OtherOptimizers()
         self._now: phases.OptimizerTurn | None = None
         self._numbers: RunNumbers | None = None
@@ -224,8 +213,7 @@ class Attachment:
         for root in filter(self._backend.modules.takes_hooks, watch.chunks):
             self._hooks.add(self._backend.modules.before_forward(root, begins, compiled=True))
         part_begins = self._failures.guarded("beginning a part of the model", self._part_begins)
-        for part in (one for root in watch.chunks for one in called_parts(root, self._backend.modules)):
-            self._hooks.add(self._backend.modules.before_forward(part, part_begins, compiled=True))
+        hook_parts(watch.chunks, self._backend.modules, self._hooks, part_begins)
 
     def _configured(self, attached: Attached, modules: Sequence[NamedModule]) -> Iterator[tuple[str, phases.Collector]]:
         """Create the configured collectors, in the order of their calls, each with the configuration field that asks for it."""
@@ -282,8 +270,7 @@ class Attachment:
         """Record numbers of the step in progress, if it is collected. Refused between two steps."""
         if not self._recorder.active or (self._numbers is None and BATCH not in numbers):
             return
-        begun = self.begun or self._part_begun
-        if (self._has_forwards or self._has_parts) and not begun:
+        if self._has_forwards and not (self.begun or self._part_begun):
             self._failures.warn("logging between two steps", BETWEEN_STEPS.format(names=", ".join(numbers)))
             return
         if BATCH in numbers:
@@ -305,7 +292,7 @@ class Attachment:
     def _part_begins(self, part: Any, *_: Any) -> None:
         """A part of a model that has no forward of its own begins one: the model itself will show none."""
         if self._backend.modules.trains(part):
-            self._part_begun = self._has_parts = True
+            self._part_begun = self._has_forwards = True
 
     def micro_batch_begins(self) -> None:
         """Parts of the model are about to be called, and the model itself may not be: what its forward would begin begins."""
@@ -482,10 +469,8 @@ class Attachment:
         self._recorder.rewritten = self._held.rewritten(self._others.ids)
         if self._turns.mixed:
             self.sealer.note("optimizers", phases.PARTLY_SKIPPED)
-        if not self._unlike_before and self.clock.ended_with == self.clock.micro_steps:
-            self._unlike_before = self.clock.more_forwards
-            if self._unlike_before:
-                self.sealer.note("more_forwards", self._unlike_before)
+        if said := self.clock.unlike_before():
+            self.sealer.note("more_forwards", said)
         for cause, key, said in self._held.late.said():
             self._failures.warn(cause, said)
             self.sealer.note(key, said)
@@ -501,8 +486,7 @@ class Attachment:
         self.begun, self._part_begun, self._batches = False, False, 0
         self._turns.clear()
         self._others.restart()
-        wanted = self._monitored and self.schedule.collects(self.clock.step, self.collected)
-        self._recorder.activate(wanted, self._has)
+        self._recorder.activate(self._monitored and self.schedule.collects(self.clock.step, self.collected), self._has)
         if self._recorder.active and not before_a_turn:
             self._scaling_said = ""
         self.collectors.all(phases.Collector.begin_step, before_a_turn=before_a_turn)

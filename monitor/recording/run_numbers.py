@@ -25,6 +25,15 @@ MOST_NAMES: Final = 1000
 LOSS_SCALE: Final = "loss_scale"
 """A loop that logs it has steps that are skipped because it is too high."""
 
+BATCH: Final = "batch"
+"""The name under which ``log`` takes identifiers, which are no numbers."""
+
+BETWEEN_STEPS: Final = (
+    "log({names}) was called after optimizer.step() has ended a step, and before the next forward in training mode. It is not "
+    "known to which of the two steps the numbers belong, and they are not recorded. Call log before optimizer.step(). A step "
+    "that is compiled as a whole cannot have such numbers."
+)
+
 EPS: Final = 1e-6
 """Every framework adds this to the norm before it divides the limit by it."""
 

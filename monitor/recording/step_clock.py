@@ -59,6 +59,7 @@ class Clock:
         micro_steps: Number of micro-batches a step.
         forward: Micro-step of the latest root forward of each chunk, -1 before the first.
         ended_with: Number of root forwards of the step that ended last.
+        unlike: See ``unlike_before``.
         known: Whether every step has ``micro_steps`` forwards. With several optimizers it may have any number.
         learning: Whether ``micro_steps`` is a guess, which the end of the step in progress shows to be right or wrong.
         backward: Micro-step of each chunk's backward in progress; -1 before the first, and after a forward has begun.
@@ -76,6 +77,7 @@ class Clock:
     backward: list[int] = field(init=False)
     reached: list[int] = field(init=False)
     ended_with: int = 0
+    unlike: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self.restart()
@@ -104,6 +106,12 @@ class Clock:
             return ""
         said = MORE_FORWARDS.format(count=self.micro_steps, step=self.step)
         return said + UNLIKE_BEFORE if self.ended_with == self.micro_steps else said
+
+    def unlike_before(self) -> str:
+        """``more_forwards`` of the first step that had them after a step that had not; empty before it has come."""
+        if not self.unlike and self.ended_with == self.micro_steps:
+            self.unlike = self.more_forwards
+        return self.unlike
 
     def forward_begins(self, chunk: int) -> None:
         """Begin another micro-step of a chunk. Gradients that a backward adds before it reaches a result of the chunk belong to
