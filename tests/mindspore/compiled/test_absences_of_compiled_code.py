@@ -257,6 +257,8 @@ def test_learning_rates_of_compiled_steps_are_said_once(how: str, output: Output
     there = [row.name for row in output.rows("run") if row.name.startswith(NO_RATES)]
     assert bool(there) == (how == "dynamic")
     assert len(said_of(NO_RATES, caplog)) == (how != "dynamic")
+    lacking = [cause for cause in output.manifest()["failures"] if cause.endswith(" in compiled code")]
+    assert [cause for cause in lacking if cause.startswith("nothing of  ")] == []
 
 
 @pytest.mark.parametrize("how", ["graph", "dynamic"])
