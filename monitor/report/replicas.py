@@ -10,6 +10,7 @@ import numpy as np
 
 from monitor.anomalies.between_steps import WRITTEN
 from monitor.anomalies.odd_copies import suspect, who
+from monitor.anomalies.ranking.ranking import listed
 from monitor.coordinator.manifest_format import checks_replicas
 from monitor.merge.report import ranges_of
 from monitor.report.bands import Window
@@ -26,8 +27,8 @@ _APART: Final = (
 )
 
 _LOCAL: Final = (
-    "In step {step}, for the first time, no reduction of gradients over these ranks was seen. See whether the wrapper was "
-    "called, and whether the last micro-batch was under no_sync. In local SGD, weights differ until they are averaged; "
+    "In step {step}, for the first time, no reduction of gradients over these ranks was seen{where}. See whether the wrapper "
+    "was called, and whether the last micro-batch was under no_sync. In local SGD, weights differ until they are averaged; "
 )
 
 
@@ -96,10 +97,13 @@ def _rates_apart(facts: Facts, first: Mapping[str, Any]) -> str:
 
 def _not_reduced(facts: Facts, step: int) -> str:
     """What is said if copies differ since the first step in which ranks have seen no reduction of gradients."""
-    notes = (str(one.notes.get("grad_reduced", "")) for one in facts.manifests.values())
-    found = (re.search(rf"{WITHOUT_ROWS}.*? in step (\d+)", note) for note in notes)
-    since = min((int(one[1]) for one in found if one), default=-2)
-    return _LOCAL.format(step=since) if step in (since, since + 1) else ""
+    noted = {rank: str(one.notes.get("grad_reduced", "")) for rank, one in facts.manifests.items()}
+    found = {rank: re.search(rf"{WITHOUT_ROWS}.*? in step (\d+)", note) for rank, note in noted.items()}
+    first = {rank: int(one[1]) for rank, one in found.items() if one}
+    since = min(first.values(), default=-2)
+    ranks = [rank for rank, one in first.items() if one == since]
+    where = f" on {listed(ranks)}" if len(ranks) < len(noted) else ""
+    return _LOCAL.format(step=since, where=where) if step in (since, since + 1) else ""
 
 
 def _differ_together(facts: Facts, differing: Sequence[Mapping[str, Any]]) -> bool:
@@ -113,8 +117,8 @@ def _differ_together(facts: Facts, differing: Sequence[Mapping[str, Any]]) -> bo
 
 def _came_apart(facts: Facts) -> CheckFinding | None:
     """Weights that all ranks had alike at first, and that nothing has kept so: a model that was not wrapped."""
-    rows, listed = facts.kinds.get(WEIGHTS), facts.told["without_global"]["listed"]
-    apart = [one for one in listed if one["kind"] == WEIGHTS and "steps" in one]
+    rows, parts = facts.kinds.get(WEIGHTS), facts.told["without_global"]["listed"]
+    apart = [one for one in parts if one["kind"] == WEIGHTS and "steps" in one]
     begin = min((some.start for one in apart for some in ranges_of(one["steps"])), default=0)
     if rows is None or begin <= int(rows.steps.min(initial=begin)):  # ranks that never had the same may hold parts of them
         return None

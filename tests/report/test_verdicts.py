@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from recorded_job import RecordedRank
 from reported_job import LAYERS, NAMES, STEPS, WHEN, Fault, cells, modelled, record, reported
 from sink_rows import Measured
 
-from monitor.coordinator.manifest_format import StepsRecord, ThinnedRecord, WrongBits, read_manifest
+from monitor.coordinator.manifest_format import MANIFEST_FILE, StepsRecord, ThinnedRecord, WrongBits, read_manifest
 from monitor.recording.parameters import NOT_REDUCED
 from monitor.report import history
 from monitor.report.checks import CHECKS
@@ -173,6 +174,17 @@ def test_copies_that_differ_since_gradients_were_not_reduced_are_no_fault_of_a_d
     said = f"In step {since}, for the first time, no reduction of gradients over these ranks was seen."
     assert found.then.startswith(said) == (since != WHEN - 2)
     assert "the last step in which all compared copies agree is 19" in found.then
+
+
+def test_a_rank_that_alone_did_not_reduce_its_gradients_is_named(tmp_path: Path) -> None:
+    record(tmp_path, planted(1, "param_origin", "layers.3.weight", 1 + 2.0**-22), checked=True)
+    (path,) = tmp_path.glob(f"*rank1*/{MANIFEST_FILE}")
+    noted = {"grad_reduced": NOT_REDUCED.format(step=WHEN - 1, count="21 parameters", names="layers.0.weight, …")}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"notes": noted}))
+    with reported(tmp_path) as (_, checks, _):
+        (found,) = [one.finding for one in checks if one.name == "Replicas agree"]
+    said = f"In step {WHEN - 1}, for the first time, no reduction of gradients over these ranks was seen on rank 1."
+    assert found.then.startswith(said)
 
 
 def test_a_rank_without_learning_rates_has_no_other_one(tmp_path: Path) -> None:
