@@ -20,8 +20,8 @@ from monitor.recording.recorder import Due, RecordedSeries
 from monitor.stats.table import StatsTable
 
 if TYPE_CHECKING:
+    from monitor.pytorch.gradients import GradientReductions
     from monitor.pytorch.hooks import ChangeDetector
-    from monitor.pytorch.reductions.following import GradientReductions
     from monitor.recording.attached_model import NamedParameter
 
 try:

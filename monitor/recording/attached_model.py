@@ -23,10 +23,12 @@ from monitor.series import (
     PARAMETER_KINDS,
     REPLICA_KIND,
     Placement,
+    Ranks,
     Series,
     ranks_of,
 )
 from monitor.stats.features import own_columns
+from monitor.terminal import first_of
 
 # --- The recorded parameters, and the series of one kind for each of them.
 
@@ -254,6 +256,18 @@ WITHOUT_GROUP: Final = (
     "The pipeline has fewer ranks than the job, and no dp_group was passed to set_monitor. If other ranks hold the same "
     "parts of the model, their rows count as further tensors, and total norms are too large. Pass dp_group, even of one rank."
 )
+_UNDECLARED: Final = (
+    "The gradient of {name} is summed over ranks {ranks} as well, which are in no group that was passed to set_monitor. If "
+    "they hold the same weights, as with context parallelism, each dp_group writes rows of them, and norms over all tensors "
+    "would count them several times. Pass the group of all ranks over which gradients are summed as dp_group."
+)
+MOST_RANKS: Final = 3
+"""Most ranks in a message."""
+
+
+def undeclared(name: str, ranks: Ranks) -> str:
+    """What is said of ranks that share the gradient of a parameter, and that are in no group."""
+    return _UNDECLARED.format(name=name, ranks=first_of(ranks, MOST_RANKS))
 
 
 def _no_gradients(_parameter: NamedParameter, _gradient: Any) -> bool:
