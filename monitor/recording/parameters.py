@@ -359,17 +359,16 @@ class MomentCollector(Collector):
 
     def _record(self, of_kinds: Mapping[str, ParameterSeries], turn: OptimizerTurn) -> None:
         optimizer, moments_of = turn.optimizer, self._framework.moments
-        kinds, found = tuple(of_kinds), [dict[NamedParameter, Any]() for _ in of_kinds]
+        kinds, stepped, found = tuple(of_kinds), list[NamedParameter](), list[Sequence[Any]]()
         for parameter in self._stepped_in(turn):
             try:
-                for of_kind, moment in zip(found, moments_of(kinds, parameter, optimizer), strict=True):
-                    if moment is not None:
-                        of_kind[parameter] = moment
+                found.append(moments_of(kinds, parameter, optimizer))
+                stepped.append(parameter)
             except Exception as error:
                 for series in of_kinds.values():
                     series.missing(parameter.name, error)
-        for series, of_kind in zip(of_kinds.values(), found, strict=True):
-            series.record_all(of_kind.get, of_kind)
+        for series, moments in zip(of_kinds.values(), zip(*found, strict=True), strict=False):
+            series.record_all(dict(zip(stepped, moments, strict=True)).get, stepped)
 
     def _stepped_in(self, turn: OptimizerTurn) -> Iterable[NamedParameter]:
         """The parameters of a turn but frozen ones, whose state is from earlier steps. Most turns pass the same objects."""
