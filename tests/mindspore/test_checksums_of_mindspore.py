@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attaching import as_measured, attached, warnings_in
-from mindspore import Tensor, nn
+from memory_of_parameters import words_of
+from mindspore import nn
 from watching_cells import TwoLayers, arrays, train
 
 from monitor.stats.ops import checksums
@@ -66,9 +67,7 @@ def test_what_changes_between_two_steps_is_named(
     with attached(output, net, optimizer, **RECORDED, replica_check="all"):
         train(net, optimizer, range(2), lambda *_: None)
         target = net.b.weight if what == "weights" else moments[what][2]
-        flipped = target.asnumpy().copy()
-        flipped.view(np.uint32)[1, 2] ^= 1
-        target.set_data(Tensor(flipped))
+        words_of(target)[1, 2] ^= 1
         train(net, optimizer, range(2, 4), lambda *_: None)
     said = [line for line in warnings_in(caplog) if "not what the optimizer left" in line]
     assert len(said) == 1

@@ -16,6 +16,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
+from memory_of_parameters import words_of
 from mindspore import Tensor, communication, nn, ops
 from mindspore.mint import distributed
 from ranks import tell
@@ -98,7 +99,7 @@ class Rank:
         for step in range(STEPS):
             x = self._batch(step, faulty=faulty)
             if flips and (step, self.number) == (FAULTY_STEP, FAULTY_RANK):
-                flip(net.first.weight)
+                words_of(net.first.weight)[0, 0] ^= 1
             loss, gradients = losses_of(x)
             unreduced = {} if monitor else listed(names, gradients)
             reduced = reduce(gradients)
@@ -129,12 +130,6 @@ class Rank:
         monitor = TrainerMon(path)
         monitor.set_monitor(net, 1, optimizer, dp_group="mccl_world_group")
         return monitor
-
-
-def flip(weight: ms.Parameter) -> None:
-    words = weight.asnumpy().copy().view(np.int32)
-    words[0, 0] ^= 1
-    weight.set_data(Tensor(words.view(np.float32)))
 
 
 def wait_for_note(monitor: TrainerMon) -> None:
