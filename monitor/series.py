@@ -7,7 +7,7 @@ measurement of a series, at one step and, for some kinds, one micro-step.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -403,6 +403,14 @@ KIND_TABLE: Final = (
 
 def _names(which: Callable[[Kind], object] = bool) -> tuple[str, ...]:
     return tuple(kind.name for kind in KIND_TABLE if which(kind))
+
+
+def kinds_asked_for(fields: Collection[str]) -> str:
+    """A list of the kinds that fields of the configuration ask for; of names that ask for no kind, the names. A kind counts as
+    its own field.
+    """
+    found = _names(lambda kind: kind.field in fields or kind.name in fields)
+    return ", ".join(found or fields)
 
 
 KINDS: Final = _names()

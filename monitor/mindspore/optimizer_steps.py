@@ -21,7 +21,7 @@ from monitor.mindspore.hooks import after_forward, before_forward
 from monitor.mindspore.tape import compiled_code_is_excluded
 from monitor.recording.backend import HookSet, StepListener
 from monitor.recording.startup_estimate import records_run_numbers
-from monitor.series import KIND_TABLE
+from monitor.series import kinds_asked_for
 
 NOT_IN_COMPILED_CODE: Final = (
     "update_ratio", "optimizer_health", "ur_distribution", "mg_direction", "recording_l2_features", "stack_info"
@@ -157,8 +157,7 @@ class MindSporeOptimizerSteps:
             self._has_warned = True
             said = MISSING.format(fields=", ".join(missing))
             # The check for missing kinds says nothing of kinds that a cause names.
-            kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing)
-            self._failures.nothing_of(f"{kinds or ', '.join(missing)} in compiled code", said)
+            self._failures.nothing_of(f"{kinds_asked_for(missing)} in compiled code", said)
             listener.sealer.note("compiled_code", said)
 
     def _before(self, given: GradientReceiver, optimizer: nn.Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -295,9 +295,9 @@ class TorchGradients:
         if self._changes.latest is not None:
             self._mode.stepped()
         self.reductions.end_reading(turn.held is None)
-        if undeclared := self.reductions.undeclared:
-            self._failures.advise("ranks in no group", undeclared)
-            self._note(IN_NO_GROUP, undeclared)
+        if in_no_group := self.reductions.undeclared:
+            self._failures.advise(IN_NO_GROUP, in_no_group)
+            self._note(IN_NO_GROUP, in_no_group)
         may_be_clipped = len(self._rows.reduced) > 0 and not self._framework.reads_before_clipping
         changed = may_be_clipped and self._changes.changed(self._framework.reduced, turn.held)
         self.reading = self._state(turn, changed=changed)

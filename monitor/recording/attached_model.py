@@ -261,13 +261,13 @@ _UNDECLARED: Final = (
     "they hold the same weights, as with context parallelism, each dp_group writes rows of them, and norms over all tensors "
     "would count them several times. Pass the group of all ranks over which gradients are summed as dp_group."
 )
-MOST_RANKS: Final = 3
-"""Most ranks in a message."""
+MAX_LISTED: Final = 3
+"""Maximum number of names or ranks in a message."""
 
 
 def undeclared(name: str, ranks: Ranks) -> str:
     """What is said of ranks that share the gradient of a parameter, and that are in no group."""
-    return _UNDECLARED.format(name=name, ranks=first_of(ranks, MOST_RANKS))
+    return _UNDECLARED.format(name=name, ranks=first_of(ranks, MAX_LISTED))
 
 
 def _no_gradients(_parameter: NamedParameter, _gradient: Any) -> bool:

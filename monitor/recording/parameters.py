@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, final
 
-from monitor.recording.attached_model import Attached, NamedParameter, ParameterSeries
+from monitor.recording.attached_model import MAX_LISTED, Attached, NamedParameter, ParameterSeries
 from monitor.recording.backend import HookSet, Removable
 from monitor.recording.phases import Collector, OptimizerTurn
 from monitor.series import LEFT_BY_STEP, LOCAL, MOMENT_KINDS, OF_ONE_RANK, WITHOUT_ROWS, Placement
@@ -44,8 +44,6 @@ NOT_FOLLOWED: Final = (
 SUMMED_EARLY: Final = (
     "missing where data-parallel ranks may have summed a gradient before it was accumulated, or between two micro-batches"
 )
-MAX_LISTED: Final = 3
-"""Maximum number of names in a message."""
 
 NOT_OF_THE_STEP: Final = frozenset({NOT_ACCUMULATED, EACH_MICRO_BATCH, AGGREGATED_EARLY})
 """Notes on ``grad_unreduced`` if it is not the sum over this rank's micro-batches."""
@@ -343,7 +341,6 @@ class MomentCollector(Collector):
         self._left = {kind: attached.series(f"{kind}{LEFT_BY_STEP}") for kind in left}
         every = (one for series in (*self._series.values(), *self._left.values()) for one in series.parameters)
         self._parameters = tuple(dict.fromkeys(every))
-        self._stepped: tuple[object, object, Sequence[NamedParameter]] = (None, None, ())
         self._framework = attached.framework
         self._note = attached.note
         self._noted = 0
@@ -358,9 +355,11 @@ class MomentCollector(Collector):
             self._record(self._left, turn)
 
     def _record(self, of_kinds: Mapping[str, ParameterSeries], turn: OptimizerTurn) -> None:
-        optimizer, moments_of = turn.optimizer, self._framework.moments
+        ids, optimizer, moments_of = turn.ids, turn.optimizer, self._framework.moments
         kinds, stepped, found = tuple(of_kinds), list[NamedParameter](), list[Sequence[Any]]()
-        for parameter in self._stepped_in(turn):
+        for parameter in self._parameters if turn.held is None else turn.held:
+            if ids is not None and id(parameter.tensor) not in ids:
+                continue  # frozen: its state is from earlier steps
             try:
                 found.append(moments_of(kinds, parameter, optimizer))
                 stepped.append(parameter)
@@ -369,15 +368,6 @@ class MomentCollector(Collector):
                     series.missing(parameter.name, error)
         for series, moments in zip(of_kinds.values(), zip(*found, strict=True), strict=False):
             series.record_all(dict(zip(stepped, moments, strict=True)).get, stepped)
-
-    def _stepped_in(self, turn: OptimizerTurn) -> Iterable[NamedParameter]:
-        """The parameters of a turn but frozen ones, whose state is from earlier steps. Most turns pass the same objects."""
-        held = self._parameters if turn.held is None else turn.held
-        if turn.ids is None:
-            return held
-        if self._stepped[0] is not held or self._stepped[1] is not turn.ids:
-            self._stepped = held, turn.ids, [one for one in held if id(one.tensor) in turn.ids]
-        return self._stepped[2]
 
     def _note_absences(self) -> None:
         """Note in the manifest which optimizer state has no rows, because it is not a moment of one parameter."""

@@ -166,7 +166,7 @@ def test_other_bits_of_a_rank_with_another_learning_rate_are_no_fault_of_its_dev
 
 @pytest.mark.parametrize("since", [WHEN - 2, WHEN - 1, WHEN])
 def test_copies_that_differ_since_gradients_were_not_reduced_are_no_fault_of_a_device(tmp_path: Path, since: int) -> None:
-    """If they agree after that step, gradients are reduced where nobody sees it: it does not explain what comes later."""
+    """If the copies still agree after that step, something reduced its gradients unseen. It explains no later difference."""
     fault = planted(1, "param_origin", "layers.3.weight", 1 + 2.0**-22)
     note = NOT_REDUCED.format(step=since, count="1 parameter", names="layers.3.weight")
     with reported(record(tmp_path, fault, checked=True, notes={"grad_reduced": f"changed; {note}"})) as (_, checks, _):

@@ -32,7 +32,7 @@ from monitor.mindspore.frameworks.optimizer_state import innermost
 from monitor.mindspore.tape import BY_OPERATIONS, COMPILED_VARIABLE, ON_REQUEST, changes_are_accepted, could_be_measured
 from monitor.recording.patches import CallPatch
 from monitor.recording.startup_estimate import records_run_numbers
-from monitor.series import KIND_TABLE
+from monitor.series import kinds_asked_for
 from monitor.stats.mindspore.tensors import on_host
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ SEVERAL: Final = (
     "first of them and after the last one. The rows of the steps in between are missing. Pass sink_size=1 to Model.train to "
     "record them."
 )
-BETWEEN: Final = ", ".join(kind.name for kind in KIND_TABLE if kind.field in ("param_distribution", "mv_distribution"))
+BETWEEN: Final = kinds_asked_for(("param_distribution", "mv_distribution"))
 ELSEWHERE: Final = (
     "Weights or the optimizer's state were replaced (set_data, load_param_into_net) after a @jit function was compiled that "
     f"trains them. MindSpore goes on training the earlier tensors, which Python no longer sees. So the rows of {BETWEEN} are "
@@ -325,9 +325,8 @@ class StepsFromOutside(CompilerListener):
         if missing := missing_in(config):
             why, to_do = why_missing()
             said = said.format(why=why, fields=", ".join(missing), to_do=to_do)
-            kinds = ", ".join(kind.name for kind in KIND_TABLE if kind.field in missing or kind.name in missing)
             # The check for missing kinds says nothing of kinds that a cause names.
-            self._say("compiled_code", f"{kinds or ', '.join(missing)} in compiled code", said)
+            self._say("compiled_code", f"{kinds_asked_for(missing)} in compiled code", said)
 
     def _say(self, note: str, what: str, said: str) -> None:
         self._failures.nothing_of(what, said)

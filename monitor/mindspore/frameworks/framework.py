@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn
 from monitor.failures import Failures
 from monitor.mindspore.compiled.replay import program_of
 from monitor.mindspore.frameworks.adams import Adams, MindSporeMoments
-from monitor.mindspore.frameworks.kept_tensors import REPLACED, WITHOUT_ROWS, KeptTensors
+from monitor.mindspore.frameworks.kept_tensors import ABSENT, REPLACED, KeptTensors
 from monitor.mindspore.frameworks.optimizer_state import OptimizerState, is_filled_in, optimizers_in
 from monitor.mindspore.optimizer_steps import MindSporeOptimizerSteps
 from monitor.mindspore.process_group import data_parallel_ranks
@@ -93,8 +93,13 @@ class SteppedOptimizer:
                 self._is_replaced = True
                 if self.failures is not None:
                     said = REPLACED.format(what=what, name=type(self.optimizer).__name__)
-                    self.failures.nothing_of(f"{', '.join(WITHOUT_ROWS)} of replaced tensors", said)
+                    self.failures.nothing_of(ABSENT, said)
         return self._is_replaced
+
+    @property
+    def shows_state(self) -> bool:
+        """Whether the optimizer steps with the state that it shows."""
+        return not (self.is_compiled or self.is_replaced)
 
     def call_ended(self) -> None:
         """The optimizer was called: from now on, its moments are those of a step."""
@@ -216,7 +221,7 @@ class MindSporeFramework:
         """
         found = self._of(parameter)
         place = None if found is None else found.state.place(parameter.tensor)
-        return None if found is None or place is None or found.is_compiled or found.is_replaced else (found.state, place)
+        return (found.state, place) if found is not None and place is not None and found.shows_state else None
 
     def keeps(self, kind: str, parameter: ParameterHolder) -> bool:
         """Whether the optimizer has such a moment of a parameter, even before its first step. No moment is known to be its own
@@ -242,12 +247,12 @@ class MindSporeFramework:
     def adam_of(self, parameter: ParameterHolder) -> MindSporeMoments | None:
         """The terms of the parameter's latest step; None if they are unknown."""
         found = self._of(parameter)
-        return None if found is None or found.is_compiled or found.is_replaced else found.adams.of(parameter.tensor)
+        return found.adams.of(parameter.tensor) if found is not None and found.shows_state else None
 
     def learning_rates(self, optimizer: Any) -> Sequence[Any]:
         """The learning rate of each parameter group for the step that begins, as the optimizer computes it."""
         stepped = self.stepped[id(optimizer)]
-        return () if stepped.is_compiled or stepped.is_replaced else stepped.state.learning_rates()
+        return stepped.state.learning_rates() if stepped.shows_state else ()
 
     def scales_itself(self, optimizer: Any) -> bool:
         """Whether the optimizer divides the gradients that it is given by a loss scale."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 from mindspore import Parameter, nn
 
 from monitor.mindspore.frameworks.optimizer_state import OptimizerState
-from monitor.series import KIND_TABLE, LEARNING_RATE
+from monitor.series import LEARNING_RATE, kinds_asked_for
 from monitor.stats.mindspore.tensors import on_host
 
 REPLACED: Final = (
@@ -17,14 +17,9 @@ REPLACED: Final = (
     "So learning rates, moments and what follows from them have no rows from here on. Write new values into the "
     "tensors with mindspore.ops.assign. Or make a new optimizer after loading, and pass it to set_monitor."
 )
-WITHOUT_ROWS: Final = (
-    *(
-        one.name
-        for one in KIND_TABLE
-        if one.field in ("mv_distribution", "ur_distribution", "mg_direction", "optimizer_health")
-    ),
-    LEARNING_RATE,
-)
+_OF_STATE: Final = ("mv_distribution", "ur_distribution", "mg_direction", "optimizer_health")
+ABSENT: Final = f"{kinds_asked_for(_OF_STATE)}, {LEARNING_RATE} of replaced tensors"
+"""The cause of the warning names what has no rows."""
 
 
 class KeptTensors:
@@ -37,6 +32,7 @@ class KeptTensors:
         self._state = state
         self._is_compiled = bool(getattr(type(state.optimizer).construct, "__wrapped_by_jit__", False))
         self._kept: Mapping[str, Sequence[Parameter]] = {}
+        self._smallest: Parameter | None = None
         self._addresses: Mapping[str, Sequence[int]] = {}
 
     def stepped(self) -> None:
@@ -45,13 +41,14 @@ class KeptTensors:
         Raises:
             EarlierFailure: An operation of training has failed.
         """
-        if self._is_compiled and not self._kept:
+        if self._is_compiled and self._smallest is None:
             optimizer = self._state.optimizer
             weights = tuple(optimizer.parameters)
             moments = self._state.tensors()[len(weights) :]
             rates = tuple(_rates(optimizer))
             self._kept = {"The learning rate or the count of steps": rates, "Moments": moments, "Weights": weights}
-            self._addresses = self._addresses_now()
+            self._smallest = min((*rates, *moments, *weights), key=lambda one: one.size)
+            self._addresses = self._addresses_now(self._smallest)
 
     def replaced(self) -> str:
         """What has been replaced since then; empty if nothing was. Waits for the operations so far, as the call will.
@@ -59,12 +56,11 @@ class KeptTensors:
         Raises:
             EarlierFailure: An operation of training has failed.
         """
-        now = self._addresses_now() if self._kept else {}
+        now = {} if self._smallest is None else self._addresses_now(self._smallest)
         return next((what for what, addresses in self._addresses.items() if now[what] != addresses), "")
 
-    def _addresses_now(self) -> Mapping[str, Sequence[int]]:
-        # ``data_ptr`` waits, too, and would take the error of an operation of training.
-        on_host(min((one for each in self._kept.values() for one in each), key=lambda one: one.size))
+    def _addresses_now(self, smallest: Parameter) -> Mapping[str, Sequence[int]]:
+        on_host(smallest)  # ``data_ptr`` waits, too, and would take the error of an operation of training
         return {what: [one.data_ptr() for one in each] for what, each in self._kept.items()}
 
 
