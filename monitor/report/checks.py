@@ -405,7 +405,7 @@ def _monitor(facts: Facts) -> CheckFinding:
     if lacking:
         says = f"Some of the requested rows or numbers are missing. {told}."
         return CheckFinding(NOT_LOOKED_AT, says, then=says)
-    return CheckFinding(GOOD, "It had no warning and no failure.")
+    return CheckFinding(GOOD, "It had no failure, and no warning of missing rows.")
 
 
 class CheckEntry(NamedTuple):
