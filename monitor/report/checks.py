@@ -393,13 +393,14 @@ def _total_norm(facts: Facts) -> CheckFinding:
 def _monitor(facts: Facts) -> CheckFinding:
     if not facts.manifests:
         return CheckFinding(NOT_LOOKED_AT, "The manifests of the ranks are not beside the merged set.")
-    failed: list[str] = []
-    lacking: list[str] = []
+    failed: dict[str, dict[int, int]] = {}
+    lacking: dict[str, dict[int, int]] = {}
     for rank, one in facts.manifests.items():
         for cause, count in one.failures.items():
-            said = f"rank {rank}, {_times(count)}: {one.said.get(cause, cause).rstrip('.')}"
-            (lacking if cause.startswith(NOTHING_OF) else failed).append(said)
-    told = capitalized(_few(failed + lacking, len(failed) + len(lacking)))
+            said = one.said.get(cause, cause).rstrip(".")
+            (lacking if cause.startswith(NOTHING_OF) else failed).setdefault(said, {})[rank] = count
+    messages = [f"{_said_by(times)}: {said}" for said, times in (*failed.items(), *lacking.items())]
+    told = capitalized(_few(messages, len(messages)))
     if failed:
         return CheckFinding(BAD, f"The monitor warned or failed. {told}.")
     if lacking:
@@ -470,8 +471,15 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count:,} times"
 
 
+def _said_by(times: Mapping[int, int]) -> str:
+    """The ranks of a message, and how often it came on each."""
+    least, most = min(times.values()), max(times.values())
+    each = " each" if len(times) > 1 else ""
+    return f"{listed(list(times))} ({_times(most) if least == most else f'{least:,} to {most:,} times'}{each})"
+
+
 def _few(texts: Sequence[str], count: int) -> str:
-    more = f" and {count - MOST_SAID:,} more" if count > MOST_SAID else ""
+    more = f"; and {count - MOST_SAID:,} more" if count > MOST_SAID else ""
     return "; ".join(texts[:MOST_SAID]) + more
 
 

@@ -65,8 +65,23 @@ def test_warnings_and_failures_of_the_monitor_are_told_with_their_reasons(tmp_pa
     one.close()
     with reported(tmp_path) as (_, checks, _verdict):
         (check,) = [check for check in checks if check.name == "Monitoring itself"]
-    says = "The monitor warned or failed. Rank 0, 2 times: This optimizer keeps no moments: choose another."
+    says = "The monitor warned or failed. Rank 0 (2 times): This optimizer keeps no moments: choose another."
     assert check.finding == CheckFinding(BAD, says)
+
+
+def test_a_message_of_several_ranks_is_told_once(tmp_path: Path) -> None:
+    for rank, times in ((0, 2), (1, 2), (2, 5)):
+        one = RecordedRank(tmp_path, rank, world_size=3)
+        one.write(0, {"grad_unreduced": [Measured("w")]})
+        for _ in range(times):
+            one.failures.warn("moments", "This optimizer keeps no moments.")
+        if rank < 2:
+            one.failures.warn("disk", "The disk is full.")
+        one.close()
+    with reported(tmp_path) as (_, checks, _verdict):
+        (check,) = [check for check in checks if check.name == "Monitoring itself"]
+    moments = "Ranks 0, 1, 2 (2 to 5 times each): This optimizer keeps no moments"
+    assert check.finding.says == f"The monitor warned or failed. {moments}; ranks 0, 1 (once each): The disk is full."
 
 
 def test_tensors_that_are_newer_than_the_manifest_of_a_running_job_lack_nothing(tmp_path: Path) -> None:
@@ -98,7 +113,7 @@ def test_a_kind_that_the_training_does_not_have_is_told_and_makes_no_run_bad(
     with reported(tmp_path) as (_, checks, verdict):
         assert state_of(checks, "Monitoring itself") == NOT_LOOKED_AT
     assert verdict.state == GOOD
-    assert "Some of the requested rows or numbers are missing. Rank 0, once: mv_distribution is on" in verdict.says
+    assert "Some of the requested rows or numbers are missing. Rank 0 (once): mv_distribution is on" in verdict.says
 
 
 @pytest.mark.parametrize("fault", ["none", "a scale that never fits", "a batch with a NaN"])
