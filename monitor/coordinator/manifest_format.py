@@ -318,7 +318,7 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
-class ManifestError(Exception):
+class ManifestError(ValueError):
     """A manifest, or a file that it names, is missing, damaged or of another kind. The message names the file and the error."""
 
 

@@ -388,3 +388,13 @@ def test_a_matrix_without_a_layer_alone_makes_a_run_not_safe(tmp_path: Path) -> 
     assert status == 1
     assert "1 matrix belongs to no layer, and was not looked at: bare" in said
     assert "1 layer in 1 step: 1 FP8" in said
+
+
+def test_a_damaged_list_of_series_ends_with_2(tmp_path: Path) -> None:
+    one = RecordedRank(tmp_path, 0, 1, "hdf5", ops=OPS)
+    one.write(0, {"param_origin": [Measured("a.weight", WEIGHT, shape=(3, 2))]})
+    one.close()
+    (series,) = tmp_path.glob("*/series-*")
+    series.write_bytes(b"damaged")
+    status, said = ran(tmp_path)
+    assert (status, "Nothing was read" in said, series.name in said.replace("\n", "")) == (2, True, True)

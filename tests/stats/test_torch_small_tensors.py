@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import product
 
 import numpy as np
@@ -65,6 +66,19 @@ def test_what_changes_after_it_was_copied_has_the_row_of_what_it_was() -> None:
     assert staging.add(x)
     x.zero_()
     assert_agrees(TorchHostKernel(EPS).staged_rows(staging)[0], before, EPS)
+
+
+def test_torch_does_not_warn_of_the_memory_of_what_was_copied() -> None:
+    """Once in each process it warns of memory that is read-only, unless it is told to warn always."""
+    staging = Staging()
+    assert staging.add(torch.tensor([1.0, math.nan]))
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            TorchHostKernel(EPS).staged_rows(staging)
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_what_is_long_or_not_plain_or_finds_no_room_is_not_taken() -> None:

@@ -276,7 +276,7 @@ class Staging:
     def take(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """All copied elements end to end, and the number of elements of each tensor. Empties the staging."""
         lengths = np.array([len(copy) // 4 for copy in self._copies], dtype=np.int64)
-        numbers = np.frombuffer(b"".join(self._copies), dtype=np.float32)
+        numbers = np.frombuffer(bytearray().join(self._copies), dtype=np.float32)  # torch warns of memory that is read-only
         self.cut(0)
         return numbers, lengths
 
