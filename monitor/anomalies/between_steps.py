@@ -39,16 +39,16 @@ WRITTEN: Final = "written between steps"
 NAMED: Final = 5
 """Tensors that a warning names."""
 
-NOT_COMPARED: Final = "{what} are not compared with what the step before left, and memory that is corrupted there is not found."
+NOT_COMPARED: Final = "{what} are not compared between steps, so corrupted memory of them is not found."
 
 _FEW: Final = 3
 """Fewest tensors of which more than half count as most of them."""
 
 _CAUSES: Final = (
-    "a checkpoint that was loaded, an average or a limit of weights, a mask, merged adapters, steps there and back (SAM), a "
-    "second optimizer, a router's bias"
+    "a loaded checkpoint, averaged or clamped weights, a mask, merged adapters, an optimizer that moves weights and moves them "
+    "back (SAM), a second optimizer, a router's bias"
 )
-_CAUSES_OF_MOMENTS: Final = "a checkpoint that was loaded, or a reset of the optimizer's state"
+_CAUSES_OF_MOMENTS: Final = "a loaded checkpoint, or a reset of the optimizer's state"
 
 
 class BetweenSteps:
@@ -131,7 +131,7 @@ class _Interval:
             self._of_program = {named[place] for place in written}
             names = first_of([named[place][1] for place in written], NAMED)
             what = f"{len(written)} of {len(began)} {self._what}"
-            said = f"The program writes {what}, which the optimizer does not change, as before step {step}: {names}. "
+            said = f"The program writes to {what}, which the optimizer does not step: {names}. First seen before step {step}. "
             self._alerts.note(f"{self._what} of the program, {WRITTEN}", said + NOT_COMPARED.format(what="They"))
         return np.setdiff1d(changed, written)
 
@@ -156,15 +156,17 @@ class _Interval:
         return one.vpp_stage, one.name.removeprefix(f"{self._began_with}/").removeprefix(f"{self._left_kind}/")
 
     def _tell(self, step: int, changed: NDArray[np.int64], call_ids: NDArray[np.int64], of: int) -> None:
-        what = f"{len(changed):,} of {of:,} {self._what} are in step {step} not what the optimizer left in step {step - 1}"
+        what = f"{len(changed):,} of {of:,} {self._what} changed after the optimizer's step {step - 1} and before step {step}"
         causes = _CAUSES if self._what == WEIGHTS else _CAUSES_OF_MOMENTS
         if of >= _FEW and 2 * len(changed) > of:
             self._written += 1
             if self._written == 1:
-                said = f"{what}: so many at once that something wrote them, such as {causes}. Said once."
+                said = f"{what}. So many at once means that something wrote to them, such as {causes}. Reported once."
                 self._alerts.note(f"{self._what} before step {step}", said, logging.WARNING)
             elif self._written == OF_A_LOOP:
-                said = f"Before {OF_A_LOOP} steps up to step {step}, most {self._what} had been written: the loop does so."
+                said = (
+                    f"Most {self._what} were written before {OF_A_LOOP} steps, the last of them step {step}: the loop does so."
+                )
                 then = NOT_COMPARED.format(what=f"From there on {self._what}")
                 self._alerts.note(f"{self._what} {WRITTEN}", f"{said} {then}")
             return
@@ -178,7 +180,7 @@ class _Interval:
             named = tuple(name for _, name in places)
             in_words = (f"{name} of chunk {chunk}" if chunk else name for chunk, name in places)
             names = ", ".join(in_words) + (", …" if len(fresh) > NAMED else "")
-            said = f"{what}: {names}. The memory of this device was corrupted, or something else wrote: {causes}."
+            said = f"{what}: {names}. The memory of this device was corrupted, or something else wrote to it: {causes}."
             self._alerts.say(
                 WrongBits(
                     check="between steps", step=step, kind=self._began_with, names=named, ranks=(self._alerts.rank,), said=said

@@ -256,7 +256,7 @@ class CopyExchange(StoreThread):
         """Note that a rank has long been in another pass: it lost the steps that show that training has gone back."""
         self._apart[rank] += 1
         if self._apart[rank] == LONG_APART:
-            said = f"Copies of rank {rank} are not compared: it has seen training go back another number of times."
+            said = f"Copies of rank {rank} are not compared: ranks disagree how often training went back to an earlier step."
             self._alerts.note(f"copies of rank {rank}", said)
 
     def _participants(self, found: CopyDifference) -> Ranks:

@@ -75,7 +75,7 @@ def test_a_weight_that_has_changed_is_named_with_rank_step_and_what_it_may_be(
         checked.step(5, weights(5, c=5.0000005), weights(6))
     ((about, text),) = checked.notes.items()
     assert about == "param_origin before step 5"
-    assert "1 of 5 weights are in step 5 not what the optimizer left in step 4: c. The memory of this device was" in text
+    assert "1 of 5 weights changed after the optimizer's step 4 and before step 5: c. The memory of this device was" in text
     assert "loaded" in text
     assert [record.getMessage() for record in caplog.records] == [f"[rank 3] {text}"]
 
@@ -94,14 +94,14 @@ def test_the_model_of_a_weight_is_named_if_the_rank_has_several(checked: Checked
     for step, (value, changed) in enumerate(((1.0, 0.0), (1.0, 7.0))):
         checked.look(step, both(value, changed))
     (text,) = checked.notes.values()
-    assert "1 of 2 weights are in step 1 not what the optimizer left in step 0: a of chunk 1." in text
+    assert "1 of 2 weights changed after the optimizer's step 0 and before step 1: a of chunk 1." in text
 
 
 def test_most_weights_at_once_were_written_which_is_said_once(checked: Checked) -> None:
     for step in range(3):
         checked.step(step, weights(10 * step), weights(10 * step + 1))
     (text,) = checked.notes.values()
-    assert "5 of 5 weights are in step 1 not what the optimizer left in step 0: so many at once that something wrote" in text
+    assert "5 of 5 weights changed after the optimizer's step 0 and before step 1. So many" in text
 
 
 def test_a_loop_that_writes_most_weights_is_accused_of_nothing_where_it_writes_few(checked: Checked) -> None:
@@ -111,7 +111,7 @@ def test_a_loop_that_writes_most_weights_is_accused_of_nothing_where_it_writes_f
     checked.step(4, weights(31, b=0.5), weights(32))
     first, then = checked.notes
     assert (first, then) == ("weights before step 1", f"weights {WRITTEN}")
-    assert "Before 3 steps up to step 3, most weights had been written: the loop does so." in checked.notes[then]
+    assert "Most weights were written before 3 steps, the last of them step 3: the loop does so." in checked.notes[then]
 
 
 def test_a_weight_that_has_changed_is_named_after_two_checkpoints_were_loaded(checked: Checked) -> None:

@@ -359,7 +359,7 @@ def test_a_rank_that_has_not_seen_training_go_back_is_said_not_to_be_compared() 
     for step in range(7, 7 + LONG_APART + 3):
         job.step(step)
         job.turns()
-    assert job.notes == ["Copies of rank 2 are not compared: it has seen training go back another number of times."]
+    assert job.notes == ["Copies of rank 2 are not compared: ranks disagree how often training went back to an earlier step."]
 
 
 def test_a_run_has_a_bounded_number_of_alerts() -> None:

@@ -121,7 +121,7 @@ def test_a_tensor_that_changes_between_two_steps_is_named_also_in_a_shard_that_n
         assert [one["said"] for one in report.told()["bits"]["while_running"] if one["check"] == told.check] == [told.said]
         assert not report.clean
         text = told.said
-        assert f"1 of 6 {what} are in step {fault['step'] + 1} not what the optimizer left" in text, trial
+        assert f"1 of 6 {what} changed after the optimizer's step {fault['step']} and before" in text, trial
         assert f": {'module.' * (layout == 'ddp')}{fault['name']}. The memory" in text, trial
 
 

@@ -69,8 +69,8 @@ def test_what_changes_between_two_steps_is_named(
         target = net.b.weight if what == "weights" else moments[what][2]
         words_of(target)[1, 2] ^= 1
         train(net, optimizer, range(2, 4), lambda *_: None)
-    said = [line for line in warnings_in(caplog) if "not what the optimizer left" in line]
+    said = [line for line in warnings_in(caplog) if "changed after the optimizer's step" in line]
     assert len(said) == 1
-    assert f"1 of 4 {what} are in step 2 not what the optimizer left in step 1: b.weight. " in said[0]
+    assert f"1 of 4 {what} changed after the optimizer's step 1 and before step 2: b.weight. " in said[0]
     left = {row.step for row in output.rows("exp_avg_updated")}
     assert left == {0, 1, 2, 3}

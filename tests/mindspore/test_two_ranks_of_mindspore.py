@@ -22,7 +22,7 @@ from monitor.series import Placement
 
 STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 1
 PARAMETERS = ("first.weight", "first.bias", "second.weight", "second.bias")
-OF_FAULTS = ("AnomalyNan", "Copies of", "not what the optimizer left")
+OF_FAULTS = ("AnomalyNan", "Copies of", "changed after the optimizer's step")
 SHAPES = dict(zip(PARAMETERS, ([5, 4], [5], [2, 5], [2]), strict=True))
 OF_EVERY_RANK = {"actv", "actv_grad", "grad_unreduced", "other", "run"}
 OF_THE_FIRST = {"grad_reduced", "param_origin", "param_updated", "exp_avg", "exp_avg_sq"}

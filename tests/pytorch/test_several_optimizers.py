@@ -648,7 +648,7 @@ class TestStateThatIsNotTheParameters:
                 train(model, made, 1, X)
         finally:
             dist.destroy_process_group()
-        assert [one for one in warnings_in(caplog) if "in step 2 not what the optimizer left in step 1" in one]
+        assert [one for one in warnings_in(caplog) if "changed after the optimizer's step 1 and before step 2" in one]
         assert [key for key in output.manifest()["notes"] if "several optimizers" in key] == []
 
     def test_quantized_moments_have_no_rows_and_a_reason(self, output: Output) -> None:

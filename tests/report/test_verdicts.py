@@ -261,7 +261,7 @@ def test_no_device_is_suspected_of_replicas_that_most_differ_from_the_first_step
 
 
 def test_what_a_rank_has_found_while_it_trained_is_bad_although_no_row_shows_it(tmp_path: Path) -> None:
-    said = "1 of 9 exp_avg_sq are in step 12 not what the optimizer left in step 11: layers.2.weight."
+    said = "1 of 9 exp_avg_sq changed after the optimizer's step 11 and before step 12: layers.2.weight."
     found = WrongBits(check="between steps", step=12, kind="exp_avg_sq", names=("layers.2.weight",), ranks=(1,), said=said)
     base = record(tmp_path, checked=True)
     (directory,) = (path for path in base.glob("*-rank1-*") if path.is_dir())

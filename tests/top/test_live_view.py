@@ -112,6 +112,6 @@ def test_wrong_bits_that_a_rank_has_found_are_shown_and_not_well(kept: ExitStack
     told = json.loads(result.stdout)
     assert (result.exit_code, told["well"]) == (1, False)
     (said,) = told["wrong_bits"]
-    assert "are in step 4 not what the optimizer left in step 3: 1.weight" in said
+    assert "changed after the optimizer's step 3 and before step 4: 1.weight" in said
     shown = CliRunner().invoke(cli.app, [str(tmp_path / "out"), "--once"])
     assert "wrong bits: rank 0" in shown.stdout
