@@ -137,7 +137,8 @@ def _merged(wanted: Wanted, part: str | None, finish: bool, console: Console) ->
         if part is None:
             return parts.merge_to_url(wanted, progress) if is_url(wanted.output) else merge(wanted, progress).told()
         done = parts.merge_part(wanted, parts.Part.parse(part), progress)
-    say(console, f"Part {part} is done. It has {counted(done.all, 'window')}, of which {done.before} were done before.")
+    ranges = counted(done.all, "range of steps", "ranges of steps")
+    say(console, f"Part {part} is done. It has {ranges}; {done.before} of them were done before.")
     return None
 
 

@@ -36,10 +36,10 @@ from monitor.stats.partials import Floats
 # --- Which ops of whole tensors have no value because of what was recorded, and why.
 
 NOT_RECORDED: Final = "not in the shards"
-NOT_JOINED: Final = "a part has no value of it, or rows of CSV do not tell it of the whole: record hdf5 or parquet"
-NOT_COUNTED: Final = "how many elements the parts have is not known: record the op shape, or hdf5 or parquet"
-NOT_WEIGHTED: Final = "how much each part weighs is not known: record hdf5 or parquet"
-OF_A_WHOLE: Final = "of a matrix that is cut no rank knows it, and what ranks know of their parts does not make it up"
+NOT_JOINED: Final = "a part has no value, or it does not follow from the parts' values in CSV: record hdf5 or parquet"
+NOT_COUNTED: Final = "the parts' numbers of elements are not known: record the op shape, or hdf5 or parquet"
+NOT_WEIGHTED: Final = "the weights of the parts in the mean are not known: record hdf5 or parquet"
+OF_A_WHOLE: Final = "the matrix is split over ranks, and the value of the whole does not follow from those of its parts"
 
 
 def missing_ops(tensors: Statistics, several: Flags, recorded: Flags) -> Counter[tuple[str, str]]:
@@ -74,8 +74,8 @@ def _lacking(op: str, tensors: Statistics, lacking: Flags, rounded: Flags, sever
 
 TERMS: Final = "each rank has a term of a sum over ranks, and no rank has recorded the sum"
 UNLIKE: Final = (
-    "the ranks have tensors of this name, nothing says how they belong together, and their numbers differ: they are terms of a "
-    "sum, tensors of their own, or replicas that have come apart. If they are replicas, pass dp_group or tp_group"
+    "several ranks have a tensor of this name, nothing says how these belong together, and their numbers differ: they are "
+    "terms of a sum, separate tensors, or replicas that have diverged. If they are replicas, pass dp_group or tp_group"
 )
 """Why there is no number of a whole tensor."""
 

@@ -328,8 +328,9 @@ def _described(runs: Sequence[RankRun]) -> str:
 Runs = tuple["RankRun", ...]
 
 UNMATCHED: Final = (
-    "ranks {ranks} of this launch have unequal numbers of recordings of models that look alike ({role}). Which of them are of "
-    "one model is not known, so none is merged. Move the directories of the model that only some ranks watch elsewhere"
+    "ranks {ranks} of this launch have different numbers of recordings of models that look alike ({role}). It is not known "
+    "which recordings belong to one model, so none is merged. Move the directories of the model that only some ranks "
+    "watch elsewhere"
 )
 
 
@@ -441,7 +442,7 @@ def without_manifests(base: Path, found: Found, span: Span | None) -> Found:
     for rank in sorted(rank for rank, count in ranks.items() if count > 1):
         names = ", ".join(sorted(name for name, one in known.items() if one.rank == rank))
         raise MergeError(
-            f"rank {rank} has {ranks[rank]} directories in this range of time, and no manifest says that one carries on the "
+            f"rank {rank} has {ranks[rank]} directories in this range of time, and no manifest says that one continues the "
             f"other: {names}. Choose a narrower range."
         )
     runs = tuple(RankRun(base / name, _unknown(one, sorted(ranks))) for name, one in known.items())

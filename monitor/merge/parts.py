@@ -380,7 +380,7 @@ class SharedMerge:
         parts = sorted({numbers[one] for one in lacking})
         named = [f"{one.kind} from step {one.steps.first} to {one.steps.last}" for one in lacking[:_MOST_NAMED]]
         more = [f"{len(lacking) - len(named)} more"] if len(lacking) > len(named) else []
-        said = [f"{len(lacking)} of {len(every)} windows are not done: {', '.join([*named, *more])}."]
+        said = [f"{len(lacking)} of {len(every)} ranges of steps are not done: {', '.join([*named, *more])}."]
         if changed:
             said.append(f"{len(changed)} of these were made from files that have changed since, so the job was still running.")
         said.append(f"They are of parts {', '.join(map(str, parts))} of {count}. What is done stays. Run, then --finish again:")

@@ -303,7 +303,7 @@ _LINES: Final = {
     "dropped": "rank {rank}, {at}: {reason}",
     "thinned": f"rank {{rank}}, {{at}}: {schema.THINNED}",
     "not_closed": "rank {rank}, {directory}: not ended cleanly, or still writing; steps after {after} may be missing",
-    "duplicate_steps": "rank {rank} has {kind} twice at {at}; taken once",
+    "duplicate_steps": "rank {rank} has {kind} twice at {at}; the last file counts",
     "replaced_steps": "rank {rank}, {at} in {directory}: a later run did them again",
     "set_aside": "{path}: {reason}",
     "disagreements": "{kind} {name} at step {step}: {op} is {value} on rank {rank}, {others_value} on rank {other_rank}",

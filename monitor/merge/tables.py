@@ -368,7 +368,7 @@ def _check(path: Path, steps: StepSpan) -> None:
     if leads_out(path) or not path.is_file():
         raise ForeignError("it leads to another directory" if leads_out(path) else "it is not a file")
     if not steps.first <= steps.last < FAR:
-        raise ForeignError("its name is not that of steps")
+        raise ForeignError("its name does not give a range of steps")
 
 
 def _kinds_of(path: Path, form: ShardFormat, steps: StepSpan, rank: int) -> Iterator[Shard]:
@@ -467,7 +467,7 @@ def _rows_together(shards: Sequence[Shard]) -> pa.Table:
         raise ForeignError(_reason(error)) from error
     header = texts[0][: texts[0].find(b"\n") + 1]
     if not header.startswith(BEGINNING) or not all(text.startswith(header) and text.endswith(b"\n") for text in texts):
-        raise ForeignError("they do not begin and end alike")
+        raise ForeignError("they have different headers, or one does not end with a whole line")
     rows = _csv_rows(pa.BufferReader(b"".join([header, *(text[len(header) :] for text in texts)])))
     lengths = [text.count(b"\n") - 1 for text in texts]
     if sum(lengths) != len(rows):
@@ -475,7 +475,7 @@ def _rows_together(shards: Sequence[Shard]) -> pa.Table:
     first, last = (np.repeat(ends, lengths) for ends in zip(*(shard.steps for shard in shards), strict=True))
     step = rows["step"].to_numpy()
     if ((step < first) | (step > last)).any():
-        raise ForeignError("steps are in other files than those that are called after them")
+        raise ForeignError("a file has steps outside the range in its name")
     return rows
 
 
@@ -547,7 +547,7 @@ def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 def _check_ends(path: Path) -> None:
     with open(path, "rb") as file:
         if file.read(len(BEGINNING)) != BEGINNING:
-            raise ForeignError("it does not begin like a shard")
+            raise ForeignError("it does not begin with the header of a shard")
         file.seek(-1, 2)
         if file.read(1) != b"\n":
             raise ForeignError("it is cut off in the middle of a row")
@@ -557,7 +557,7 @@ def _check_steps(rows: pa.Table, shard: Shard) -> None:
     step = rows["step"].to_numpy()
     if len(step) and not shard.steps.first <= step.min() <= step.max() <= shard.steps.last:
         raise ForeignError(
-            f"it holds steps {step.min()} to {step.max()}, and is called after {shard.steps.first} to {shard.steps.last}"
+            f"it holds steps {step.min()} to {step.max()}, and its name says {shard.steps.first} to {shard.steps.last}"
         )
 
 

@@ -79,7 +79,7 @@ def test_the_shard_that_is_cut_off_is_named_and_so_are_its_steps(job: Merged) ->
 def test_the_steps_that_stand_twice_are_named(job: Merged) -> None:
     listed = job.report["duplicate_steps"]["listed"]
     assert [(one["rank"], one["steps"]["ranges"]) for one in listed] == [(TWICE, [[0, 4, 1]])]
-    assert "duplicate steps  rank 37 has grad_reduced twice at steps 0 to 4; taken once" in job.lines
+    assert "duplicate steps  rank 37 has grad_reduced twice at steps 0 to 4; the last file counts" in job.lines
 
 
 def test_the_replica_that_was_tampered_with_is_named(job: Merged) -> None:

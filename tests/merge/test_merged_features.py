@@ -82,7 +82,7 @@ class TestParts:
             ("linear_hook", "sr"),
             ("moe_router_weight_hook", "router_weight_similarity"),
         ]
-        assert [reasons(report)[one].split(",")[0] for one in of_a_whole] == ["of a matrix that is cut no rank knows it"] * 3
+        assert [reasons(report)[one].split(",")[0] for one in of_a_whole] == ["the matrix is split over ranks"] * 3
         assert report.clean
 
     @pytest.mark.parametrize("format", [*FORMATS, FORMATS])
@@ -140,7 +140,9 @@ def test_means_over_tokens_of_parts_combine_where_it_is_known_how_many(tmp_path:
     (row,) = tensors(tmp_path, "moe_router_logit_hook")
     assert row["per_token_expert_entropy"] == entropy
     expected = (
-        {} if entropy else {("moe_router_logit_hook", "per_token_expert_entropy"): "how much each part weighs is not known"}
+        {}
+        if entropy
+        else {("moe_router_logit_hook", "per_token_expert_entropy"): "the weights of the parts in the mean are not known"}
     )
     assert {key: reason.split(":")[0] for key, reason in reasons(report).items()} == expected
 

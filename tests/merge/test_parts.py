@@ -194,7 +194,7 @@ def test_until_it_is_finished_nothing_has_the_name_and_what_is_missing_is_named_
     with pytest.raises(MergeError) as error:
         finish(wanted(job, steps=StepSpan(0, 15)))
     said = str(error.value).splitlines()
-    assert "windows are not done: grad_reduced from step " in said[0]
+    assert "ranges of steps are not done: grad_reduced from step " in said[0]
     assert said[1] == "They are of parts 2, 4 of 4. What is done stays. Run, then --finish again:"
     command = f"trainermon merge {job} -o {job / 'merged'} --steps 0:15 --format parquet --part"
     assert said[2:] == [f"  {command} 2/4", f"  {command} 4/4"]
@@ -239,7 +239,7 @@ def test_files_that_no_window_has_any_more_do_not_get_into_the_data_set(tmp_path
 def test_a_file_that_is_gone_is_written_again(job: Path) -> None:
     do(wanted(job), "1/1")
     next((job / ".merged.parts" / "global").iterdir()).unlink()
-    with pytest.raises(MergeError, match=r"1 of .* windows are not done"):
+    with pytest.raises(MergeError, match=r"1 of .* ranges of steps are not done"):
         finish(wanted(job))
     in_parts(wanted(job), 2)
     assert files(job / "merged") == files_of_one_merge(job)
@@ -255,7 +255,7 @@ def test_records_that_are_damaged_or_foreign_count_as_not_done(job: Path) -> Non
     (job / "elsewhere").write_bytes(content)
     third.symlink_to(job / "elsewhere")
     os.mkfifo(job / ".merged.parts" / ".done" / "grad_reduced_0-999.json")
-    with pytest.raises(MergeError, match=r"3 of .* windows are not done"):
+    with pytest.raises(MergeError, match=r"3 of .* ranges of steps are not done"):
         finish(wanted(job))
     in_parts(wanted(job), 2)
     assert files(job / "merged") == files_of_one_merge(job)

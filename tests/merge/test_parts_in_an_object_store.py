@@ -130,7 +130,7 @@ def test_a_part_that_is_killed_loses_nothing_that_was_said_to_be_written_and_is_
     assert (status, "They are of parts 2 of 2." in said) == (2, True), said
     status, said = Ran(job, proxy, "killed", "--part", "2/2").end()
     assert status == 0, said
-    assert f"Part 2/2 is done. It has 3 windows, of which {len(written) // 2} were done before." in said
+    assert f"Part 2/2 is done. It has 3 ranges of steps; {len(written) // 2} of them were done before." in said
     assert not {f"/{BUCKET}/killed/{name}" for name in written} & set(proxy.put)
     status, said = Ran(job, proxy, "killed", "--finish").end()
     assert status == 0, said

@@ -73,7 +73,7 @@ def test_models_that_ranks_watch_in_other_orders_are_matched_by_the_names_of_the
 
 
 def test_models_that_nothing_tells_apart_are_not_mixed_and_the_merge_says_so(ran: Ran) -> None:
-    with pytest.raises(MergeError, match="unequal numbers of recordings of models that look alike") as raised:
+    with pytest.raises(MergeError, match="different numbers of recordings of models that look alike") as raised:
         merged(ran("alike"), "mixed")
     assert str(raised.value).count("-rank") == 3
     assert not (ran("alike") / "mixed").exists()

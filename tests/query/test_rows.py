@@ -185,8 +185,8 @@ def test_opening_reads_no_rows_and_a_question_reads_only_the_files_that_it_needs
     assert run.missing == []
     assert run.rows("actv").num_rows == 16
     assert [re.sub(r"/\S*/(?=Dec)", "", one) for one in run.missing] == [
-        "set aside: Dec03_21-34-40-rank0-00000000/actv_4-5.csv: it does not begin like a shard",
-        "set aside: Dec03_21-34-40-rank1-00000001/actv_0-1.csv and 2 more: it does not begin like a shard",
+        "set aside: Dec03_21-34-40-rank0-00000000/actv_4-5.csv: it does not begin with the header of a shard",
+        "set aside: Dec03_21-34-40-rank1-00000001/actv_0-1.csv and 2 more: it does not begin with the header of a shard",
     ]
 
 
