@@ -456,7 +456,7 @@ class Settings(_StrictModel):
     cc_distribution: Annotated[CcDistribution, COMMUNICATION] = CcDistribution()
     """What to record of communication operators."""
     alert: Annotated[Alert, ALERTS] = Alert()
-    """What to be alerted of."""
+    """Alert rules, and whether their events are written."""
     format: Annotated[Formats, OUTPUT] = Field(default=("csv",), validate_default=True)
     """What the results are written as. `api`: kept in memory for the program to ask for."""
     ops: Annotated[Strings, STATISTICS] = ()
@@ -485,10 +485,9 @@ class Settings(_StrictModel):
     sa_order: Annotated[Literal["s,b,h,d", "b,s,h,d"], FEATURES] = "s,b,h,d"
     """The dimensions of an attention module's Q and K: sequence, batch, heads, head size."""
     sa_heads: Annotated[Step, FEATURES] = 1
-    """Of how many heads, from the first on, `attention_hook` looks at the attention weights. 0: all."""
+    """The number of heads, from the first on, whose attention weights `attention_hook` looks at. 0: all."""
     sa_batch_rows: Annotated[Step, FEATURES] = 1
-    """Of how many rows of the batch, from the first on. 0: all. It is also the sample of `attention_head_hook`, which looks at
-    all heads."""
+    """The number of rows of the batch, from the first on, that `attention_hook` and `attention_head_hook` look at. 0: all."""
     sa_logit_bound: Annotated[float, Field(gt=0), FEATURES] = 100.0
     """`heads_above` of `attention_head_hook` is the share of heads whose greatest attention score is above this."""
     sa_sink_tokens: Annotated[Positive, FEATURES] = 1
@@ -572,7 +571,7 @@ class OnAlert(_StrictModel):
     """A deeper configuration for a few steps after an alert."""
 
     set: Settings
-    """The fields to change, each with its value for the time."""
+    """The fields to change, each with its temporary value."""
     steps: Positive
     """For how many steps."""
 
@@ -594,7 +593,7 @@ class MonitorConfig(Settings):
     """What to switch on, on all ranks, for some steps when an alert rule fires on any of them, or `replica_check` finds wrong
     bits. Null: nothing."""
     forward: Annotated[Forward, OUTPUT] = Forward()
-    """Numbers to pass on to where people look, while training runs. Read at the start, also with dynamic monitoring."""
+    """Numbers to pass on to a dashboard while training runs. Read at the start, also with dynamic monitoring."""
 
     def changes_on_alert(self) -> dict[str, Any]:
         """The fields of ``on_alert``, as JSON has them. What it switches on is recorded in each of its steps, unless it has
