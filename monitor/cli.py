@@ -82,7 +82,7 @@ TimeStart = Annotated[
 TimeEnd = Annotated[str | None, typer.Option(metavar="TIME", help="Only directories up to this timestamp, inclusive.")]
 Tolerances = Annotated[
     Path | None,
-    typer.Option("--tolerances", metavar="FILE", help="What may differ, by kind and tensor, as compare --calibrate writes it."),
+    typer.Option("--tolerances", metavar="FILE", help="Allowed differences by kind and tensor: a file of compare --calibrate."),
 ]
 Whole = Annotated[
     bool | None,

@@ -163,7 +163,7 @@ def monitor_compare(
     sides: Annotated[
         list[Path],
         typer.Argument(
-            metavar="A B", help="Two dump_paths, ranks' steps in one, or outputs of runs. With --calibrate two or more."
+            metavar="A B", help="Two dumps, or the output directories of two runs. With --calibrate, two or more runs."
         ),
     ],
     output: Annotated[
@@ -175,7 +175,9 @@ def monitor_compare(
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Relative differences up to this are not reported [default: for runs rounding]."),
+        typer.Option(
+            min=0.0, help="Relative differences up to this are not reported [default: 0 for dumps; for runs, rounding]."
+        ),
     ] = None,
     limits: Tolerances = None,
     calibrate: Annotated[
@@ -184,12 +186,16 @@ def monitor_compare(
     ] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--map", metavar="FROM=TO", help="Names of A that B has otherwise, such as 'model.*=*'. May be repeated."),
+        typer.Option(
+            "--map", metavar="FROM=TO", help="What a tensor of A is called in B, such as 'model.*=*'. May be repeated."
+        ),
     ] = None,
     jobs: Annotated[
         list[str] | None,
         typer.Option(
-            "--job", metavar="ID", help="The job, by the beginning of its id, of a side with several. Twice: of A, then of B."
+            "--job",
+            metavar="ID",
+            help="The id of the job, or its beginning, if a side contains several jobs. Twice: of A, then of B.",
         ),
     ] = None,
     whole: Whole = None,
@@ -198,8 +204,8 @@ def monitor_compare(
     """Compare two precision dumps, or two monitored runs.
 
     Runs may have any format. It shows the first tensor in execution order that differs by more than rounding explains,
-    and the largest differences. With --tolerance 0 it shows everything that is not the same. What only one of two runs
-    has is named.
+    and the largest differences. With --tolerance 0 it shows every difference. Rows that only one of two runs has are
+    named, too.
 
     Exit status: 0 they are the same, 1 they differ, something is missing on one side or there is no tensor to compare, 2
     nothing was compared.

@@ -78,8 +78,8 @@ MOST_SAID: Final = 20
 """Files set aside that are named one by one."""
 
 _NO_GUARD: Final = (
-    "a process that did the work has died. In a script of your own the call has to stand under "
-    "`if __name__ == '__main__':`, for each process reads the script; otherwise memory may have run out: try fewer processes."
+    "a worker process has died. In a script of your own, put the call under `if __name__ == '__main__':`, because each worker "
+    "process reads the script. If it is there, memory may have run out: try fewer processes."
 )
 
 

@@ -40,7 +40,7 @@ class RefusedError(ConnectionError):
         OTHER_JOB: "it belongs to another job",
         EARLIER_RUN: "it belongs to an earlier run: another process has used it as rank {rank}",
         OTHER_KEY: f"it has another key than this rank. {SET_KEY}, or {OUTPUT_VARIABLE} to one directory that all hosts share",
-        FULL: "it has as many connections as it allows",
+        FULL: "it has reached its limit of connections",
     }
     """Only the reason is sent: a text of another program must not reach the log."""
 

@@ -121,7 +121,7 @@ def _different(job: WatchedJob) -> Iterator[str]:
         for record in one.configurations:
             rank, known = first.setdefault((one.recording, record.number, record.origin), (one.rank, record))
             if (record.from_step, record.digest) != (known.from_step, known.digest):
-                ranks = f"ranks {rank} and {one.rank} do not mean the same by change {record.number}"
+                ranks = f"ranks {rank} and {one.rank} have different configurations for change {record.number}"
                 yield f"{ranks}: {_described(known)}, and {_described(record)}"
 
 
@@ -141,7 +141,7 @@ def _late(job: WatchedJob) -> Iterator[str]:
         for record in one.configurations:
             if record.since > record.from_step:
                 missed = f"steps {record.from_step} to {record.since - 1}"
-                yield f"rank {one.rank} learned late of change {record.number}: it has recorded {missed} as before"
+                yield f"rank {one.rank} adopted change {record.number} late: it recorded {missed} with the configuration before"
 
 
 LOOK_EVERY_S: Final = 0.2

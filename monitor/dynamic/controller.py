@@ -205,7 +205,7 @@ class Controller:
     def _say(self, switch: Switch[MonitorConfig], since: int, before: MonitorConfig) -> None:
         """Log a switch: once for the job, and on each rank that was late."""
         if since > switch.from_step:
-            said = "[rank %d] learned late of a change: steps %d to %d were recorded as before"
+            said = "[rank %d] adopted a change late: steps %d to %d were recorded with the configuration before"
             LOGGER.warning(said, self._rank, switch.from_step, since - 1)
         if self._rank == WATCHING_RANK:
             changed = summary(before, switch.config)

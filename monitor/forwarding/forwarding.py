@@ -194,8 +194,8 @@ def flat(numbers: Mapping[Number, float]) -> dict[str, float]:
 # --- Which numbers are passed on.
 
 LEFT_OUT: Final = (
-    "forward: {left} numbers of step {step} are not passed on, since {most} others are. Choose by kinds, names and ops, or "
-    "raise `most`."
+    "forward: {left} numbers of step {step} are not passed on, because `most` is {most}. Choose by kinds, names and ops, "
+    "or raise `most`."
 )
 
 

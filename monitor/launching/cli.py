@@ -35,7 +35,7 @@ def run(
 
       trainermon run --config first-fault python train.py
 
-    Exit status: 0 the command ended well, 1 or another number as it ended, 2 also if it was not started.
+    Exit status: 0 the command ended with 0, 1 or another number is that of the command, 2 also if it was not started.
     """
     path = Path(config).expanduser()
     try:

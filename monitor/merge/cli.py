@@ -72,18 +72,18 @@ def monitor_merge(
     finish: Annotated[
         bool,
         typer.Option(
-            "--finish", help="Make the data set, when all parts are done. With --follow: take what is there, and end."
+            "--finish", help="Make the data set from the finished parts. With --follow: merge what is there, and end."
         ),
     ] = False,
     following: Annotated[
         bool,
-        typer.Option(
-            "--follow", help="Merge while the job runs. The data set can be read at any time; the same command continues."
-        ),
+        typer.Option("--follow", help="Merge while the job runs. If it is interrupted, the same command continues."),
     ] = False,
-    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="With --follow: how often to look.")] = 30.0,
+    interval: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="With --follow: the time between two rounds.")
+    ] = 30.0,
     patience: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="With --follow: end if no rank has news for so long.")
+        float, typer.Option(min=1.0, metavar="SECONDS", help="With --follow: end after this time without news of any rank.")
     ] = 14_400.0,
     _version: Version = False,
 ) -> None:

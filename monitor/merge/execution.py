@@ -222,7 +222,7 @@ def _beginning() -> BaseContext:
     return multiprocessing.get_context("fork" if alone and sys.platform == "linux" else "spawn")
 
 
-_DIED: Final = "a process that did the work has died: most often the system ends one when memory runs out."
+_DIED: Final = "a worker process has died, most often because memory ran out."
 
 
 def _begin_work(needs: str) -> None:

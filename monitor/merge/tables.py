@@ -273,7 +273,7 @@ FAR: Final = 2**62
 """Beyond any step."""
 
 UNFINISHED: Final = (
-    "unfinished: the run still writes it, or was killed. A run with append_output into its directory recovers it"
+    "unfinished: the run still writes it, or was killed. A run that continues in its directory (append_output) recovers it"
 )
 
 GONE: Final = (

@@ -39,11 +39,15 @@ def monitor_precision(
     steps: Annotated[
         str | None, typer.Option(metavar="A:B", help="Only the steps from A to B, inclusive. A or B may be left out.")
     ] = None,
-    scaling: Annotated[str, typer.Option(metavar="WAY", help="What verdicts are about: current or delayed.")] = CURRENT,
-    history: Annotated[int, typer.Option(min=1, help="Recorded rows from which delayed scaling takes its scale.")] = 16,
-    margin: Annotated[float, typer.Option(min=0, help="Powers of two that delayed scaling leaves free.")] = 0.0,
+    scaling: Annotated[
+        str, typer.Option(metavar="WAY", help="The scaling that the verdicts assume: current or delayed.")
+    ] = CURRENT,
+    history: Annotated[
+        int, typer.Option(min=1, help="The number of earlier rows from which delayed scaling takes its scale.")
+    ] = 16,
+    margin: Annotated[float, typer.Option(min=0, help="Delayed scaling divides its scale by 2 to this power.")] = 0.0,
     power_of_two: Annotated[bool, typer.Option("--power-of-two", help="Round scales down to powers of two.")] = False,
-    loss_scale: Annotated[float, typer.Option(min=0, help="What gradients are multiplied by in fp16.")] = 1.0,
+    loss_scale: Annotated[float, typer.Option(min=0, help="The loss scale, which multiplies gradients in fp16.")] = 1.0,
     job: Job = None,
     _version: Version = False,
 ) -> None:

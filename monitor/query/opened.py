@@ -260,7 +260,7 @@ class OpenedRun:
 
     def _ranks(self, ranks: int | Iterable[int], per_rank: bool) -> frozenset[int]:
         if not per_rank:
-            raise QueryError("rows of whole tensors are not of single ranks. Leave ranks out, or ask for rows of ranks.")
+            raise QueryError("a row of a whole tensor belongs to no single rank. Leave ranks out, or pass per_rank=True.")
         try:
             asked = frozenset(map(index, ranks) if isinstance(ranks, Iterable) else [index(ranks)])
         except TypeError as error:

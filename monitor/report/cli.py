@@ -64,7 +64,7 @@ def monitor_report(
     ] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--map", metavar="FROM=TO", help="Names of OTHER that RUN has otherwise, such as 'model.*=*'."),
+        typer.Option("--map", metavar="FROM=TO", help="What a tensor of OTHER is called in RUN, such as 'model.*=*'."),
     ] = None,
     limits: Tolerances = None,
     whole: Whole = None,

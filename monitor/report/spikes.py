@@ -375,7 +375,7 @@ _THEN: Final = {
     spike_links.WEIGHTS: "Look at what writes to weights between steps: a loaded checkpoint, a broadcast, memory.",
     spike_links.MOMENTS: "Look at what the optimizer's state was loaded from, and at code that resets it.",
     spike_links.RATE: "Look at the schedule of the learning rate.",
-    spike_links.BATCH: "Look at this batch; train on from the checkpoint before it without it.",
+    spike_links.BATCH: "Look at this batch. To continue, resume from the checkpoint before it and skip it.",
     spike_links.RANK_DATA: "Look at what this rank reads: its files, its sampler, its preprocessing.",
     spike_links.DEVICE: "Suspect the device of this rank, or what wrote to its weights, such as a checkpoint that it alone "
     "loaded: run its diagnostics, and the step again on another device.",

@@ -40,7 +40,7 @@ def verdict_of(facts: Facts, checks: Sequence[CheckResult]) -> Verdict:
     lacking = [one.name for one in checks if one.is_needed and one.state == NOT_LOOKED_AT]
     rows = f"{counted(sum(facts.told['rows'].values()), 'row')} of {counted(len(facts.ranks), 'rank')}"
     if lacking:
-        says = f"Nothing wrong was found in {rows}, but a healthy run needs more than was looked at: {', '.join(lacking)}."
+        says = f"Nothing wrong was found in {rows}, but needed checks did not look: {', '.join(lacking)}."
         return Verdict(NOT_LOOKED_AT, says, without, Place())
     healthy = f"Healthy: nothing wrong was found in {rows} and {counted(len(facts.axis.steps), 'step')}."
     noted = [one.finding.then for one in checks]

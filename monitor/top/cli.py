@@ -39,13 +39,13 @@ def monitor_top(
     directory: DirectoryOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print what there is now, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it for programs, and end.")] = False,
-    interval: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="Between two looks.")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.5, metavar="SECONDS", help="The time between two updates.")] = 2.0,
     job: Job = None,
     _version: Version = False,
 ) -> None:
     """Show a running job: ranks, loss, unusual tensors, alerts.
 
-    It only reads the files that ranks write. It ends with the job, or with Ctrl-C. Without a terminal it is as with --once.
+    It only reads the files that ranks write. It ends with the job, or with Ctrl-C. Without a terminal it acts as with --once.
     Of several jobs in the directory it shows the one that began last.
 
     \b

@@ -114,8 +114,8 @@ def test_ranks_that_disagree_are_warned_of(job: PlayedJob) -> None:
     job.took_over(1, 10, rank=0).took_over(1, 11, rank=1).took_over(2, 20, rank=0).took_over(2, 20, rank=1, digest=OTHER)
     status, said = ran(job.base, "status")
     assert status == 1
-    assert "warning: ranks 0 and 1 do not mean the same by change 1" in said
-    assert "warning: ranks 0 and 1 do not mean the same by change 2" in said
+    assert "warning: ranks 0 and 1 have different configurations for change 1" in said
+    assert "warning: ranks 0 and 1 have different configurations for change 2" in said
 
 
 def test_a_rank_that_learned_late_and_one_that_is_cut_off_are_warned_of(job: PlayedJob) -> None:
@@ -124,7 +124,7 @@ def test_a_rank_that_learned_late_and_one_that_is_cut_off_are_warned_of(job: Pla
     job.manifests[0].save()
     status, said = ran(job.base, "status")
     assert status == 1
-    assert "rank 1 learned late of change 1: it has recorded steps 10 to 12 as before" in said
+    assert "rank 1 adopted change 1 late: it recorded steps 10 to 12 with the configuration before" in said
     assert "rank 0 could not reach the others: from step 15 on it uses its own configuration" in said
 
 

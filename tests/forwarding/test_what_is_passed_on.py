@@ -108,7 +108,7 @@ def test_the_choice_is_by_kind_name_op_and_number_and_stays_the_same(base: Path,
     assert len(seen[0]) == 3
     warned = [record.getMessage() for record in caplog.records if "not passed on" in record.getMessage()]
     assert len(warned) == 1
-    assert "since 3 others are" in warned[0]
+    assert "because `most` is 3" in warned[0]
     assert base.exists()
 
 

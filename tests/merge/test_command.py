@@ -83,7 +83,10 @@ def test_of_a_killed_run_the_steps_that_its_files_have_are_not_said_to_be_missin
     said = CliRunner().invoke(app, [str(tmp_path)], env={"COLUMNS": "400"}).output
     assert "steps 0, 10 to 15" in said
     assert "steps after 15 may be missing" in said
-    assert " and 2 more: unfinished: the run still writes it, or was killed. A run with append_output" in said
+    assert (
+        " and 2 more: unfinished: the run still writes it, or was killed. A run that continues in its directory (append_output"
+        in said
+    )
 
 
 def test_ops_that_were_not_recorded_are_named_in_one_line_with_the_remedy(tmp_path: Path) -> None:

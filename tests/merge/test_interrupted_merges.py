@@ -157,7 +157,7 @@ def kill_a_worker(base: Path, told: Any) -> None:
 def test_where_a_worker_dies_that_is_said_and_nothing_is_left(job: Path) -> None:
     told = SPAWN.Queue()
     process = started(kill_a_worker, job, told)
-    assert "a process that did the work has died" in told.get(timeout=SOON)
+    assert "a worker process has died" in told.get(timeout=SOON)
     process.join(SOON)
     assert {path.name for path in job.iterdir() if "merged" in path.name} <= {".merged.lock"}
 

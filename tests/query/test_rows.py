@@ -119,7 +119,7 @@ def test_rows_of_whole_tensors_have_shards_combined(run: OpenedRun) -> None:
         ({"name": ["a.output", "x*"]}, "actv has no tensor 'x\\*' among its 2. It has a.output, b.output."),
         ({"columns": ["norm", "nrm"]}, "actv has no column 'nrm'. It has kind, rank, dp,"),
         ({"ranks": [0, 7]}, "there is no rank 7. There are 0, 1."),
-        ({"ranks": 0, "per_rank": False}, "rows of whole tensors are not of single ranks"),
+        ({"ranks": 0, "per_rank": False}, "a row of a whole tensor belongs to no single rank"),
         ({"steps": (4, 1)}, "steps is \\(4, 1\\). Give a step"),
         ({"steps": "1"}, "steps is '1'"),
         ({"steps": -1}, "steps is -1"),

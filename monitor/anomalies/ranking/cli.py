@@ -70,7 +70,10 @@ def monitor_rank_anomalies(
 ) -> None:
     """Order the events of all ranks, and find the first fault.
 
-    An event is an origin if nothing that its tensor depends on had an event before.
+    An event is one statistic of one tensor on which an alert rule fired. It is an origin if no tensor from which its tensor
+    was computed has an earlier event.
+
+      trainermon rank-anomalies monitor_output
 
     Exit status: 0 no rule has fired, and every step of every rank was judged, 1 a rule has fired, or steps, ranks or files are
     missing, 2 nothing was read.

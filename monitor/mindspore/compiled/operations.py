@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from monitor.mindspore.compiled.program import Program, Tap
 
 UNAVAILABLE: Final = (
-    f"With {COMPILED_VARIABLE}={BY_OPERATIONS}, compiled code measures no higher moments, check sums and histograms. So it has "
+    f"With {COMPILED_VARIABLE}={BY_OPERATIONS}, compiled code measures no higher moments, checksums and histograms. So it has "
     "no rows of activations, their gradients and grad_unreduced. Take such statistics out of ops to record them."
 )
 PARTS: Final = (

@@ -19,7 +19,7 @@ from monitor.series import LOCAL, Placement
 
 UNMEASURED: Final = (
     "Parameters that no optimizer steps, such as frozen ones, have no rows of param_origin and param_updated from compiled "
-    "steps: later steps may have changed them when the monitor takes a step."
+    "steps: later steps may have changed them before the monitor records a step."
 )
 
 SCALED: Final = "the optimizer divides by its loss_scale: grad_unreduced, grad_reduced and actv_grad are multiplied by it"
