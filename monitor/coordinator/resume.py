@@ -243,7 +243,7 @@ def _newest_alike(base: Path, rank: int, this: RestartedRun) -> Path | None:
 
 
 _AGAIN: Final = "this process has recorded the same model before, and leaves the directory of that recording as it is"
-_NO_OTHER: Final = "no directory of this rank is of the same model, the same number of ranks and the same groups"
+_NO_OTHER: Final = "no directory of this rank has the same model, number of ranks and groups"
 
 
 def _why_anew(alike: Sequence[tuple[Path, schema.ManifestRecord]], this: RestartedRun) -> str:

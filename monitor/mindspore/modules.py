@@ -385,7 +385,7 @@ class TrainingFlag:
                 "training flag", f"{said} evaluation. It was on before: call set_train(True) after an evaluation."
             )
         else:
-            self._failures.advise("training flag", f"{said} evaluation. Call set_train(True) on it unless that is meant.")
+            self._failures.advise("training flag", f"{said} evaluation. Call set_train(True) on it unless this is intended.")
 
 
 def _inside(cell: nn.Cell) -> set[int]:

@@ -550,5 +550,5 @@ class TrainingMode:
             then = "It was in training mode before: call model.train() after each evaluation."
             self._failures.warn("evaluation mode", _EVALUATED.format(step=step, then=then))
         else:
-            then = "Call model.train() before training, unless that is meant."
+            then = "Call model.train() before training, unless this is intended."
             self._failures.advise("evaluation mode", _EVALUATED.format(step=step, then=then))

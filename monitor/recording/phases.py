@@ -40,7 +40,7 @@ NEVER_STEPPED: Final = (
 )
 NEVER_CALLED: Final = (
     "No training forward of the model that was passed to set_monitor was seen, and none of its optimizers stepped. Another "
-    "optimizer ({name}) stepped meanwhile. Pass the model that the loop trains, and not one that it was copied from."
+    "optimizer ({name}) stepped meanwhile. Pass the model that the loop trains, not the one that it was copied from."
 )
 NAMED: Final = 3
 """Parameters that a warning names."""

@@ -41,12 +41,12 @@ class Schedule:
 
 
 MORE_FORWARDS: Final = (
-    "grad_acc_steps is {count}, but step {step} has more root forwards. They get the next micro-step numbers."
+    "grad_acc_steps is {count}, but step {step} has more training forwards of the model. They get the next micro-step numbers."
 )
 UNLIKE_BEFORE: Final = (
-    " The step before had not. If a batch failed, or the loop skipped optimizer.step() after it, its rows are among those of "
-    "this step, and numbers that the loop logs are means over both batches. With a call of batch_ended() after every batch it "
-    "is a step of its own, marked as skipped."
+    " The step before had exactly grad_acc_steps. If a batch failed, or the loop skipped optimizer.step() after it, its rows "
+    "are among those of this step, and numbers that the loop logs are means over both batches. Call batch_ended() after every "
+    "batch: then such a batch is a step of its own, marked as skipped."
 )
 
 

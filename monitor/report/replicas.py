@@ -124,7 +124,7 @@ def _came_apart(facts: Facts) -> CheckFinding | None:
         return None
     more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
     first = apart[0]["name"]
-    says = f"The ranks began with the same weights, and have others from step {begin} on: {WEIGHTS} {first}{more}."
+    says = f"The ranks began with the same weights, and have different ones from step {begin} on: {WEIGHTS} {first}{more}."
     return CheckFinding(BAD, says, Place(begin, None, WEIGHTS, facts.shown_name(WEIGHTS, first)), _APART)
 
 

@@ -463,7 +463,7 @@ class MetricsWriter:
             PROCESS.adopt(self)
             PROCESS.watch_signals(self._failures)
         if self._queue.qsize() > MOST_QUEUED:
-            said = "Training metrics are written too slowly: some steps are not shown."
+            said = "Training metrics are written too slowly: some steps are not shown. Show fewer steps or metrics."
             self._failures.warn("training metrics dropped", said)
         else:
             self._put(lambda: self._joiner.facts(facts))

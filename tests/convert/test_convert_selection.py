@@ -257,7 +257,7 @@ class TestArguments:
         thread = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         ended = self.converted_by_a_script_without_a_guard(tmp_path, thread)
         assert ended.returncode == 1
-        assert "has to stand under `if __name__ == '__main__':`" in ended.stderr.splitlines()[-1]
+        assert "put the call under `if __name__ == '__main__':`" in ended.stderr.splitlines()[-1]
         assert [name for name in files(tmp_path) if "curves" in name] == []
 
     @pytest.mark.skipif(sys.platform != "linux", reason="a process is copied on Linux alone")

@@ -548,7 +548,7 @@ class TestAuto:
     def test_a_restart_that_finds_only_others_begins_a_directory_and_warns(self, tmp_path, caplog):
         other = self.earlier(tmp_path, world_size=2)
         assert self.settle(tmp_path).directory != other
-        said = "no directory of this rank is of the same model, the same number of ranks and the same groups"
+        said = "no directory of this rank has the same model, number of ranks and groups"
         assert f"append_output: {said}. A new directory begins at step 3." in caplog.text
 
     def test_a_second_recording_of_a_model_in_one_process_begins_a_directory_and_the_reason_is_said(self, tmp_path, caplog):

@@ -106,7 +106,7 @@ def test_training_sees_its_error_wherever_it_shows(
         step_with(net, optimizer, 2)
     # A step whose optimizer was not called continues with the next forward, and that is all there is to say of it.
     assert not output.manifest()["failures"]
-    assert [line for line in warnings_in(caplog) if "has more root forwards" not in line] == []
+    assert [line for line in warnings_in(caplog) if "has more training forwards of the model" not in line] == []
 
 
 def test_training_sees_its_error_where_a_parameter_was_frozen(output: Output) -> None:

@@ -150,7 +150,7 @@ def test_a_step_that_is_skipped_continues_in_the_next_call_of_the_optimizer(
     expected = recorded(output, plain)
     assert [row for row in found if row.kind in whole_steps] == [row for row in expected if row.kind in whole_steps]
     (said,) = without_moments(warnings_in(caplog))
-    assert said.startswith("[rank 0] grad_acc_steps is 1, but step 1 has more root forwards.")
+    assert said.startswith("[rank 0] grad_acc_steps is 1, but step 1 has more training forwards of the model.")
 
 
 def test_steps_of_an_optimizer_that_was_made_later_are_in_the_open_step_and_a_warning_says_to_attach_again(
@@ -165,7 +165,7 @@ def test_steps_of_an_optimizer_that_was_made_later_are_in_the_open_step_and_a_wa
     found = recorded(output, loop)
     assert places(found, "actv") == [(0, 0), (1, 0), (1, 1)]
     assert {row.step for row in found if row.kind == "param_updated"} == {0}
-    (said,) = [one for one in without_moments(warnings_in(caplog)) if "more root forwards" in one]
+    (said,) = [one for one in without_moments(warnings_in(caplog)) if "more training forwards of the model" in one]
     assert "set_monitor again with a new optimizer" in said
 
 

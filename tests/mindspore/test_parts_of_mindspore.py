@@ -353,7 +353,7 @@ def test_a_gradient_of_the_input_alone_is_a_forward_more(output: Output, caplog:
     assert job.train(output) == job.train(None)
     assert [row.micro_step for row in output.rows("actv_grad") if row.name == ".input"] == [0] * STEPS
     assert len(output.rows("grad_unreduced")) == len(output.rows("grad_reduced")) == 4 * STEPS
-    assert any("has more root forwards" in said for said in warnings_in(caplog))
+    assert any("has more training forwards of the model" in said for said in warnings_in(caplog))
 
 
 def test_a_row_of_several_backwards_holds_the_last_and_the_manifest_says_so(output: Output) -> None:

@@ -129,7 +129,7 @@ def test_gradients_that_a_wrapper_reduces_are_followed(tmp_path: Path) -> None:
 # --- The mode of the model.
 
 LEFT = "It was in training mode before: call model.train() after each evaluation."
-FROM_THE_START = "Call model.train() before training, unless that is meant."
+FROM_THE_START = "Call model.train() before training, unless this is intended."
 
 
 def evaluated(output: Output, modes: Callable[[nn.Module, int], object]) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def test_a_step_of_more_micro_batches_has_the_sum_of_all_and_one_warning(
             optimizer.step()
             optimizer.zero_grad()
     assert_rows(output, "grad_unreduced", expected)
-    assert len([message for message in caplog.messages if "more root forwards" in message]) == 1
+    assert len([message for message in caplog.messages if "more training forwards of the model" in message]) == 1
     assert output.manifest()["failures"] == {}  # nothing is lost: trainermon report calls such a run healthy
 
 
@@ -236,9 +236,11 @@ def test_a_batch_that_the_loop_does_not_step_is_named_or_is_a_skipped_step(
                 optimizer.step()
             if told:
                 monitor.batch_ended()
-    said = [one for one in caplog.messages if "The step before had not. If a batch failed" in one]
+    said = [one for one in caplog.messages if "The step before had exactly grad_acc_steps. If a batch failed" in one]
     assert output.manifest()["steps"]["skipped"]["ranges"] == ([[2, 3, 1]] if told else [])
-    assert ("step 2 has more root forwards" in output.manifest()["notes"].get("more_forwards", "")) == (not told)
+    assert ("step 2 has more training forwards of the model" in output.manifest()["notes"].get("more_forwards", "")) == (
+        not told
+    )
     assert len(said) == (not told)
 
 

@@ -233,12 +233,12 @@ def test_ranks_that_train_apart_are_told_from_ranks_that_hold_parts(alike_at_fir
     with reported(tmp_path) as (_, checks, verdict):
         found = {check.name: check for check in checks if check.state == BAD}
     if alike_at_first:
-        assert verdict.says == "The ranks began with the same weights, and have others from step 4 on: param_origin b."
+        assert verdict.says == "The ranks began with the same weights, and have different ones from step 4 on: param_origin b."
         assert verdict.then.startswith("If they train one model, nothing averages their gradients: wrap it")
         assert (verdict.place.step, verdict.place.kind, verdict.place.name) == (4, "param_origin", "b")
     assert set(found) == ({"Replicas agree"} if alike_at_first else set()) | {"Tensors whole"}
     assert found["Tensors whole"].finding.says.startswith(
-        "No number of the whole tensor is known of param_origin b: the ranks have tensors of this name"
+        "No number of the whole tensor is known of param_origin b: several ranks have a tensor of this name"
     )
 
 

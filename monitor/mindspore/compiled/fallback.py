@@ -62,10 +62,10 @@ AGAIN: Final = (
     "as long. It does so once for each graph. Fewer kinds and targets take less."
 )
 CHANGED: Final = (
-    "With the monitor's operators, MindSpore would compile other computations for this model, or it cannot be told: loops and "
-    "branches on tensors hide it. Last bits of training could change. So the model was compiled without these operators, and "
-    "from now on its compiled code has rows of weights and moments only. Train in PYNATIVE_MODE without @jit to record it, or "
-    f"{ON_REQUEST}."
+    "With the monitor's operators, MindSpore would compile other computations for this model, or this is unknown because loops "
+    "and branches on tensors hide it. Last bits of training could change. So the model was compiled without these operators, "
+    "and from now on its compiled code has rows of weights and moments only. Train in PYNATIVE_MODE without @jit to record it, "
+    f"or {ON_REQUEST}."
 )
 
 OVERTAKEN: Final = (

@@ -65,7 +65,7 @@ SEVERAL: Final = (
 BETWEEN: Final = kinds_asked_for(("param_distribution", "mv_distribution"))
 ELSEWHERE: Final = (
     "Weights or the optimizer's state were replaced (set_data, load_param_into_net) after a @jit function was compiled that "
-    f"trains them. MindSpore goes on training the earlier tensors, which Python no longer sees. So the rows of {BETWEEN} are "
+    f"trains them. MindSpore continues to train the earlier tensors, which Python no longer sees. So the rows of {BETWEEN} are "
     "missing. Load before the first call of the function, or make the function anew afterwards."
 )
 NOT_MEASURED: Final = (
@@ -83,8 +83,8 @@ INSIDE: Final = "actv, actv_grad, grad_unreduced"
 MEASURED: Final = ("xy_distribution",)
 """The fields of which MindSpore's operations measure all."""
 SEVERAL_MEASURED: Final = (
-    "Compiled code has made {count} steps in one call, as with data sinking. What was measured in them does not show in which "
-    f"step, so they have no rows of {INSIDE}. Pass sink_size=1 to Model.train to record them."
+    "Compiled code has made {count} steps in one call, as with data sinking. The measurements do not show to which step they "
+    f"belong, so these steps have no rows of {INSIDE}. Pass sink_size=1 to Model.train to record them."
 )
 GRADIENTS: Final = "wg_distribution"
 NOT_OUTSIDE: Final = (

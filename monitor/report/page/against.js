@@ -83,7 +83,7 @@ class Against extends Report {
     else {
       this.clear($('against-apart'))
       this.clear($('against-curve'))
-      element('p', $('against-curve'), `One run alone has ${kind} ${tensor}, or the page has no room for its curves.`)
+      element('p', $('against-curve'), `Only one run has ${kind} ${tensor}, or the page has no room for its curves.`)
     }
   }
 

@@ -133,7 +133,7 @@ class Report {
     const box = element('div', cell)
     const fill = () => {
       box.replaceChildren()
-      element('p', box, `${title}: of each row, the cell that is furthest from normal, and its place`)
+      element('p', box, `${title}: for each row, the cell that is furthest from normal, and its place`)
       fillTable(box, [row, 'at', 'value', 'cells that are NaN', 'infinite', 'not recorded'], map.rows, place => {
         const cells = map.cells.subarray(place * map.columns, (place + 1) * map.columns), worst = cells.indexOf(cells.reduce((a, b) => Math.max(a, b)))
         const count = code => cells.reduce((sum, one) => sum + (one === code), 0), { nan, infinite } = this.data.codes

@@ -329,7 +329,7 @@ def test_an_optimizer_that_is_compiled_apart_has_its_rows_beside_those_of_the_dy
         for number in range(STEPS):
             apply(gradients_of(inputs(number))[1])
     assert_same(rows, {key: values for key, values in expected.items() if key[0] != "grad_reduced"})
-    assert not any("more root forwards" in said for said in warnings_in(caplog))
+    assert not any("more training forwards of the model" in said for said in warnings_in(caplog))
     (said,) = [said for said in warnings_in(caplog) if "A training step is compiled" in said]
     assert "have no rows: grad_reduced. " in said
 
