@@ -331,7 +331,7 @@ def _summary(found: Compared) -> Iterator[str]:
         yield f"the same: {counted(found.tensors, found.unit)}{both}"
     if found.rounded and found.different:
         differ = counted(found.rounded, f"more {found.unit} differs", f"more {found.unit}s differ")
-        yield f"{differ} by no more than rounding after so many steps"
+        yield f"{differ} by no more than rounding explains after so many steps"
     elif found.rounded:
         most = f"at most {found.most_rounded:.2g} times that of one step"
         yield f"{counted(found.rounded, f'{found.unit} differs', f'{found.unit}s differ')} by rounding: {most}"

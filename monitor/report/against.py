@@ -119,7 +119,7 @@ class Against:
             tensors = len(_firsts(compared.findings))
             more = f" {tensors:,} tensors differ." if tensors > 1 else ""
             differ = counted(compared.rounded, "more row differs", "more rows differ")
-            rest = f" {differ} by no more than rounding after so many steps." if compared.rounded else ""
+            rest = f" {differ} by no more than rounding explains after so many steps." if compared.rounded else ""
             return f"The run differs from {self.other} first in step {first.step}: {self._said(first)}.{more}{rest}"
         same = f"The same as {self.other}: {counted(compared.tensors, 'row')}"
         missing = " that both runs have. Something is on one side alone" if compared.not_compared else ""
