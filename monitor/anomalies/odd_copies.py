@@ -230,7 +230,7 @@ def who(one: Mapping[str, Any]) -> str:
     ranks = f"rank{'' if len(named) == 1 else 's'} {', '.join(named[:8])}{more}"
     if changed := one.get("changed_on"):
         found = f"rank{'' if len(changed) == 1 else 's'} {', '.join(map(str, changed))}"
-        own = f"; {found} found that its own copy is not what the step before had left"
+        own = f"; {found} found that its own copy changed between two steps"
     else:
         own = "" if one["agreeing"] else ", and the copies do not say which is wrong"
     if not one["agreeing"]:

@@ -142,7 +142,7 @@ def unchanged_between_steps(facts: Facts) -> CheckFinding:
     rarely = (one.get("intervals", {}).get("param_distribution", 1) for one in asked)
     if any(one.get("step_interval", 1) != 1 for one in asked) or any(interval != 1 for interval in rarely):
         return CheckFinding(NOT_LOOKED_AT, "Weights are compared between steps only if every step is collected.")
-    return CheckFinding(GOOD, "Weights were what the step before had left, or most were written at once.")
+    return CheckFinding(GOOD, "No weight changed between steps, except where most were written at once.")
 
 
 def found_while_running(facts: Facts, check: Literal["copies", "between steps"]) -> list[dict[str, Any]]:
