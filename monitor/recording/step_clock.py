@@ -171,7 +171,7 @@ class MicroBatchCount:
         """
         one = forwards == 1
         counted = f"{forwards} micro-batch{'' if one else 'es'} (training forward{'' if one else 's'} of the model)"
-        found = f"Step {step - 1} had {counted}, so a step has {self.adopted}."
+        found = f"Step {step - 1} had {counted}, so the monitor expects {self.adopted} in each step."
         begins = f" Rows and alerts begin with step {step}; with micro_batches={self.adopted} they begin with the first one."
         return found + begins if late else found
 

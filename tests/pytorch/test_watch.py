@@ -74,7 +74,7 @@ def test_the_first_step_shows_how_many_micro_batches_there_are(micro_batches: in
 
     expected = {name: text for name, text in files(first).items() if micro_batches == 1 or not name.endswith("_0-0.csv")}
     assert files(second) == expected
-    assert f"a step has {micro_batches}" in json.loads((second / "manifest.json").read_text())["notes"]["micro_steps"]
+    assert f"expects {micro_batches} in each step" in json.loads((second / "manifest.json").read_text())["notes"]["micro_steps"]
 
 
 def test_two_steps_that_agree_correct_a_first_step_with_a_forward_more(output: Output) -> None:
@@ -87,7 +87,7 @@ def test_two_steps_that_agree_correct_a_first_step_with_a_forward_more(output: O
             optimizer.step()
             optimizer.zero_grad()
     assert (
-        "Step 2 had 1 micro-batch (training forward of the model), so a step has 1."
+        "Step 2 had 1 micro-batch (training forward of the model), so the monitor expects 1 in each step."
         in output.manifest()["notes"]["micro_steps"]
     )
     assert {row.step for row in output.rows("grad_reduced")} == {1, 2, 3, 4}
