@@ -148,7 +148,8 @@ def _print(printed: dict[str, Any] | None, checks: list[CheckResult], verdict: V
         return
     console = Console()
     for one in sorted(checks, key=lambda one: _LAST.index(one.state)):  # a terminal shows the end
-        say(console, f"{_SIGNS.get(one.state, 'not looked at ')} {one.name}: {one.finding.says}")
+        look = f" To look: {one.look}" if one.state == NOT_LOOKED_AT else ""
+        say(console, f"{_SIGNS.get(one.state, 'not looked at ')} {one.name}: {one.finding.says}{look}")
     say(console, verdict.says, style=_STYLES.get(verdict.state, ""))
     if verdict.then:
         say(console, verdict.then)
