@@ -99,8 +99,8 @@ def made(now: float | Tensor, before: float | Tensor | None = None) -> float | T
 
 ADAMS: Final = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam", "HybridAdam"})
 """Names of classes that step by this rule. Subclasses count too."""
-HYPERPARAMETERS: Final = frozenset({"betas", "eps"})
-"""What the parameter groups of each of them have."""
+PACKAGES: Final = frozenset({"torch", "apex", "deepspeed", "colossalai", "transformer_engine", "megatron", "mindspeed"})
+"""The packages whose classes of these names do. Those of others may project gradients, as GaLore does, or correct no bias."""
 DECOUPLED: Final = frozenset({"AdamW"})
 """Optimizers whose weight decay is never added to the gradient."""
 
@@ -176,20 +176,20 @@ class AdamSteps:
         corrections = biases if group.get("bias_correction", True) not in (False, 0) else [1.0, 1.0]
         return AdamMoments(mean, square, corrections[0], corrections[1], biases[1], float(group["eps"]), was_made)
 
-    def is_adam(
-        self, optimizer: Optimizer, group: Mapping[str, Any], lacking: str, needs: str, without: str = "it has no rows"
-    ) -> bool:
+    def is_adam(self, optimizer: Optimizer, lacking: str, needs: str, without: str = "it has no rows") -> bool:
         """Whether an optimizer is a known Adam. If not, a warning about ``lacking`` says once what ``needs`` one, and what is
         missing ``without``.
         """
-        name, why = type(optimizer).__name__, ""
-        if not any(base.__name__ in ADAMS for base in type(optimizer).__mro__):
-            why = f"{name} is none"
-        elif not group.keys() >= HYPERPARAMETERS:  # a class of that name may be any user's
-            why = f"the parameter groups of this {name} lack betas or eps"
-        if why:
-            self._failures.nothing_of(lacking, f"{needs}, and {why}: {without}.")
-        return not why
+        kind = type(optimizer)
+        if any(_is_known_adam(base) for base in kind.__mro__):
+            return True
+        why = f"{kind.__module__}.{kind.__name__} is not a known one" if kind.__name__ in ADAMS else f"{kind.__name__} is none"
+        self._failures.nothing_of(lacking, f"{needs}, and {why}: {without}.")
+        return False
+
+
+def _is_known_adam(kind: type) -> bool:
+    return kind.__name__ in ADAMS and kind.__module__.partition(".")[0] in PACKAGES
 
 
 class AdamCollector(Collector):
@@ -225,12 +225,12 @@ class AdamCollector(Collector):
 
     def _moments(self, parameter: NamedParameter, optimizer: Optimizer) -> AdamMoments | None:
         stepped, group = self._steps.stepped(parameter, optimizer) or (None, None)
-        if stepped is None or group is None or not self._is_adam(stepped.optimizer, group):
+        if stepped is None or group is None or not self._is_adam(stepped.optimizer):
             return None
         return self._steps.moments(parameter, stepped, group)
 
-    def _is_adam(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-        return self._steps.is_adam(optimizer, group, "adam_update", "ur_distribution needs an Adam optimizer")
+    def _is_adam(self, optimizer: Optimizer) -> bool:
+        return self._steps.is_adam(optimizer, "adam_update", "ur_distribution needs an Adam optimizer")
 
     def _count(self, moments: AdamMoments) -> tuple[ComputedRow, ComputedRow]:
         updates, ratios = (signed(moments.mean, self._reader.host, self._eps) for _ in range(2))
@@ -432,7 +432,7 @@ class TorchStepReading:
         self, parameter: NamedParameter, stepped: SteppedTensor, group: Mapping[str, Any], weight: Tensor
     ) -> AdamMoments | None:
         needs = "optimizer_health: staleness and below_eps need an Adam optimizer"
-        if not group or not self._steps.is_adam(stepped.optimizer, group, "staleness", needs, "their cells are empty"):
+        if not group or not self._steps.is_adam(stepped.optimizer, "staleness", needs, "their cells are empty"):
             return None
         moments = self._steps.moments(parameter, stepped, group)
         return moments if moments is not None and _fits(moments.mean, weight) else None

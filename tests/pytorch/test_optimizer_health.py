@@ -327,10 +327,12 @@ def test_a_skipped_step_has_no_rows(output: Output, fused: bool) -> None:
 
 
 class NamedAlike(Optimizer):
-    """An optimizer of a user's own, by the name of a known Adam. Its groups have other hyperparameters."""
+    """An optimizer of another package, with the name and the hyperparameters of a known Adam. It steps by another rule, as that
+    of GaLore does.
+    """
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1, "beta1": 0.9})
+        super().__init__(parameters, {"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-8})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -357,7 +359,7 @@ def test_an_optimizer_that_only_has_the_name_of_adam_is_named_and_keeps_what_nee
         {"staleness": None, "swallowed": 0.0, "below_eps": None}
     ] * 8
     assert output.rows("adam_update") == []
-    reason = "an Adam optimizer, and the parameter groups of this Adam lack betas or eps"
+    reason = f"an Adam optimizer, and {__name__}.Adam is not a known one"
     assert sum(reason in said for said in warnings_in(caplog)) == len(warnings_in(caplog)) == 2
 
 
