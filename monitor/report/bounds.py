@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from monitor.report.facts import Facts
 from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
 from monitor.report.history import Ints
 from monitor.report.kind_reader import GLOBAL_NAME, KindReader
+from monitor.report.trained_weights import is_of_rounding
 
 
 class Beyond(NamedTuple):
@@ -74,15 +76,21 @@ def beyond(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyon
 
 
 class _RowsInARow:
-    """Counts the rows in a row at which each tensor of each rank is beyond a bound (``RowTaker``).
+    """Counts the rows in a row at which each tensor of each rank is beyond a bound (``RowTaker``). The count begins anew if the
+    gradient of the tensor is found to be rounding alone.
 
     Attributes:
         found: Step, number of the series, number of the rank, and value where a count is reached first, or where NaN comes
             first.
     """
 
-    def __init__(self, bound: Bound, ranks: int) -> None:
-        self._bound, self._ranks = bound, ranks
+    def __init__(self, bound: Bound, ranks: int, is_of_rounding: Callable[[int, int], bool]) -> None:
+        """Count no rows yet.
+
+        Args:
+            is_of_rounding: Of the number of a series and a step.
+        """
+        self._bound, self._ranks, self._is_of_rounding = bound, ranks, is_of_rounding
         self._counts: Ints = np.zeros((2, 0), np.int64)  # of all rows, and of those in a row
         self.found: tuple[int, int, int, float] | None = None
 
@@ -99,14 +107,18 @@ class _RowsInARow:
         seen, in_a_row = self._counts[:, pairs]
         in_a_row = self._bound.rows_in_a_row(values, seen, in_a_row)
         self._counts[:, pairs] = seen + 1, in_a_row
-        there = np.flatnonzero((in_a_row >= self._bound.in_a_row) | np.isnan(values))
-        if len(there) and self.found is None:
-            pair = int(pairs[there[0]])
-            self.found = step, pair // self._ranks, pair % self._ranks, float(values[there[0]])
+        there = np.flatnonzero((in_a_row >= self._bound.in_a_row) | np.isnan(values)) if self.found is None else ()
+        for place in there:
+            series, rank = divmod(int(pairs[place]), self._ranks)
+            if np.isnan(values[place]) or not self._is_of_rounding(series, step):
+                self.found = step, series, rank, float(values[place])
+                return
+            self._counts[1, pairs[place]] = 0
 
 
 def _lasting(facts: Facts, kind: str, column: str, bound: Bound) -> Iterator[Beyond]:
-    rows, counted = KindReader(facts.source, kind, column), _RowsInARow(bound, len(facts.ranks))
+    rows = KindReader(facts.source, kind, column)
+    counted = _RowsInARow(bound, len(facts.ranks), partial(is_of_rounding, facts, rows))
     rows.feed(counted)
     if counted.found is not None:
         step, series, rank, value = counted.found

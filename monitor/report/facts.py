@@ -71,7 +71,7 @@ class Facts:
         base: The directory that contains those of the ranks, if they are still there.
         totals: Steps, and total norms that only rows give.
         norms: By step, the total norms of gradients before and after clipping, where both were recorded.
-        gradients: By step, the weights with a gradient in it, as far as a check has asked.
+        gradients: By step, the weights with a gradient in it and its norm, as far as a check has asked.
     """
 
     source: MergedSet
@@ -90,7 +90,7 @@ class Facts:
     left_out: int = 0
     base: Path = Path()
     totals: list[tuple[Ints, Numbers]] = field(default_factory=list)
-    gradients: dict[int, frozenset[str]] = field(default_factory=dict)
+    gradients: dict[int, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def ranks(self) -> list[int]:

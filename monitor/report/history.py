@@ -47,6 +47,11 @@ SMALL_SHARE: Final = 1 / 64
 zero in exact arithmetic.
 """
 
+ROUNDING_SHARE: Final = 1e-4
+"""A gradient below this share of the greatest one may be rounding alone. That of a bias in front of a BatchNorm is zero in
+exact arithmetic; its share is about 1e-7 in float32.
+"""
+
 LEAST_TOGETHER: Final = 8
 """Fewest values that are compared with their median: that of fewer may be a fault's."""
 
@@ -103,7 +108,7 @@ class SuddenBound(NamedTuple):
         if kind == "update_ratio":
             return cls(of_one=math.inf)  # it is as large as one likes when the weight passes zero
         if is_moment(kind):
-            return cls(adds_up=True)
+            return cls(small=ROUNDING_SHARE ** (2 if "_sq" in kind else 1), adds_up=True)
         return cls(small=SMALL_SHARE, in_batches=True) if kind in (*GRADIENT_KINDS, "actv_grad") else cls()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from monitor.query.sources import RowChoice
 from monitor.report.facts import Facts, regular_steps
 from monitor.report.findings import GOOD, NOT_LOOKED_AT, CheckFinding, first_names
+from monitor.report.history import ROUNDING_SHARE
 from monitor.report.kind_reader import GLOBAL_NAME, KindReader
 from monitor.series import PARAMETER_KINDS
 from monitor.terminal import counted
@@ -62,21 +63,40 @@ def without_gradients(facts: Facts) -> dict[str, int]:
 
 
 def lacked_gradient(facts: Facts, updates: KindReader, series: int, step: int) -> bool:
-    """Whether a weight had no gradient in a step, as far as that is known. Then the optimizer does not change it.
+    """Whether a weight had no gradient in a step, as far as that is known, or one of rounding. Then the optimizer may leave it.
 
     Args:
         updates: The rows of ``update_ratio``. ``series`` is a number among them.
     """
-    kind = _kind_of_gradients(facts)
-    if not kind:
+    if not _kind_of_gradients(facts):
         return False
-    if step not in facts.gradients:
-        rows = facts.source.rows(RowChoice(kind, steps=range(step, step + 1), columns=("name", GLOBAL_NAME)))
-        facts.gradients[step] = frozenset(one[GLOBAL_NAME] or one["name"] for one in rows.to_pylist())
-    if facts.gradients[step]:
-        return updates.series[series][1] not in facts.gradients[step]
+    there = _gradients(facts, step)
+    if there:
+        return updates.series[series][1] not in there or is_of_rounding(facts, updates, series, step)
     name = updates.names[series]
     return step > without_gradients(facts).get(name, step)
+
+
+def is_of_rounding(facts: Facts, rows: KindReader, series: int, step: int) -> bool:
+    """Whether the gradient of a weight in a step is so small beside the greatest one that it may be rounding alone, as that of
+    a bias in front of a BatchNorm is.
+
+    Args:
+        rows: Rows of weights. ``series`` is a number among them.
+    """
+    norms = _gradients(facts, step)
+    return norms.get(rows.series[series][1], np.nan) < ROUNDING_SHARE * max(norms.values(), default=np.nan)
+
+
+def _gradients(facts: Facts, step: int) -> Mapping[str, float]:
+    """By weight, the norm of its gradient in a step; NaN if it is not known."""
+    kind = _kind_of_gradients(facts)
+    if step not in facts.gradients:
+        columns = "name", GLOBAL_NAME, *(("norm",) if kind and "norm" in facts.kinds[kind].ops else ())
+        rows = facts.source.rows(RowChoice(kind, steps=range(step, step + 1), columns=columns)).to_pylist() if kind else []
+        norms = ((one[GLOBAL_NAME] or one["name"], one.get("norm")) for one in rows)
+        facts.gradients[step] = {name: np.nan if norm is None else norm for name, norm in norms}
+    return facts.gradients[step]
 
 
 def _kind_of_gradients(facts: Facts) -> str:

@@ -168,6 +168,48 @@ def test_updates_that_rounding_swallows_are_bad_if_they_last(tmp_path: Path) -> 
     )
 
 
+# --- Gradients that are rounding alone.
+
+
+def with_gradients(base: Path, kind: str, numbers: Callable[[int, int], dict[int, float]], share: float) -> list[CheckResult]:
+    """The gradient of layer 2 has a share of that of the others."""
+    one = RecordedRank(base)
+    for step in range(STEPS):
+        gradients = [{COUNT: 8, SUMSQ: (share if layer == 2 else 1.0) ** 2} for layer in range(LAYERS)]
+        of_kinds = {"grad_reduced": gradients, kind: [numbers(step, layer) for layer in range(LAYERS)]}
+        one.write(step, {k: [Measured(f"h.{n}.weight", numbers=x) for n, x in enumerate(rows)] for k, rows in of_kinds.items()})
+    one.close()
+    _, checks, _ = modelled(base)
+    return checks
+
+
+def growing_moment(norm: float) -> Callable[[int, int], dict[int, float]]:
+    """That of layer 2 grows a hundredfold in a step. The others have norms of 1."""
+    return lambda step, layer: {COUNT: 8, SUMSQ: 1.0 if layer != 2 else (norm * (100 if step >= WHEN else 1)) ** 2}
+
+
+OF_ROUNDING = {
+    "swallowed updates": ("optimizer_health", health(lambda *_: 1.0, lambda _, layer: float(layer == 2)), "Optimizer"),
+    "an update that stops": ("update_ratio", ratios(FAULTY["a layer that stops"]), "Updates of layers"),
+}
+
+
+@pytest.mark.parametrize("what", OF_ROUNDING)
+def test_updates_of_a_gradient_that_is_rounding_alone_are_not_judged(what: str, tmp_path: Path) -> None:
+    """The bias in front of a BatchNorm has such a gradient: SGD hardly changes it."""
+    kind, numbers, check = OF_ROUNDING[what]
+    checks = with_gradients(tmp_path / "rounding", kind, numbers, 1e-7)
+    assert (state(checks, check), state(checks, "Sudden changes")) == (GOOD, GOOD)
+    assert state(with_gradients(tmp_path / "gradient", kind, numbers, 1e-2), check) == BAD
+
+
+def test_moments_of_a_gradient_that_is_rounding_alone_have_no_sudden_change(tmp_path: Path) -> None:
+    """Those of other gradients have one, however small they are."""
+    for norm, expected in ((1e-15, GOOD), (1e-7, BAD)):
+        checks = recorded(tmp_path / str(norm), "exp_avg_sq", growing_moment(norm))
+        assert state(checks, "Sudden changes") == expected
+
+
 # --- Clipping.
 
 
