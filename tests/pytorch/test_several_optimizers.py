@@ -664,6 +664,26 @@ class TestStateThatIsNotTheParameters:
         assert output.rows("exp_avg") == []
         assert "int8" in output.manifest()["notes"]["optimizer_state"]
 
+    @pytest.mark.parametrize("key", [0, "momentum_buffer"])
+    def test_state_in_dictionaries_is_named(self, output: Output, key: Any) -> None:
+        """Heavyball keeps a dictionary for each view of a parameter, and AggMo one of the momenta of several betas."""
+
+        class Nesting(SGD):
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                del closure
+                for p in self.param_groups[0]["params"]:
+                    self.state[p] = {key: {0.9: p.grad.clone()}}
+
+        model = self.three()
+        optimizer = Nesting(model.parameters(), lr=0.1)
+        with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+            for _ in range(2):
+                model(X).square().sum().backward()
+                optimizer.step()
+        assert output.rows("exp_avg") == []
+        assert f"Nesting keeps {key!r}, which is not known" in output.manifest()["notes"]["optimizer_state"]
+
     def test_moments_that_are_made_before_the_first_step_are_none(self, output: Output) -> None:
         model = self.three()
         optimizer = Adam(model.parameters(), lr=0.1)

@@ -226,7 +226,8 @@ class MomentFinder:
     def _without_name(self, kind: str, state: Mapping[str, Any], stepped: SteppedTensor) -> Tensor | None:
         stacked = self._stacked(kind, stepped)
         if stacked is None:
-            unknown = [name for name, x in state.items() if isinstance(x, Tensor) and x.dim() and name not in KNOWN]
+            other = (name for name, x in state.items() if name not in KNOWN or not isinstance(x, Tensor))
+            unknown = [name for name in other if _holds_elements(state[name])]
             if unknown:
                 keeps = f"{type(stepped.optimizer).__name__} keeps {', '.join(map(repr, unknown))}"
                 self._say(f"{keeps}, which is not known to be {MEANING[kind]}: {kind} has no rows of it")
@@ -284,6 +285,13 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
     """
     step = state.get("step")
     return step is None or (isinstance(step, Tensor) and not step.is_cpu) or float(step) != 0
+
+
+def _holds_elements(x: Any) -> bool:
+    """Whether optimizer state is a tensor with dimensions, or contains one, as the dictionaries of heavyball and AggMo do."""
+    if isinstance(x, Mapping | list | tuple):
+        return any(map(_holds_elements, x.values() if isinstance(x, Mapping) else x))
+    return isinstance(x, Tensor) and x.dim() > 0
 
 
 def _described(x: Tensor) -> str:
