@@ -188,6 +188,7 @@ class OptimizerSteps(CallListener):
         for container in containers:
             self._follow(container)
         self._wrapped: set[Optimizer] = set()
+        self._wrappers = frozenset(wrappers)
         for wrapper, inner in wrappers.items():
             self._follow_wrapper(wrapper, inner)
         if not optimizers:
@@ -219,11 +220,12 @@ class OptimizerSteps(CallListener):
         self._hooks.add(container.register_step_post_hook(hook))
 
     def _follow_wrapper(self, wrapper: Optimizer, inner: Optimizer) -> None:
-        """End the step of ``inner`` when the step of ``wrapper`` ends: the wrapper may change weights once more."""
+        """Begin and end the step of ``inner`` with that of ``wrapper``, which may change weights before and after it."""
 
         def begins(*_: Any) -> None:
             self._wrapped.add(inner)
             self._called.discard(inner)
+            self._listener.before_step(inner)
 
         def ended(*_: Any) -> None:
             self._wrapped.discard(inner)
@@ -251,7 +253,7 @@ class OptimizerSteps(CallListener):
 
         One that a known one calls in its step, as ``ZeroRedundancyOptimizer`` does, is a part of it.
         """
-        if optimizer in self._called:  # it has called its own hooks
+        if optimizer in self._called or optimizer in self._wrappers:  # their own hooks report them
             return
         if not self._monitored([frame.f_locals.get("self") for frame in _steps_within()]):
             stepped = _ids(optimizer)
@@ -312,7 +314,8 @@ class OptimizerSteps(CallListener):
         if (found_inf := _found_inf(optimizer)) is not None:
             still_scaled = getattr(optimizer, "grad_scale", None) is not None
             self._guarded("reading what the scaler found", self._listener.scales_itself)(optimizer, found_inf, still_scaled)
-        self._guarded("reading before the step", self._listener.before_step)(optimizer)
+        if optimizer not in self._wrapped:
+            self._guarded("reading before the step", self._listener.before_step)(optimizer)
         ready = partial(self._guarded("reading gradients", self._listener.gradients_ready), optimizer)
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": partial(self._evaluate, kwargs["closure"], ready)}

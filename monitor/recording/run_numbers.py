@@ -99,12 +99,10 @@ class RunNumbers(Collector):
         del before_a_turn
         self._forget()
 
-    def before_step(self, turn: OptimizerTurn) -> None:
+    def gradients_ready(self, turn: OptimizerTurn) -> None:
         """Take the learning rates with which the optimizer is about to step."""
         if self._automatic:
             self._failures.guarded("reading the learning rates", self._take_rates, _NOT_RECORDED)(turn.optimizer)
-
-    def gradients_ready(self, turn: OptimizerTurn) -> None:
         self._turns[id(turn.optimizer)] = turn.ids
         self._clippings = [self._checked(one, turn) for one in self._clippings]
 

@@ -407,6 +407,46 @@ class TestWrappers:
                 model.zero_grad()
         reference.hold(output)
 
+    @pytest.mark.parametrize("every", [1, 2])
+    def test_a_wrapper_that_changes_weights_before_the_step_begins_it(self, output: Output, every: int) -> None:
+        """As a Schedule-Free wrapper does: the weights before the step are those of the forward. It may leave steps out."""
+
+        class Shifting(Optimizer):
+            def __init__(self, optimizer: Optimizer) -> None:
+                self.optimizer, self.calls = optimizer, 0
+                super().__init__(optimizer.param_groups, {})
+
+            @torch.no_grad()
+            def step(self, closure: None = None) -> None:  # type: ignore[override]
+                del closure
+                self.calls += 1
+                if self.calls % every == 0:
+                    for p in self.param_groups[0]["params"]:
+                        p.add_(0.5)
+                    self.param_groups[0]["lr"] = 0.01
+                    self.optimizer.step()
+
+        model = small_model()
+        inner = SGD(model.parameters(), lr=0.1)
+        optimizer, expected = Shifting(inner), []
+        kinds: dict[str, Any] = {"param_distribution": True, "update_ratio": True, "run_numbers": True, "ops": ["norm"]}
+        with attached(output, model, optimizer, grad_acc_steps=every, **kinds):
+            for call in range(4):
+                model(X).square().sum().backward()
+                before = {name: p.detach().clone() for name, p in model.named_parameters()}
+                optimizer.step()
+                if (call + 1) % every == 0:
+                    step = call // every
+                    expected += [(step, name, p.detach() - before[name], before[name]) for name, p in model.named_parameters()]
+                    model.zero_grad()
+        ratios = {(row.step, row.name): row.values for row in output.rows("update_ratio")}
+        origins = {(row.step, row.name): row.values["norm"] for row in output.rows("param_origin")}
+        for step, name, update, weight in expected:
+            assert origins[step, name] == pytest.approx(weight.norm().item(), rel=1e-5)
+            assert ratios[step, name]["update_norm"] == pytest.approx(update.norm().item(), rel=1e-4)
+        assert len(origins) == len(expected)
+        assert {row.values["value"] for row in output.rows("run") if row.name == "learning_rate.0"} == {0.01}
+
     def test_an_optimizer_that_calls_no_hooks_is_refused_unless_it_wraps_one(self, output: Output) -> None:
         class Bare(Optimizer):
             def __init__(self, optim: Any = None) -> None:
