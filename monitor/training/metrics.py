@@ -66,6 +66,16 @@ class GradientScale(Protocol):
         """Stop observing."""
 
 
+class LearningRate(Protocol):
+    """The learning rate of the first parameter group of the first optimizer."""
+
+    def next(self, optimizer: Any) -> Number | None:
+        """The rate in the next step; None if only the device knows it, or if it is not certain."""
+
+    def remove(self) -> None:
+        """Stop observing."""
+
+
 class MetricsBackend(Protocol):
     """A framework. The modules ``monitor.pytorch.training.backend`` and ``monitor.mindspore.training.backend`` implement it."""
 
@@ -87,8 +97,8 @@ class MetricsBackend(Protocol):
 
     def trainable_names(self, model: Any) -> list[str]: ...
 
-    def learning_rate(self, optimizer: Any) -> Number | None:
-        """The learning rate of the first parameter group in the next step; None if only the device knows it."""
+    def learning_rate(self, optimizer: Any, failures: Failures) -> LearningRate:
+        """Observe an optimizer or a list of them, without keeping it alive."""
 
     def routers(self, model: Any, names: Iterable[str], failures: Failures) -> Routers:
         """Observe the recognised routers, and the modules of these names.
@@ -256,6 +266,7 @@ class RunMetrics:
         self._model: Callable[[], Any] = nothing
         self._optimizer: Callable[[], Any] = nothing
         self._scale: GradientScale | None = None
+        self._rate: LearningRate | None = None
         self._began: float | None = None
         self._failures = Failures()
         source = GradNormSource(gradients_are_global, grad_norm_is_told)
@@ -293,6 +304,8 @@ class RunMetrics:
         if optimizer is not None:
             scale_of = self._failures.guarded("looking for a loss scale", self._backend.gradient_scale)
             self._scale = scale_of(optimizer, self._failures)
+            rate_of = self._failures.guarded("looking for a learning rate", self._backend.learning_rate)
+            self._rate = rate_of(optimizer, self._failures)
         if self.config.callbacks.TopkBiasBalanceCallback is not None and place.rank == 0:
             LOGGER.info("TopkBiasBalanceCallback: the load of experts is shown and not balanced; a monitor changes nothing.")
 
@@ -366,8 +379,8 @@ class RunMetrics:
         self._failures.guarded("listing trainable parameters", self._list_names)()
         step = Step(batch_size, partial(self._kept, "local_loss"))
         self._began = time.monotonic() if self._began is None else self._began
-        if (optimizer := self._optimizer()) is not None:
-            step.learning_rate = self._failures.guarded("reading the learning rate", self._backend.learning_rate)(optimizer)
+        if self._rate is not None and (optimizer := self._optimizer()) is not None:
+            step.learning_rate = self._failures.guarded("reading the learning rate", self._rate.next)(optimizer)
         return step
 
     def _list_names(self) -> None:
@@ -456,8 +469,9 @@ class RunMetrics:
         guarded = self._failures.guarded
         if self._routers is not None:
             guarded("removing the hooks of routers", self._routers.remove)()
-        if self._scale is not None:
-            guarded("removing the hooks of the optimizer", self._scale.remove)()
+        for observer in (self._scale, self._rate):
+            if observer is not None:
+                guarded("removing the hooks of the optimizer", observer.remove)()
         guarded("closing the recording", self._recording.close)()
         if self._writing is not None:
             guarded("closing training metrics", self._writing.close)()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mindspore
 import numpy as np
 import pytest
-from mindspore import Tensor, dataset, nn
+from mindspore import Tensor, dataset, nn, ops
 from mindspore.train import Callback, FixedLossScaleManager, Model, RunContext
 from ranks import Ranks, run_ranks, running
 
@@ -261,6 +261,26 @@ class TestOneRank:
         shown = scalars(tmp_path / "board" / "rank_0")
         assert [value for _, value in shown["loss"]] == pytest.approx(losses)
         assert [x for x, _ in shown["device_local_norm"]] == [1, 2]
+
+    @pytest.mark.parametrize("replaces", [True, False])
+    def test_a_rate_that_a_compiled_optimizer_does_not_use_is_not_shown(
+        self, replaces: bool, yaml: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Changes(Callback):
+            def on_train_step_end(self, context: RunContext) -> None:
+                rate = context.original_args().optimizer.learning_rate
+                rate.set_data(Tensor(0.5)) if replaces else ops.assign(rate, Tensor(0.5))
+
+        network = nn.Dense(2, 1)
+        model = Model(network, nn.MSELoss(), nn.Adam(network.trainable_params(), 0.1))
+        batches = dataset.NumpySlicesDataset(dict.fromkeys("xy", np.ones((3, 2), np.float32)), shuffle=False).batch(1)
+        # The rate changes before the metrics see the step's end.
+        model.train(1, batches, callbacks=[Changes(), MFLossMonitor(yaml(YAML))], dataset_sink_mode=False)
+        shown = scalars(tmp_path / "board" / "rank_0")["learning-rate"]
+        later = [] if replaces else [(2, 0.5), (3, 0.5)]
+        assert shown == [(1, pytest.approx(0.1)), *later]
+        said = [one for one in caplog.messages if "of Adam were replaced after its first step" in one]
+        assert len(said) == replaces
 
 
 class Arguments(dict[str, Any]):

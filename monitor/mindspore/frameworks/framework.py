@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, nn
 from monitor.failures import Failures
 from monitor.mindspore.compiled.replay import program_of
 from monitor.mindspore.frameworks.adams import Adams, MindSporeMoments
-from monitor.mindspore.frameworks.kept_tensors import ABSENT, REPLACED, KeptTensors
+from monitor.mindspore.frameworks.kept_tensors import KeptTensors
 from monitor.mindspore.frameworks.optimizer_state import OptimizerState, is_filled_in, optimizers_in
 from monitor.mindspore.optimizer_steps import MindSporeOptimizerSteps
 from monitor.mindspore.process_group import data_parallel_ranks
@@ -87,13 +87,9 @@ class SteppedOptimizer:
     @property
     def is_replaced(self) -> bool:
         """Whether the program has replaced tensors that the optimizer continues with. Looks once a step, if asked: it waits."""
-        if not (self._is_replaced or self._has_looked or self.is_compiled):
+        if not (self._has_looked or self.is_compiled):
             self._has_looked = True
-            if what := self._kept.replaced():
-                self._is_replaced = True
-                if self.failures is not None:
-                    said = REPLACED.format(what=what, name=type(self.optimizer).__name__)
-                    self.failures.nothing_of(ABSENT, said)
+            self._is_replaced = self._kept.are_replaced(self.failures)
         return self._is_replaced
 
     @property

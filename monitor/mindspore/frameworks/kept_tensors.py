@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from mindspore import Parameter, nn
 
+from monitor.failures import Failures
 from monitor.mindspore.frameworks.optimizer_state import OptimizerState
 from monitor.series import LEARNING_RATE, kinds_asked_for
 from monitor.stats.mindspore.tensors import on_host
@@ -34,6 +35,7 @@ class KeptTensors:
         self._kept: Mapping[str, Sequence[Parameter]] = {}
         self._smallest: Parameter | None = None
         self._addresses: Mapping[str, Sequence[int]] = {}
+        self._are_replaced = False
 
     def stepped(self) -> None:
         """The optimizer was called, so it is compiled. The first call takes the addresses, and waits.
@@ -50,14 +52,19 @@ class KeptTensors:
             self._smallest = min((*rates, *moments, *weights), key=lambda one: one.size)
             self._addresses = self._addresses_now(self._smallest)
 
-    def replaced(self) -> str:
-        """What has been replaced since then; empty if nothing was. Waits for the operations so far, as the call will.
+    def are_replaced(self, failures: Failures | None) -> bool:
+        """Whether the program has replaced one of them since then; the first time this warns. It waits for the operations so
+        far, as the call of the optimizer will.
 
         Raises:
             EarlierFailure: An operation of training has failed.
         """
-        now = {} if self._smallest is None else self._addresses_now(self._smallest)
-        return next((what for what, addresses in self._addresses.items() if now[what] != addresses), "")
+        now = {} if self._smallest is None or self._are_replaced else self._addresses_now(self._smallest)
+        for what in [one for one in now if now[one] != self._addresses[one]][:1]:
+            self._are_replaced = True
+            if failures is not None:
+                failures.nothing_of(ABSENT, REPLACED.format(what=what, name=type(self._state.optimizer).__name__))
+        return self._are_replaced
 
     def _addresses_now(self, smallest: Parameter) -> Mapping[str, Sequence[int]]:
         on_host(smallest)  # ``data_ptr`` waits, too, and would take the error of an operation of training

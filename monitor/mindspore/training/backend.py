@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from monitor.config import MonitorConfig
 from monitor.failures import Failures
 from monitor.mindspore.features import choices, reading as features
-from monitor.mindspore.frameworks.optimizer_state import next_rate
+from monitor.mindspore.frameworks.kept_tensors import KeptTensors
+from monitor.mindspore.frameworks.optimizer_state import OptimizerState, next_rate
 from monitor.mindspore.hooks import after_forward
 from monitor.mindspore.process_group import place
 from monitor.mindspore.trainer_mon import TrainerMon
@@ -104,6 +106,43 @@ def _counted(calls: Sequence[choices.ChosenExperts]) -> list[int]:
     return [int(count) for count in counts]
 
 
+# --- The learning rate, unless the program has replaced tensors that a compiled optimizer continues with.
+
+
+class MindSporeLearningRate:
+    """See ``monitor.training.metrics.LearningRate``. A schedule's rate is computed as the optimizer computes it."""
+
+    def __init__(self, optimizer: Any, failures: Failures) -> None:
+        self._failures = failures
+        self._hooks = HookSet()
+        self._kept: Callable[[], KeptTensors | None] = lambda: None
+        first = _first(optimizer)
+        if isinstance(first, nn.Optimizer):
+            tensors = KeptTensors(OptimizerState(first))
+            self._kept = weakref.ref(tensors)  # the optimizer's hook keeps them
+            stepped = failures.guarded("following an optimizer", lambda *_: tensors.stepped())
+            self._hooks.add(after_forward(first, stepped))
+
+    def next(self, optimizer: Any) -> Number | None:
+        if (tensors := self._kept()) is not None and tensors.are_replaced(self._failures):
+            return None
+        first = _first(optimizer)
+        if groups := getattr(first, "param_groups", None):
+            return kept(groups[0]["lr"])
+        found = first.get_lr() if hasattr(first, "get_lr") else None
+        rate = found[0] if isinstance(found, tuple | list) else found
+        return None if rate is None else kept(next_rate(first, rate))
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+
+def _first(optimizer: Any) -> Any:
+    if isinstance(optimizer, list):
+        return optimizer[0] if optimizer else None
+    return optimizer
+
+
 __all__ = ["counting_flops", "gradient_scale", "kept", "learning_rate", "monitor_of", "place", "routers", "trainable_names"]
 
 
@@ -115,17 +154,8 @@ def trainable_names(model: Any) -> list[str]:
     return [str(parameter.name) for parameter in model.trainable_params()]
 
 
-def learning_rate(optimizer: Any) -> Number | None:
-    """The learning rate of the first group of the first optimizer. A schedule's rate for the next step is computed as the
-    optimizer computes it.
-    """
-    if isinstance(optimizer, list):
-        optimizer = optimizer[0] if optimizer else None
-    if groups := getattr(optimizer, "param_groups", None):
-        return kept(groups[0]["lr"])
-    found = optimizer.get_lr() if hasattr(optimizer, "get_lr") else None
-    first = found[0] if isinstance(found, tuple | list) else found
-    return None if first is None else kept(next_rate(optimizer, first))
+def learning_rate(optimizer: Any, failures: Failures) -> MindSporeLearningRate:
+    return MindSporeLearningRate(optimizer, failures)
 
 
 def gradient_scale(optimizer: Any, failures: Failures) -> MindSporeGradientScale | None:

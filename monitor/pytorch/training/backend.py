@@ -236,6 +236,20 @@ class TorchGradientScale:
         self._last = None if scale is None else kept(scale)
 
 
+class TorchLearningRate:
+    """See ``monitor.training.metrics.LearningRate``."""
+
+    def next(self, optimizer: Any) -> Number | None:
+        if isinstance(optimizer, list):
+            optimizer = optimizer[0] if optimizer else None
+        while optimizer is not None and not hasattr(optimizer, "param_groups"):
+            optimizer = getattr(optimizer, "optimizer", None)  # an engine may be passed in place of its optimizer
+        return kept(optimizer.param_groups[0]["lr"]) if optimizer is not None and optimizer.param_groups else None
+
+    def remove(self) -> None:
+        """Nothing to remove."""
+
+
 __all__ = ["counting_flops", "gradient_scale", "kept", "learning_rate", "monitor_of", "place", "routers", "trainable_names"]
 
 COMPILED: Final = "The monitor cannot count the floating point operations of a compiled model: pass model_flops as a number."
@@ -262,13 +276,9 @@ def trainable_names(model: Any) -> list[str]:
     return [without_module(clean_name(name)) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def learning_rate(optimizer: Any) -> Number | None:
-    """The learning rate of the first group of the first optimizer."""
-    if isinstance(optimizer, list):
-        optimizer = optimizer[0] if optimizer else None
-    while optimizer is not None and not hasattr(optimizer, "param_groups"):
-        optimizer = getattr(optimizer, "optimizer", None)  # an engine may be passed in place of its optimizer
-    return kept(optimizer.param_groups[0]["lr"]) if optimizer is not None and optimizer.param_groups else None
+def learning_rate(optimizer: Any, failures: Failures) -> TorchLearningRate:
+    del optimizer, failures
+    return TorchLearningRate()
 
 
 def counting_flops(model: Any) -> AbstractContextManager[Callable[[], float]]:
