@@ -42,10 +42,15 @@ from monitor.stats.partials import Floats
 # ``DistributedGradReducer`` is compiled; visible is that it was called with as many gradients as the optimizer has.
 # Sums of other tensors (averaged weights, squares) may have the same shape. So on the host a gradient also has to be a
 # multiple of the result of such a sum. On a device this check would wait, so the shape has to suffice.
+# A gradient of few elements, such as a bias of two classes, may be a multiple of any sum, and zeros are one of each. These
+# also need a factor that the sum, its mean, or a larger gradient has.
 
 SUMS: Final = frozenset({"all_reduce"})
 ROUNDING: Final = 1e-3
 """The relative difference, against its norm, that a gradient may have to a multiple of a sum: a divided float16 is rounded."""
+
+FEW: Final = 4
+"""Gradients of so many elements, or fewer, may be multiples of a sum by chance."""
 
 OUT_OF_SIGHT: Final = (
     "The backward or the reduction of gradients is compiled, and the monitor cannot see whether gradients are reduced over the "
@@ -90,7 +95,9 @@ class MindSporeReductions(MindSporeCollectiveListener):
         self._wanted = False
         self._reducer_listener = _ReducerListener(failures.guarded("following a reducer of gradients", self._reducer_called))
         self._sums: dict[Ranks, Counter[Shape]] = {}
-        self._given: dict[Shape, list[Tensor]] = {}
+        self._given: dict[Shape, list[tuple[Tensor, Ranks]]] = {}
+        self._handed: Sequence[Tensor | None] = ()
+        self._compared: dict[int, Sequence[tuple[float, Ranks]]] = {}
         self._compares = on_the_host()
         self.is_whole, self.out_of_sight = False, ""
         self._reducers: list[tuple[Ranks, tuple[Shape, ...]]] = []
@@ -126,6 +133,8 @@ class MindSporeReductions(MindSporeCollectiveListener):
         """
         arrived, self._wanted = self._wanted, False
         self.is_whole = not has_others() or self._reaches_all([])
+        self._handed = gradients
+        self._compared.clear()
         if self.is_whole:
             return
         are_taped, are_copies = (any(map(kind, gradients)) for kind in (_is_taped, _is_copy))
@@ -148,7 +157,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
         if (groups := getattr(gradient, SUMMED, None)) is not None:  # a copy that compiled code has made
             return self._reaches_all([_ranks_of(group) for group in groups])
         shape = tuple(gradient.shape)
-        return self._reduced.get(shape, False) and (not self._compares or self._stems_from_a_sum(gradient, shape))
+        return self._reduced.get(shape, False) and (not self._compares or self._stems_from_a_sum(gradient))
 
     def remove(self) -> None:
         """Stop listening."""
@@ -178,25 +187,35 @@ class MindSporeReductions(MindSporeCollectiveListener):
     def _reducer_called(self, reducer: Any, result: Any) -> None:
         shapes = tuple(tuple(one.shape) for one in result) if self._wanted and isinstance(result, (tuple, list)) else ()
         if shapes and all(reducer.allreduce_filter):
-            self._reducers.append((_ranks_of(_group_of(reducer)), shapes))
-            self._keep(result)
+            ranks = _ranks_of(_group_of(reducer))
+            self._reducers.append((ranks, shapes))
+            self._keep(result, ranks)
 
     def _summed(self, ranks: Ranks, given: Sequence[Tensor]) -> None:
         self._sums.setdefault(ranks, Counter()).update(tuple(one.shape) for one in given)
-        self._keep(given)
+        self._keep(given, ranks)
 
-    def _keep(self, given: Iterable[Tensor]) -> None:
+    def _keep(self, given: Iterable[Tensor], ranks: Ranks) -> None:
         """Keep results until the optimizer was called, to compare them with its gradients."""
         for one in given if self._compares else ():
-            self._given.setdefault(tuple(one.shape), []).append(one)
+            self._given.setdefault(tuple(one.shape), []).append((one, ranks))
 
-    def _stems_from_a_sum(self, gradient: Tensor, shape: Shape) -> bool:
+    def _stems_from_a_sum(self, gradient: Tensor) -> bool:
         """Whether a gradient is a multiple of a sum's result: the sum, its mean, or one of them clipped or unscaled."""
-        handed, ranks = _elements(gradient), int(communication.get_group_size())
-        given = map(_elements, self._given.get(shape, ()))
-        if handed.size == 1:  # one element is a multiple of any other: require the sum or its mean
-            return any(np.isclose(handed, [one[0], one[0] / ranks], ROUNDING, 0, equal_nan=True).any() for one in given)
-        return any(_is_multiple(handed, one) for one in given)
+        found = self._factors(gradient)
+        if not found or _is_evidence(gradient):
+            return bool(found)
+        larger = [one for one in self._handed if one is not None and _is_evidence(one)]
+        common = [factor for one in larger for factor, _ in self._factors(one)]
+        return any(np.isclose(factor, [1.0, 1 / len(ranks), *common], ROUNDING, 0).any() for factor, ranks in found)
+
+    def _factors(self, gradient: Tensor) -> Sequence[tuple[float, Ranks]]:
+        """The factors by which a gradient is a multiple of sums of its shape, and the ranks of the sums."""
+        if id(gradient) not in self._compared:
+            handed = _elements(gradient)
+            each = [(_factor(handed, _elements(one)), ranks) for one, ranks in self._given.get(tuple(gradient.shape), ())]
+            self._compared[id(gradient)] = [(factor, ranks) for factor, ranks in each if factor is not None]
+        return self._compared[id(gradient)]
 
     def _covers(self, shape: Shape, count: int, gradients: Sequence[Tensor | None]) -> bool:
         """Whether all ``count`` gradients of a shape were summed over groups that together cover all ranks."""
@@ -213,6 +232,8 @@ class MindSporeReductions(MindSporeCollectiveListener):
     def _forget(self) -> None:
         self._sums.clear()
         self._given.clear()
+        self._handed = ()
+        self._compared.clear()
         self._reducers.clear()
 
 
@@ -228,16 +249,22 @@ def _elements(x: Tensor) -> Floats:
     return np.asarray(on_host(x), dtype=np.float64).ravel()
 
 
-def _is_multiple(x: Floats, of: Floats) -> bool:
-    """Whether ``x`` is ``of`` times a number. Non-finite elements must be at the same positions."""
+def _is_evidence(gradient: Tensor) -> bool:
+    """Whether it is no coincidence if a gradient is a multiple of a sum."""
+    return gradient.size > FEW and bool(_elements(gradient).any())
+
+
+def _factor(x: Floats, of: Floats) -> float | None:
+    """The factor if ``x`` is a multiple of ``of``, 1 if both are zeros. Non-finite elements must be at the same positions."""
     finite = np.isfinite(x) & np.isfinite(of)
     if not np.array_equal(np.isfinite(x), np.isfinite(of)):
-        return False
+        return None
     x, of = x[finite], of[finite]
     square = float(of @ of)
     if not square:
-        return not x.any()
-    return bool(np.linalg.norm(x - (float(x @ of) / square) * of) <= ROUNDING * np.linalg.norm(x))
+        return None if x.any() else 1.0
+    factor = float(x @ of) / square
+    return factor if factor >= 0 and np.linalg.norm(x - factor * of) <= ROUNDING * np.linalg.norm(x) else None
 
 
 def _adds(operator: Operator, args: Sequence[Any]) -> bool:

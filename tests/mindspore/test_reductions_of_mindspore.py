@@ -12,8 +12,9 @@ from reading_back import Output
 from monitor.coordinator.manifest_format import read_manifest
 from monitor.recording.parameters import NOT_REDUCED
 
-REDUCED = ["in-place", "awaited", "by-primitive", "then-clipped", "reducer"]
-LOCAL = ["none", "clipped", "loss-alone", "weights-averaged", "squares"]
+REDUCED = {"in-place": 1, "awaited": 1, "by-primitive": 1, "in-units": 1 / 3, "then-clipped": 1, "reducer": 1}
+"""By which factor the program then multiplies the mean."""
+LOCAL = ["none", "clipped", "loss-alone", "weights-averaged", "squares", "discarded"]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,8 @@ def means(job: Ranks, how: str) -> dict[tuple[int, str], float]:
 
 @pytest.mark.parametrize("how", REDUCED)
 def test_gradients_that_were_seen_to_be_reduced_have_the_mean_over_the_ranks(job: Ranks, base: Path, how: str) -> None:
-    assert norms(base, how) == pytest.approx(means(job, how), rel=1e-5)
+    expected = {series: mean * REDUCED[how] for series, mean in means(job, how).items()}
+    assert norms(base, how) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("how", LOCAL)
@@ -52,3 +54,10 @@ def test_gradients_that_no_one_reduced_have_no_row_and_that_is_said(job: Ranks, 
     for directory in Output(base / how / "output").directories():
         note = str(read_manifest(directory / "manifest.json").notes["grad_reduced"])
         assert note.startswith(NOT_REDUCED.partition(":")[0])
+
+
+@pytest.mark.usefixtures("job")
+def test_zeros_are_no_reduction_of_the_other_ranks_gradients(base: Path) -> None:
+    assert norms(base, "zeros-discarded") == {}
+    (directory, _) = Output(base / "zeros-discarded" / "output").directories()
+    assert "grad_reduced" in read_manifest(directory / "manifest.json").notes

@@ -40,6 +40,10 @@ def by_primitive(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return [reduce(gradient) / 2 for gradient in gradients]
 
 
+def in_units(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [gradient / 3 for gradient in by_primitive(gradients)]
+
+
 def then_clipped(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return ops.clip_by_global_norm(tuple(by_primitive(gradients)), 1e9)
 
@@ -64,6 +68,16 @@ def weights_averaged(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     return gradients
 
 
+def discarded(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    by_primitive(gradients)
+    return gradients
+
+
+def zeros_discarded(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """As of a batch whose elements are all masked, on the first rank."""
+    return discarded([gradient * communication.get_rank() for gradient in gradients])
+
+
 def squares(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     reduce = ops.AllReduce()
     for gradient in gradients:
@@ -75,6 +89,7 @@ WAYS: dict[str, Reduce | None] = {
     "in-place": in_place,
     "awaited": awaited,
     "by-primitive": by_primitive,
+    "in-units": in_units,
     "then-clipped": then_clipped,
     "reducer": None,
     "none": nothing,
@@ -82,11 +97,14 @@ WAYS: dict[str, Reduce | None] = {
     "loss-alone": loss_alone,
     "weights-averaged": weights_averaged,
     "squares": squares,
+    "discarded": discarded,
+    "zeros-discarded": zeros_discarded,
 }
 
 
 def train(base: Path, how: str, rank: int) -> list[dict[str, float]]:
     """Of each step and parameter the norm in float64 of what this rank's backward handed out, added to what the other had."""
+    # Of two classes: gradients of the last bias differ by a factor only.
     net = nn.SequentialCell(nn.Dense(4, 5), nn.Tanh(), nn.Dense(5, 2)).set_train()
     for seed, parameter in enumerate(net.trainable_params()):
         parameter.set_data(Tensor(np.random.default_rng(seed).normal(size=parameter.shape).astype(np.float32)))
@@ -98,7 +116,7 @@ def train(base: Path, how: str, rank: int) -> list[dict[str, float]]:
     os.environ["MONITOR_OUTPUT_DIR"] = str(base / how / "output")
     monitor = TrainerMon(config)
     monitor.set_monitor(net, 1, optimizer, dp_group="mccl_world_group")
-    losses_of = ms.value_and_grad(lambda x: ops.square(net(x)).mean(), None, optimizer.parameters)
+    losses_of = ms.value_and_grad(lambda x: ops.square(ops.softmax(net(x))).mean(), None, optimizer.parameters)
     found = []
     for step in range(STEPS):
         x = Tensor(np.random.default_rng([step, rank]).normal(size=(3, 4)).astype(np.float32))
