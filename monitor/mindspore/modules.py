@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FrameType
@@ -317,7 +317,8 @@ def observable(root: nn.Cell, *, by_operators: bool = False) -> Observable:
     Args:
         by_operators: Whether operators replace the hooks of cells inside compiled cells.
     """
-    named = [(name, cell) for name, cell in root.cells_and_names() if _REPEATS not in name.split(".")]
+    rewritten = _rewritten(root)
+    named = [(name, rewritten.get(id(cell), cell)) for name, cell in root.cells_and_names() if _REPEATS not in name.split(".")]
     hiding = {name: inside for name, cell in named if not by_operators and compiled(cell) and (inside := _inside(cell))}
     hidden: set[int] = set().union(*hiding.values())
     if not autograd.GRAPH_IS_THERE:  # a repetition could not be distinguished from a call
@@ -327,6 +328,15 @@ def observable(root: nn.Cell, *, by_operators: bool = False) -> Observable:
     # A compiled cell inside another compiled cell is hidden by the outer one.
     outermost = [name for name, cell in cells if name in hiding]
     return Observable(cells, outermost)
+
+
+def _rewritten(root: nn.Cell) -> Mapping[int, nn.Cell]:
+    """The cells that a ``SequentialCell`` calls in place of its own, by the ids of these: with ``amp_level="O1"`` MindSpore
+    rewrites its cells, and replaces them in the list of what it calls alone.
+    """
+    sequential = [cell for _, cell in root.cells_and_names() if isinstance(cell, nn.SequentialCell)]
+    pairs = [pair for one in sequential for pair in zip(one.name_cells().values(), one.cell_list, strict=False)]
+    return {id(own): called for own, called in pairs if own is not called}
 
 
 def _observed(root: nn.Cell) -> Observable:

@@ -119,6 +119,27 @@ def test_a_network_that_model_rewrites_for_mixed_precision_has_the_rows_of_other
     assert {row.name for row in output.rows("actv_grad")} == recorded - {".input", "a.input"}
 
 
+@pytest.mark.parametrize("calls_back", [True, False], ids=["callback", "set_monitor"])
+def test_cells_of_a_sequence_that_model_rewrites_have_rows(
+    output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, calls_back: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    net = with_fixed_weights(nn.SequentialCell(nn.Dense(4, 3), nn.SequentialCell(nn.ReLU(), nn.Dense(3, 2))))
+    optimizer = adam(net)
+    model = Model(net, nn.MSELoss(), optimizer, amp_level="O1")
+    callback = MonitorCallback(written(output))
+    if not calls_back:
+        callback.monitor.set_monitor(net, 1, optimizer)
+    model.train(1, data(), callbacks=[callback] if calls_back else [], dataset_sink_mode=False)
+    callback.monitor.close()
+    cells = {"0", "1", "1.0", "1.1"} | ({""} if calls_back else set())
+    recorded = {row.name for row in output.rows("actv")}
+    assert recorded == {f"{cell}.{side}" for cell in cells for side in ("input", "output")}
+    assert {row.name for row in output.rows("actv_grad")} == recorded - {".input", "0.input"}
+    assert warnings_in(caplog) == []
+
+
 def test_when_training_has_ended_no_hook_is_left(output: Output) -> None:
     net = with_fixed_weights(Layers())
     optimizer = adam(net)
