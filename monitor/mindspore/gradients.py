@@ -17,20 +17,20 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, nn
 
-from monitor.coordinator.ownership import Ownership, reaches
+from monitor.coordinator.ownership import Ownership, beyond, reaches
 from monitor.failures import Failures
 from monitor.mindspore.collectives import INTERCEPTION, Handle, Kernel, MindSporeCollectiveListener
 from monitor.mindspore.compiled.copies import SUMMED
 from monitor.mindspore.compiled.fallback import HooksOfPython
 from monitor.mindspore.compiled.replay import program_of
 from monitor.mindspore.process_group import has_others, is_settled
-from monitor.recording.attached_model import NamedParameter, ParameterSubset
+from monitor.recording.attached_model import NamedParameter, ParameterSubset, undeclared
 from monitor.recording.backend import Removable
 from monitor.recording.collectives import Operator
 from monitor.recording.parameters import NOT_ACCUMULATED, GradientRows, Reading
 from monitor.recording.patches import CallListener, CallPatch
 from monitor.recording.phases import OptimizerTurn
-from monitor.series import Ranks
+from monitor.series import IN_NO_GROUP, Ranks
 from monitor.stats.mindspore.tensors import on_host, on_the_host
 from monitor.stats.partials import Floats
 
@@ -86,7 +86,11 @@ class _ReducerListener(CallListener):
 
 
 class MindSporeReductions(MindSporeCollectiveListener):
-    """Listens for reductions of gradients, if there are other ranks to sum over."""
+    """Listens for reductions of gradients, if there are other ranks to sum over.
+
+    Attributes:
+        undeclared: What is said of ranks that share gradients, and that are in no group that was passed; mostly empty.
+    """
 
     def __init__(self, ownership: Ownership, failures: Failures) -> None:
         self._ownership = ownership
@@ -99,7 +103,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
         self._handed: Sequence[Tensor | None] = ()
         self._compared: dict[int, Sequence[tuple[float, Ranks]]] = {}
         self._compares = on_the_host()
-        self.is_whole, self.out_of_sight = False, ""
+        self.is_whole, self.out_of_sight, self.undeclared = False, "", ""
         self._reducers: list[tuple[Ranks, tuple[Shape, ...]]] = []
         self._reduced: Mapping[Shape, bool] = {}
 
@@ -151,13 +155,19 @@ class MindSporeReductions(MindSporeCollectiveListener):
 
     def is_reduced(self, parameter: NamedParameter, gradient: Tensor | None) -> bool:
         """Whether each gradient of this shape was summed over all ranks that share its parameter."""
-        del parameter
         if gradient is None or self.is_whole:
             return gradient is not None
         if (groups := getattr(gradient, SUMMED, None)) is not None:  # a copy that compiled code has made
             return self._reaches_all([_ranks_of(group) for group in groups])
-        shape = tuple(gradient.shape)
-        return self._reduced.get(shape, False) and (not self._compares or self._stems_from_a_sum(gradient))
+        if not self._reduced.get(tuple(gradient.shape), False):
+            return False
+        if self._compares and not self._stems_from_a_sum(gradient):
+            return False
+        if self._compares and _is_evidence(gradient):
+            summed = [ranks for _, ranks in self._factors(gradient)]
+            others = beyond(self._ownership, int(communication.get_rank()), [], summed)
+            self.undeclared = self.undeclared or (undeclared(parameter.name, others) if others else "")
+        return True
 
     def remove(self) -> None:
         """Stop listening."""
@@ -297,6 +307,7 @@ class MindSporeGradients:
         attached = rows.attached
         self._rows, self._framework = rows, attached.framework
         self._due, self._clock, self._note = attached.recorder.due("wg_distribution"), attached.clock, attached.note
+        self._failures = attached.failures
         self.hooked: Sequence[NamedParameter] = rows.unreduced.parameters
         self.reading: Reading = "unknown"
         self.reductions = MindSporeReductions(attached.watch.ownership, attached.failures)
@@ -318,6 +329,9 @@ class MindSporeGradients:
         self.reading = "scaled" if self._framework.scales_itself(turn.optimizer) else "unknown"
         if not_reduced:
             self._note("grad_reduced", not_reduced)
+        if in_no_group := self.reductions.undeclared:
+            self._failures.advise(IN_NO_GROUP, in_no_group)
+            self._note(IN_NO_GROUP, in_no_group)
         if self._rows.each_micro_step:
             self._note_shared_backwards()
         elif self._clock.micro_steps > 1:

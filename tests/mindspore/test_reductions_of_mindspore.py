@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import Ranks, ended_job
+from ranks import Ranks, ended_job, run_ranks
 from reading_back import Output
 
 from monitor.coordinator.manifest_format import read_manifest
 from monitor.recording.parameters import NOT_REDUCED
+from monitor.series import IN_NO_GROUP
 
 REDUCED = {"in-place": 1, "awaited": 1, "by-primitive": 1, "in-units": 1 / 3, "then-clipped": 1, "reducer": 1}
 """By which factor the program then multiplies the mean."""
@@ -61,3 +62,15 @@ def test_zeros_are_no_reduction_of_the_other_ranks_gradients(base: Path) -> None
     assert norms(base, "zeros-discarded") == {}
     (directory, _) = Output(base / "zeros-discarded" / "output").directories()
     assert "grad_reduced" in read_manifest(directory / "manifest.json").notes
+
+
+def test_ranks_that_share_gradients_and_are_in_no_group_are_named(base: Path, tmp_path: Path) -> None:
+    ranks = run_ranks(3, "group_too_small.py", tmp_path / "job", base).ranks
+    assert [one.told for one in ranks] == [[0], [1], [2]]
+    notes = {
+        name: [read_manifest(one / "manifest.json").notes.get(IN_NO_GROUP, "") for one in Output(base / name).directories()]
+        for name in ("pair", "everyone")
+    }
+    assert notes["everyone"] == [""] * 3
+    assert ["summed over ranks 2 as well" in one for one in notes["pair"]] == [True, False, False]  # which writes the rows
+    assert [sum("in no group" in line for line in one.warnings) for one in ranks] == [1, 0, 0]
