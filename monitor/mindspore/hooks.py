@@ -60,6 +60,7 @@ def after_forward(
     always: bool = False,
     compiled: bool = False,
     when_compiled: Callable[[], None] | None = None,
+    quiet: bool = False,
 ) -> Removable:
     """Call ``work(cell, args, kwargs, result)`` after each call from Python that did not raise. It must not raise.
 
@@ -68,10 +69,11 @@ def after_forward(
         compiled: No effect: compiled code contains no hooks of the monitor.
         when_compiled: A constant expression, which is evaluated when MindSpore compiles the hook of a plain layer. None: warn
             that the call has no rows, unless operators replace the hook.
+        quiet: Whether nothing is missing if the call is compiled, so that no warning is needed.
     """
     del always, compiled
     unseen = not whole_steps_are_measured() and ms.get_context("mode") != ms.GRAPH_MODE
-    warns = (when_compiled is not None or unseen) and _is_plain(cell)
+    warns = (when_compiled is not None or unseen) and not quiet and _is_plain(cell)
     in_compiled_code = (when_compiled or _warn_of_compiling) if warns else _replaced
 
     def hook(cell: nn.Cell, args: Any, *rest: Any) -> Any:

@@ -282,6 +282,32 @@ class TestOneRank:
         said = [one for one in caplog.messages if "of Adam were replaced after its first step" in one]
         assert len(said) == replaces
 
+    def test_a_compiled_step_whose_tensors_are_not_recorded_is_shown_without_a_warning(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "train.yaml").write_text(f"tensorboard: {{tensorboard_dir: {tmp_path / 'board'}}}\n")
+        network = nn.Dense(2, 1)
+        optimizer = nn.Adam(network.trainable_params(), 0.1)
+
+        def loss_of(x: Tensor) -> Tensor:
+            return network(x).square().mean()
+
+        gradients_of = mindspore.value_and_grad(loss_of, None, optimizer.parameters)
+
+        @mindspore.jit
+        def train(x: Tensor) -> Tensor:
+            loss, gradients = gradients_of(x)
+            optimizer(gradients)
+            return loss
+
+        with TrainingMetrics(tmp_path / "train.yaml", network, optimizer) as metrics:
+            for _ in range(2):
+                with metrics.step(batch_size=3) as step:
+                    step.loss = train(Tensor(np.ones((3, 2), np.float32)))
+        shown = scalars(tmp_path / "board" / "rank_0")["learning-rate"]
+        assert shown == [(1, pytest.approx(0.1)), (2, pytest.approx(0.1))]
+        assert [one.message for one in caplog.records if one.levelno >= logging.WARNING] == []
+
 
 class Arguments(dict[str, Any]):
     """What ``Model`` gives to callbacks: a dict with attributes."""

@@ -121,7 +121,7 @@ class MindSporeLearningRate:
             tensors = KeptTensors(OptimizerState(first))
             self._kept = weakref.ref(tensors)  # the optimizer's hook keeps them
             stepped = failures.guarded("following an optimizer", lambda *_: tensors.stepped())
-            self._hooks.add(after_forward(first, stepped))
+            self._hooks.add(after_forward(first, stepped, quiet=True))
 
     def next(self, optimizer: Any) -> Number | None:
         if (tensors := self._kept()) is not None and tensors.are_replaced(self._failures):
