@@ -69,6 +69,9 @@ class GradientScale(Protocol):
 class LearningRate(Protocol):
     """The learning rate of the first parameter group of the first optimizer."""
 
+    def step_ended(self) -> None:
+        """A training step has ended."""
+
     def next(self, optimizer: Any) -> Number | None:
         """The rate in the next step; None if only the device knows it, or if it is not certain."""
 
@@ -410,6 +413,8 @@ class RunMetrics:
 
     def _end_step(self, step: Step) -> None:
         self._failures.reraise_deferred()
+        if self._rate is not None:
+            self._rate.step_ended()
         ended = time.monotonic()
         self.steps += 1
         size = batch_size(step.batch_size, self._failures)

@@ -282,12 +282,14 @@ class TestOneRank:
         said = [one for one in caplog.messages if "of Adam were replaced after its first step" in one]
         assert len(said) == replaces
 
-    def test_a_compiled_step_whose_tensors_are_not_recorded_is_shown_without_a_warning(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize("make", [nn.Adam, nn.SGD])
+    @pytest.mark.parametrize("replaces", [True, False])
+    def test_a_compiled_step_shows_the_rate_until_it_is_replaced_and_warns_of_nothing_else(
+        self, replaces: bool, make: type[nn.Cell], tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         (tmp_path / "train.yaml").write_text(f"tensorboard: {{tensorboard_dir: {tmp_path / 'board'}}}\n")
         network = nn.Dense(2, 1)
-        optimizer = nn.Adam(network.trainable_params(), 0.1)
+        optimizer = make(network.trainable_params(), 0.1)
 
         def loss_of(x: Tensor) -> Tensor:
             return network(x).square().mean()
@@ -304,9 +306,12 @@ class TestOneRank:
             for _ in range(2):
                 with metrics.step(batch_size=3) as step:
                     step.loss = train(Tensor(np.ones((3, 2), np.float32)))
+                if replaces:
+                    optimizer.learning_rate.set_data(Tensor(0.5))
         shown = scalars(tmp_path / "board" / "rank_0")["learning-rate"]
-        assert shown == [(1, pytest.approx(0.1)), (2, pytest.approx(0.1))]
-        assert [one.message for one in caplog.records if one.levelno >= logging.WARNING] == []
+        assert shown == [(step, pytest.approx(0.1)) for step in ([1] if replaces else [1, 2])]
+        said = [one.message for one in caplog.records if one.levelno >= logging.WARNING]
+        assert ["replaced after its first step" in one for one in said] == [True] * replaces
 
 
 class Arguments(dict[str, Any]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import mindspore as ms
 from mindspore import Parameter, nn
 
 from monitor.failures import Failures
@@ -51,6 +52,17 @@ class KeptTensors:
             self._kept = {"The learning rate or the count of steps": rates, "Moments": moments, "Weights": weights}
             self._smallest = min((*rates, *moments, *weights), key=lambda one: one.size)
             self._addresses = self._addresses_now(self._smallest)
+
+    def step_ended(self) -> None:
+        """A step has ended that compiled code may have made: the optimizer's own count tells. GRAPH_MODE uses new tensors.
+
+        Raises:
+            EarlierFailure: An operation of training has failed.
+        """
+        if self._is_compiled and self._smallest is None and ms.get_context("mode") != ms.GRAPH_MODE:
+            count = getattr(self._state.optimizer, "global_step", None)
+            if count is not None and on_host(count).any():
+                self.stepped()
 
     def are_replaced(self, failures: Failures | None) -> bool:
         """Whether the program has replaced one of them since then; the first time this warns. It waits for the operations so

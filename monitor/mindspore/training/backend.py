@@ -123,6 +123,10 @@ class MindSporeLearningRate:
             stepped = failures.guarded("following an optimizer", lambda *_: tensors.stepped())
             self._hooks.add(after_forward(first, stepped, quiet=True))
 
+    def step_ended(self) -> None:
+        if (tensors := self._kept()) is not None:
+            tensors.step_ended()
+
     def next(self, optimizer: Any) -> Number | None:
         if (tensors := self._kept()) is not None and tensors.are_replaced(self._failures):
             return None

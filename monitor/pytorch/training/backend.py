@@ -239,6 +239,9 @@ class TorchGradientScale:
 class TorchLearningRate:
     """See ``monitor.training.metrics.LearningRate``."""
 
+    def step_ended(self) -> None:
+        """Nothing to observe."""
+
     def next(self, optimizer: Any) -> Number | None:
         if isinstance(optimizer, list):
             optimizer = optimizer[0] if optimizer else None
