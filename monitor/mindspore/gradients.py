@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -85,6 +85,22 @@ class _ReducerListener(CallListener):
         self._callback(args[0], result)
 
 
+class _Compared(NamedTuple):
+    """A gradient of an optimizer, beside the sums of its shape.
+
+    Attributes:
+        gradient: Kept, since its id is the key.
+        factors: By which it is a multiple of sums.
+        summed: The ranks of each of these sums.
+        is_evidence: Whether it is no coincidence if it is a multiple of one.
+    """
+
+    gradient: Tensor
+    factors: Sequence[float]
+    summed: Sequence[Ranks]
+    is_evidence: bool
+
+
 class MindSporeReductions(MindSporeCollectiveListener):
     """Listens for reductions of gradients, if there are other ranks to sum over.
 
@@ -101,7 +117,8 @@ class MindSporeReductions(MindSporeCollectiveListener):
         self._sums: dict[Ranks, Counter[Shape]] = {}
         self._given: dict[Shape, list[tuple[Tensor, Ranks]]] = {}
         self._handed: Sequence[Tensor | None] = ()
-        self._compared: dict[int, Sequence[tuple[float, Ranks]]] = {}
+        self._compared: dict[int, _Compared] = {}
+        self._usual: Sequence[float] | None = None
         self._compares = on_the_host()
         self.is_whole, self.out_of_sight, self.undeclared = False, "", ""
         self._reducers: list[tuple[Ranks, tuple[Shape, ...]]] = []
@@ -137,7 +154,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
         """
         arrived, self._wanted = self._wanted, False
         self.is_whole = not has_others() or self._reaches_all([])
-        self._handed = gradients
+        self._handed, self._usual = gradients, None
         self._compared.clear()
         if self.is_whole:
             return
@@ -161,13 +178,13 @@ class MindSporeReductions(MindSporeCollectiveListener):
             return self._reaches_all([_ranks_of(group) for group in groups])
         if not self._reduced.get(tuple(gradient.shape), False):
             return False
-        if self._compares and not self._stems_from_a_sum(gradient):
-            return False
-        if self._compares and _is_evidence(gradient):
-            summed = [ranks for _, ranks in self._factors(gradient)]
-            others = beyond(self._ownership, int(communication.get_rank()), [], summed)
-            self.undeclared = self.undeclared or (undeclared(parameter.name, others) if others else "")
-        return True
+        if not self._compares:
+            return True
+        compared = self._compare(gradient)
+        if compared.is_evidence and compared.summed and not self.undeclared:
+            others = beyond(self._ownership, int(communication.get_rank()), [], compared.summed)
+            self.undeclared = undeclared(parameter.name, others) if others else ""
+        return self._stems_from_a_sum(compared)
 
     def remove(self) -> None:
         """Stop listening."""
@@ -210,21 +227,24 @@ class MindSporeReductions(MindSporeCollectiveListener):
         for one in given if self._compares else ():
             self._given.setdefault(tuple(one.shape), []).append((one, ranks))
 
-    def _stems_from_a_sum(self, gradient: Tensor) -> bool:
+    def _stems_from_a_sum(self, gradient: _Compared) -> bool:
         """Whether a gradient is a multiple of a sum's result: the sum, its mean, or one of them clipped or unscaled."""
-        found = self._factors(gradient)
-        if not found or _is_evidence(gradient):
-            return bool(found)
-        larger = [one for one in self._handed if one is not None and _is_evidence(one)]
-        common = [factor for one in larger for factor, _ in self._factors(one)]
-        return any(np.isclose(factor, [1.0, 1 / len(ranks), *common], ROUNDING, 0).any() for factor, ranks in found)
+        if not gradient.factors or gradient.is_evidence:
+            return bool(gradient.factors)
+        if self._usual is None:
+            every = [self._compare(one) for one in self._handed if one is not None]
+            self._usual = [factor for one in every if one.is_evidence for factor in one.factors]
+        each = zip(gradient.factors, gradient.summed, strict=True)
+        return any(np.isclose(factor, [1.0, 1 / len(ranks), *self._usual], ROUNDING, 0).any() for factor, ranks in each)
 
-    def _factors(self, gradient: Tensor) -> Sequence[tuple[float, Ranks]]:
-        """The factors by which a gradient is a multiple of sums of its shape, and the ranks of the sums."""
+    def _compare(self, gradient: Tensor) -> _Compared:
+        """A gradient beside the sums of its shape. The elements of each are read once."""
         if id(gradient) not in self._compared:
             handed = _elements(gradient)
             each = [(_factor(handed, _elements(one)), ranks) for one, ranks in self._given.get(tuple(gradient.shape), ())]
-            self._compared[id(gradient)] = [(factor, ranks) for factor, ranks in each if factor is not None]
+            found = [(factor, ranks) for factor, ranks in each if factor is not None]
+            factors, summed = [factor for factor, _ in found], [ranks for _, ranks in found]
+            self._compared[id(gradient)] = _Compared(gradient, factors, summed, handed.size > FEW and bool(handed.any()))
         return self._compared[id(gradient)]
 
     def _covers(self, shape: Shape, count: int, gradients: Sequence[Tensor | None]) -> bool:
@@ -242,7 +262,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
     def _forget(self) -> None:
         self._sums.clear()
         self._given.clear()
-        self._handed = ()
+        self._handed, self._usual = (), None
         self._compared.clear()
         self._reducers.clear()
 
@@ -257,11 +277,6 @@ def _is_copy(gradient: Any) -> bool:
 
 def _elements(x: Tensor) -> Floats:
     return np.asarray(on_host(x), dtype=np.float64).ravel()
-
-
-def _is_evidence(gradient: Tensor) -> bool:
-    """Whether it is no coincidence if a gradient is a multiple of a sum."""
-    return gradient.size > FEW and bool(_elements(gradient).any())
 
 
 def _factor(x: Floats, of: Floats) -> float | None:

@@ -225,7 +225,8 @@ class OptimizerSteps(CallListener):
         def begins(*_: Any) -> None:
             self._wrapped.add(inner)
             self._called.discard(inner)
-            self._listener.before_step(inner)
+            if not self._is_captured(inner):
+                self._listener.before_step(inner)
 
         def ended(*_: Any) -> None:
             self._wrapped.discard(inner)
