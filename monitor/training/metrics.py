@@ -67,7 +67,7 @@ class GradientScale(Protocol):
 
 
 class LearningRate(Protocol):
-    """The learning rate of the first parameter group of the first optimizer."""
+    """The learning rate of the first parameter group of an optimizer."""
 
     def step_ended(self) -> None:
         """A training step has ended."""
@@ -101,7 +101,7 @@ class MetricsBackend(Protocol):
     def trainable_names(self, model: Any) -> list[str]: ...
 
     def learning_rate(self, optimizer: Any, failures: Failures) -> LearningRate:
-        """Observe an optimizer or a list of them, without keeping it alive."""
+        """Observe an optimizer, without keeping it alive."""
 
     def routers(self, model: Any, names: Iterable[str], failures: Failures) -> Routers:
         """Observe the recognised routers, and the modules of these names.
@@ -177,6 +177,13 @@ def weak_reference(name: str, x: Any) -> Callable[[], Any]:
 def _all_of(references: Sequence[Callable[[], Any]]) -> list[Any] | None:
     found = [reference() for reference in references]
     return None if any(one is None for one in found) else found
+
+
+def _first(optimizer: Any) -> Any:
+    """The first of a list of optimizers; None if it is empty. Any other optimizer as it is."""
+    if isinstance(optimizer, list):
+        return optimizer[0] if optimizer else None
+    return optimizer
 
 
 def nothing() -> None:
@@ -308,7 +315,7 @@ class RunMetrics:
             scale_of = self._failures.guarded("looking for a loss scale", self._backend.gradient_scale)
             self._scale = scale_of(optimizer, self._failures)
             rate_of = self._failures.guarded("looking for a learning rate", self._backend.learning_rate)
-            self._rate = rate_of(optimizer, self._failures)
+            self._rate = rate_of(_first(self._optimizer()), self._failures)
         if self.config.callbacks.TopkBiasBalanceCallback is not None and place.rank == 0:
             LOGGER.info("TopkBiasBalanceCallback: the load of experts is shown and not balanced; a monitor changes nothing.")
 
@@ -383,7 +390,7 @@ class RunMetrics:
         step = Step(batch_size, partial(self._kept, "local_loss"))
         self._began = time.monotonic() if self._began is None else self._began
         if self._rate is not None and (optimizer := self._optimizer()) is not None:
-            step.learning_rate = self._failures.guarded("reading the learning rate", self._rate.next)(optimizer)
+            step.learning_rate = self._failures.guarded("reading the learning rate", self._rate.next)(_first(optimizer))
         return step
 
     def _list_names(self) -> None:

@@ -282,6 +282,19 @@ class TestOneRank:
         said = [one for one in caplog.messages if "of Adam were replaced after its first step" in one]
         assert len(said) == replaces
 
+    @pytest.mark.parametrize("given", [list, tuple, lambda optimizers: {"first": optimizers[0]}])
+    def test_a_rate_that_was_replaced_is_not_shown_of_the_first_of_several(self, given: Any, yaml: Any, tmp_path: Path) -> None:
+        network = nn.Dense(2, 1)
+        optimizer = nn.Adam(network.trainable_params(), 0.1)
+        gradients_of = mindspore.value_and_grad(lambda x: network(x).square().mean(), None, optimizer.parameters)
+        with TrainingMetrics(yaml(YAML), network, given([optimizer])) as metrics:
+            for _ in range(2):
+                with metrics.step(batch_size=3) as step:
+                    step.loss, gradients = gradients_of(Tensor(np.ones((3, 2), np.float32)))
+                    optimizer(gradients)
+                optimizer.learning_rate.set_data(Tensor(0.5))
+        assert scalars(tmp_path / "board" / "rank_0")["learning-rate"] == [(1, pytest.approx(0.1))]
+
     @pytest.mark.parametrize("make", [nn.Adam, nn.SGD])
     @pytest.mark.parametrize("replaces", [True, False])
     def test_a_compiled_step_shows_the_rate_until_it_is_replaced_and_warns_of_nothing_else(

@@ -116,12 +116,11 @@ class MindSporeLearningRate:
         self._failures = failures
         self._hooks = HookSet()
         self._kept: Callable[[], KeptTensors | None] = lambda: None
-        first = _first(optimizer)
-        if isinstance(first, nn.Optimizer):
-            tensors = KeptTensors(OptimizerState(first))
+        if isinstance(optimizer, nn.Optimizer):
+            tensors = KeptTensors(OptimizerState(optimizer))
             self._kept = weakref.ref(tensors)  # the optimizer's hook keeps them
             stepped = failures.guarded("following an optimizer", lambda *_: tensors.stepped())
-            self._hooks.add(after_forward(first, stepped, quiet=True))
+            self._hooks.add(after_forward(optimizer, stepped, quiet=True))
 
     def step_ended(self) -> None:
         if (tensors := self._kept()) is not None:
@@ -130,21 +129,14 @@ class MindSporeLearningRate:
     def next(self, optimizer: Any) -> Number | None:
         if (tensors := self._kept()) is not None and tensors.are_replaced(self._failures):
             return None
-        first = _first(optimizer)
-        if groups := getattr(first, "param_groups", None):
+        if groups := getattr(optimizer, "param_groups", None):
             return kept(groups[0]["lr"])
-        found = first.get_lr() if hasattr(first, "get_lr") else None
+        found = optimizer.get_lr() if hasattr(optimizer, "get_lr") else None
         rate = found[0] if isinstance(found, tuple | list) else found
-        return None if rate is None else kept(next_rate(first, rate))
+        return None if rate is None else kept(next_rate(optimizer, rate))
 
     def remove(self) -> None:
         self._hooks.remove()
-
-
-def _first(optimizer: Any) -> Any:
-    if isinstance(optimizer, list):
-        return optimizer[0] if optimizer else None
-    return optimizer
 
 
 __all__ = ["counting_flops", "gradient_scale", "kept", "learning_rate", "monitor_of", "place", "routers", "trainable_names"]

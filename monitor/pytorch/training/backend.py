@@ -243,8 +243,6 @@ class TorchLearningRate:
         """Nothing to observe."""
 
     def next(self, optimizer: Any) -> Number | None:
-        if isinstance(optimizer, list):
-            optimizer = optimizer[0] if optimizer else None
         while optimizer is not None and not hasattr(optimizer, "param_groups"):
             optimizer = getattr(optimizer, "optimizer", None)  # an engine may be passed in place of its optimizer
         return kept(optimizer.param_groups[0]["lr"]) if optimizer is not None and optimizer.param_groups else None
