@@ -71,7 +71,8 @@ class Facts:
         base: The directory that contains those of the ranks, if they are still there.
         totals: Steps, and total norms that only rows give.
         norms: By step, the total norms of gradients before and after clipping, where both were recorded.
-        gradients: By step, the weights with a gradient in it and its norm, as far as a check has asked.
+        gradients: By step, as far as a check has asked, the weights with a gradient in it, and its norm as a share of the
+            greatest one.
     """
 
     source: MergedSet

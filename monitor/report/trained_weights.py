@@ -84,18 +84,19 @@ def is_of_rounding(facts: Facts, rows: KindReader, series: int, step: int) -> bo
     Args:
         rows: Rows of weights. ``series`` is a number among them.
     """
-    norms = _gradients(facts, step)
-    return norms.get(rows.series[series][1], np.nan) < ROUNDING_SHARE * max(norms.values(), default=np.nan)
+    return _gradients(facts, step).get(rows.series[series][1], np.nan) < ROUNDING_SHARE
 
 
 def _gradients(facts: Facts, step: int) -> Mapping[str, float]:
-    """By weight, the norm of its gradient in a step; NaN if it is not known."""
+    """By weight, the norm of its gradient in a step as a share of the greatest one; NaN if it is not known."""
     kind = _kind_of_gradients(facts)
     if step not in facts.gradients:
         columns = "name", GLOBAL_NAME, *(("norm",) if kind and "norm" in facts.kinds[kind].ops else ())
         rows = facts.source.rows(RowChoice(kind, steps=range(step, step + 1), columns=columns)).to_pylist() if kind else []
-        norms = ((one[GLOBAL_NAME] or one["name"], one.get("norm")) for one in rows)
-        facts.gradients[step] = {name: np.nan if norm is None else norm for name, norm in norms}
+        norms = np.array([one.get("norm") for one in rows], dtype=np.float64)  # None becomes NaN
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shares = norms / np.fmax.reduce(norms, initial=np.nan)
+        facts.gradients[step] = dict(zip((one[GLOBAL_NAME] or one["name"] for one in rows), shares.tolist(), strict=True))
     return facts.gradients[step]
 
 
