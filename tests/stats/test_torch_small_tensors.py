@@ -69,7 +69,7 @@ def test_what_changes_after_it_was_copied_has_the_row_of_what_it_was() -> None:
 
 
 def test_torch_does_not_warn_of_the_memory_of_what_was_copied() -> None:
-    """Once in each process it warns of memory that is read-only, unless it is told to warn always."""
+    """Torch warns of read-only memory once in each process. With ``set_warn_always`` it warns each time."""
     staging = Staging()
     assert staging.add(torch.tensor([1.0, math.nan]))
     torch.set_warn_always(True)

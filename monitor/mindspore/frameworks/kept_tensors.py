@@ -71,11 +71,13 @@ class KeptTensors:
         Raises:
             EarlierFailure: An operation of training has failed.
         """
-        now = {} if self._smallest is None or self._are_replaced else self._addresses_now(self._smallest)
-        for what in [one for one in now if now[one] != self._addresses[one]][:1]:
-            self._are_replaced = True
-            if failures is not None:
-                failures.nothing_of(ABSENT, REPLACED.format(what=what, name=type(self._state.optimizer).__name__))
+        if self._smallest is None or self._are_replaced:
+            return self._are_replaced
+        now = self._addresses_now(self._smallest)
+        replaced = [what for what in now if now[what] != self._addresses[what]]
+        self._are_replaced = bool(replaced)
+        if replaced and failures is not None:
+            failures.nothing_of(ABSENT, REPLACED.format(what=replaced[0], name=type(self._state.optimizer).__name__))
         return self._are_replaced
 
     def _addresses_now(self, smallest: Parameter) -> Mapping[str, Sequence[int]]:

@@ -226,8 +226,8 @@ class MomentFinder:
     def _without_name(self, kind: str, state: Mapping[str, Any], stepped: SteppedTensor) -> Tensor | None:
         stacked = self._stacked(kind, stepped)
         if stacked is None:
-            other = (name for name, x in state.items() if name not in KNOWN or not isinstance(x, Tensor))
-            unknown = [name for name in other if _holds_elements(state[name])]
+            others = {name: x for name, x in state.items() if name not in KNOWN or not isinstance(x, Tensor)}
+            unknown = [name for name, x in others.items() if _holds_elements(x)]
             if unknown:
                 keeps = f"{type(stepped.optimizer).__name__} keeps {', '.join(map(repr, unknown))}"
                 self._say(f"{keeps}, which is not known to be {MEANING[kind]}: {kind} has no rows of it")
