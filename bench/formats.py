@@ -33,8 +33,8 @@ from writer import NDIGITS, OPS, training
 from monitor.series import SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
-from monitor.stats.partials import M2, MAX, MIN, SUMSQ
-from monitor.stats.table import KindRows, StepRows
+from monitor.stats.partials import M2, MAX, MIN, SUMSQ, KindRows
+from monitor.stats.table import StepRows
 
 FORMATS = ("csv", "hdf5", "parquet", "tensorboard")
 STEPS_PER_RECORD = 100

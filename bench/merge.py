@@ -48,7 +48,8 @@ from monitor.failures import Failures
 from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.partials import KindRows, TensorLayout
+from monitor.stats.table import StepRows
 
 SHARDED, OWN = "grad_reduced", "actv"
 KINDS = (SHARDED, OWN)

@@ -38,8 +38,8 @@ from monitor.coordinator.output import JobIdentity, RankDirectory
 from monitor.coordinator.series_file import Edge, Flow, Pass
 from monitor.failures import Failures
 from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
-from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.partials import COLUMNS, KindRows, Partials, TensorLayout
+from monitor.stats.table import StepRows
 
 IDENTITY = JobIdentity("1a2b3c4d" * 4, "Dec03_21-34-40")
 MODULES = ("norm_1", "attn", "attn.qkv", "attn.out", "norm_2", "mlp", "mlp.fc_1", "mlp.act", "mlp.fc_2")

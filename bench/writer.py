@@ -36,8 +36,8 @@ from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks.csv import CsvSink
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.ops import derive
-from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, SMALLS, SUM, SUMSQ, Partials
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.partials import COLUMNS, COUNT, MAX, MIN, SMALLS, SUM, SUMSQ, KindRows, Partials, TensorLayout
+from monitor.stats.table import StepRows
 
 OPS = ("min", "max", "mean", "norm", "zeros", "nans")
 NDIGITS = 6

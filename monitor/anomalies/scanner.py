@@ -17,8 +17,8 @@ from monitor.anomalies.events import Signal
 from monitor.series import NO_MICRO_STEP, REPLICA_KIND, Series, SeriesTable, is_input, underlying_series
 from monitor.stats.features import own_columns
 from monitor.stats.ops import derive
-from monitor.stats.partials import MAX, NANS, NEGINFS, POSINFS, Floats, Partials
-from monitor.stats.table import KindRows, StepRows
+from monitor.stats.partials import MAX, NANS, NEGINFS, POSINFS, Floats, KindRows, Partials
+from monitor.stats.table import StepRows
 
 # --- The rules' state of rows, aligned with the rows of the current step.
 

@@ -25,7 +25,8 @@ from pydantic import model_validator
 
 from monitor.coordinator import manifest_format
 from monitor.series import KIND_TABLE, LOCAL, REPLICA_KIND, Placement, Ranks, Series, SeriesTable, Shard
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.partials import KindRows, TensorLayout
+from monitor.stats.table import StepRows
 
 SERIES_LIMIT: Final = 256 * 2**20
 """Largest size of an unpacked series file, in bytes."""

@@ -23,20 +23,8 @@ from monitor.selection import parents
 from monitor.series import KINDS, NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.histograms import BINS
 from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, SPELLED_OPS, derive, spelled
-from monitor.stats.partials import COLUMNS, WRITES, Floats
-from monitor.stats.table import (
-    NOT_AN_ALIAS,
-    PAGE_ROWS,
-    HostPage,
-    KindRows,
-    Page,
-    PageMemory,
-    RowSlot,
-    SealedTable,
-    StatsTable,
-    TensorLayout,
-    TotalNorm,
-)
+from monitor.stats.partials import COLUMNS, WRITES, Floats, KindRows, TensorLayout
+from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, HostPage, Page, PageMemory, RowSlot, SealedTable, StatsTable, TotalNorm
 
 Device = Hashable
 """The device of a tensor, as a framework names it."""

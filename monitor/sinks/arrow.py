@@ -20,8 +20,8 @@ from monitor.sinks.files import StepSpan
 from monitor.stats.features import FEATURES, as_scalar
 from monitor.stats.histograms import BINS, UNIT_UPPER, UPPER, Counts, upper_text
 from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, OPS, SPELLED_OPS, derive, has_op, spelled
-from monitor.stats.partials import COLUMNS, COSTLY, PARTIAL_TABLE, PARTIALS, WRITES, Floats, Partials
-from monitor.stats.table import StepRows, TensorLayout
+from monitor.stats.partials import COLUMNS, COSTLY, PARTIAL_TABLE, PARTIALS, WRITES, Floats, Partials, TensorLayout
+from monitor.stats.table import StepRows
 
 # --- Histograms as a column: the bins of each row that are not empty; null for rows without a histogram.
 #

@@ -22,8 +22,8 @@ from monitor.stats.features import FEATURES
 from monitor.stats.histograms import COUNTED
 from monitor.stats.host.array_kernel import is_wanted
 from monitor.stats.ops import INTEGER_OPS, LAYOUT_OPS, NUMERIC_OPS, SPELLED_OPS, TEXT_OPS, derive_all, spelled
-from monitor.stats.partials import Floats, Partials
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.partials import Floats, KindRows, Partials, TensorLayout
+from monitor.stats.table import StepRows
 
 # --- Rows as text: caches of texts that repeat, blocks of rows, and columns formatted as lines of CSV.
 

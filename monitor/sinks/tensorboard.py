@@ -29,8 +29,8 @@ from monitor.sinks.heatmaps import Heatmaps
 from monitor.sinks.protocol import SinkContext
 from monitor.stats.histograms import FIRST_POWER, MAGNITUDES, UNIT_BINS, UNIT_UPPER, UPPER
 from monitor.stats.ops import TEXT_OPS, derive, has_histogram
-from monitor.stats.partials import Floats, Partials
-from monitor.stats.table import KindRows, StepRows
+from monitor.stats.partials import Floats, KindRows, Partials
+from monitor.stats.table import StepRows
 
 # --- The scalars of a step in the encoding of TensorBoard's protocol buffers, a column at a time.
 #

@@ -329,3 +329,41 @@ def _meaningful_exponent(parts: Partials) -> Floats:
 def _lowered(values: Floats, power: Floats) -> Floats:
     lowered: Floats = np.ldexp(values, -power.astype(np.int64)) if power.any() else values
     return lowered
+
+
+# --- Rows of partials: those of one kind in one step.
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Shape and dtype of a tensor as measured, for the ops ``shape`` and ``dtype`` and for the manifest."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class KindRows:
+    """The rows of one kind. All columns are aligned and in call order.
+
+    Attributes:
+        series: Index of each row's series in the rank's ``SeriesTable``.
+        micro_step: Micro-step of each row, ``NO_MICRO_STEP`` where the row belongs to the whole step.
+        call_id: Position in the rank's execution order of the step.
+        layout: Index of each row's ``TensorLayout`` in ``StepRows.layouts``.
+        partials: The measured partials.
+    """
+
+    series: NDArray[np.int64]
+    micro_step: NDArray[np.int64]
+    call_id: NDArray[np.int64]
+    layout: NDArray[np.int64]
+    partials: Partials
+
+    def __len__(self) -> int:
+        return len(self.series)
+
+    def take(self, where: NDArray[np.int64] | slice) -> KindRows:
+        """Some of the rows."""
+        columns = self.series[where], self.micro_step[where], self.call_id[where], self.layout[where]
+        return KindRows(*columns, self.partials.take(where))

@@ -27,7 +27,7 @@ from monitor.series import KINDS, NO_MICRO_STEP, REPLICA_KIND, RUN_KIND, SIGNED_
 from monitor.stats import loads
 from monitor.stats.features import COLUMNS_OF, as_scalar
 from monitor.stats.ops import CALLS, CHECKSUM, derive, has_op, total_norm
-from monitor.stats.partials import COLUMNS, COUNT, SUM, WRITES, Floats, Partials, combine_groups
+from monitor.stats.partials import COLUMNS, COUNT, SUM, WRITES, Floats, KindRows, Partials, TensorLayout, combine_groups
 
 PAGE_ROWS: Final = 1024
 NOT_AN_ALIAS: Final = -1
@@ -551,41 +551,6 @@ Status = Literal["complete", "skipped", "incomplete"]
 
 
 REPLICA_OPS: Final = ("norm", CHECKSUM)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLayout:
-    """Shape and dtype of a tensor as measured, for the ops ``shape`` and ``dtype`` and for the manifest."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class KindRows:
-    """The rows of one kind. All columns are aligned and in call order.
-
-    Attributes:
-        series: Index of each row's series in the rank's ``SeriesTable``.
-        micro_step: Micro-step of each row, ``NO_MICRO_STEP`` where the row belongs to the whole step.
-        call_id: Position in the rank's execution order of the step.
-        layout: Index of each row's ``TensorLayout`` in ``StepRows.layouts``.
-        partials: The measured partials.
-    """
-
-    series: NDArray[np.int64]
-    micro_step: NDArray[np.int64]
-    call_id: NDArray[np.int64]
-    layout: NDArray[np.int64]
-    partials: Partials
-
-    def __len__(self) -> int:
-        return len(self.series)
-
-    def take(self, where: NDArray[np.int64] | slice) -> KindRows:
-        """Some of the rows."""
-        columns = self.series[where], self.micro_step[where], self.call_id[where], self.layout[where]
-        return KindRows(*columns, self.partials.take(where))
 
 
 @dataclass(frozen=True, slots=True)

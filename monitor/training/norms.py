@@ -12,7 +12,8 @@ from monitor.failures import Failures
 from monitor.selection import without_module
 from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable
 from monitor.stats.ops import derive, total_norm
-from monitor.stats.table import KindRows, StepRows
+from monitor.stats.partials import KindRows
+from monitor.stats.table import StepRows
 from monitor.training.config import TrainingConfig
 from monitor.training.step import StepNorms
 

@@ -8,8 +8,7 @@ from rule_parts import Watched, said
 from sink_rows import Measured
 
 from monitor.anomalies.scanner import RowStates
-from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.table import KindRows
+from monitor.stats.partials import COLUMNS, KindRows, Partials
 
 Key = tuple[int, int]
 KEYS = st.tuples(st.integers(0, 4), st.integers(-1, 2))

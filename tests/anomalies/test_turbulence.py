@@ -10,8 +10,8 @@ from rule_parts import INF, NAN, Event, Watched, said
 from sink_rows import Measured
 
 from monitor.series import Series
-from monitor.stats.partials import EXPONENT, SUM, SUMSQ
-from monitor.stats.table import KindRows, StepRows
+from monitor.stats.partials import EXPONENT, SUM, SUMSQ, KindRows
+from monitor.stats.table import StepRows
 
 NORM, MEAN = ("a", "AnomalyTurbulence", "norm"), ("a", "AnomalyTurbulence", "mean")
 

@@ -11,8 +11,8 @@ from monitor.formats import FORMATS
 from monitor.series import NO_MICRO_STEP, Series, SeriesTable
 from monitor.sinks import make_sink
 from monitor.sinks.protocol import SinkContext
-from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.partials import COLUMNS, KindRows, Partials, TensorLayout
+from monitor.stats.table import StepRows
 
 OPS = ("min", "max", "mean", "norm", "zeros", "nans")
 SERIES, STEPS = 1000, 20

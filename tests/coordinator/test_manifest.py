@@ -14,8 +14,8 @@ from monitor.coordinator.output import JobIdentity
 from monitor.coordinator.series_file import Edge, Flow, MeasuredSeries, Pass, read_flow, read_series
 from monitor.failures import Failures
 from monitor.series import Series, SeriesTable
-from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.partials import COLUMNS, KindRows, Partials, TensorLayout
+from monitor.stats.table import StepRows
 
 LAYOUT = TensorLayout((4, 8), "torch.float32")
 FACTS = RankFacts(

@@ -20,8 +20,8 @@ from monitor.coordinator.output import JobIdentity, lock_directory, remove_draft
 from monitor.coordinator.resume import RestartedRun, directories, last_manifest, preferred, resolve_rank_directory
 from monitor.failures import Failures
 from monitor.series import Series, SeriesTable
-from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.partials import COLUMNS, KindRows, Partials, TensorLayout
+from monitor.stats.table import StepRows
 
 ROOT = Path(__file__).parents[2]
 WINTER = ("Dec31_23-00-00", "Jan01_01-00-00")

@@ -10,8 +10,8 @@ from monitor.coordinator import series_file
 from monitor.coordinator.manifest_format import ManifestError, ManifestRecord, SeriesReference
 from monitor.coordinator.series_file import NO_FLOW, Edge, Flow, Measured, MeasuredSeries, Pass, read_flow, read_series
 from monitor.series import LOCAL, Placement, Series, SeriesTable, Shard
-from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.partials import COLUMNS, KindRows, Partials, TensorLayout
+from monitor.stats.table import StepRows
 
 WEIGHT = Series("grad_reduced", 0, "h.0.weight")
 BIAS = Series("grad_reduced", 1, "h.0.bias")

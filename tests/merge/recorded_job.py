@@ -19,7 +19,8 @@ from monitor.merge.report import Report
 from monitor.series import Placement, Series, SeriesTable, Shard
 from monitor.sinks import csv, hdf5, parquet, tensorboard
 from monitor.sinks.protocol import SinkContext
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.partials import KindRows, TensorLayout
+from monitor.stats.table import StepRows
 
 JOB = "1a2b3c4d" * 4
 TIMESTAMP = "Dec03_21-34-40"

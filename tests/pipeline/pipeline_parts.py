@@ -19,8 +19,8 @@ import numpy as np
 
 from monitor.failures import Failures
 from monitor.pipeline.pipeline import Pipeline, PipelineLimits
-from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.partials import COLUMNS, KindRows, Partials, TensorLayout
+from monitor.stats.table import StepRows
 
 ROOT = Path(__file__).parents[2]
 COPY_BYTES = 1000

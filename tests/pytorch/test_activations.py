@@ -30,7 +30,7 @@ from monitor import read_manifest, read_series
 from monitor.failures import NOTHING_OF
 from monitor.pytorch import modules
 from monitor.stats.host.array_kernel import VARIABLE, NativeKernel, NumpyKernel
-from monitor.stats.table import TensorLayout
+from monitor.stats.partials import TensorLayout
 
 
 def values(*shape: int) -> Tensor:

@@ -18,7 +18,8 @@ from monitor.pytorch.compiled.operators import NO_VALUE
 from monitor.pytorch.tensor_reader import OFF, DeviceSteps, TorchTensorReader
 from monitor.recording.recorder import Due, RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
-from monitor.stats.table import KindRows, SealedTable
+from monitor.stats.partials import KindRows
+from monitor.stats.table import SealedTable
 
 HOST = torch.device("cpu")
 MICRO_STEPS = (0, 1)

@@ -16,7 +16,8 @@ from monitor.pytorch.tensor_reader import TorchTensorReader
 from monitor.recording.recorder import Due, RecordedSeries, Recorder
 from monitor.series import Series, SeriesTable
 from monitor.stats.host.array_kernel import VARIABLE
-from monitor.stats.table import KindRows, SealedTable
+from monitor.stats.partials import KindRows
+from monitor.stats.table import SealedTable
 
 Record = Callable[[Recorder, RecordedSeries, Tensor], None]
 

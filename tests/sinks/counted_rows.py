@@ -15,7 +15,8 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from monitor.series import SIGNED_KINDS
 from monitor.stats.histograms import UNIT_UPPER, UPPER
-from monitor.stats.table import KindRows, StepRows
+from monitor.stats.partials import KindRows
+from monitor.stats.table import StepRows
 
 MAGNITUDE_OPS = ("norm", "magnitude_histogram")
 ALL = {"tensors": 0}

@@ -30,9 +30,11 @@ from monitor.stats.partials import (
     SUM,
     SUMSQ,
     WRITES,
+    KindRows,
     Partials,
+    TensorLayout,
 )
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.table import StepRows
 
 SIX_OPS = ("min", "max", "mean", "norm", "zeros", "nans")
 

@@ -15,7 +15,8 @@ from monitor.sinks import csv as lines, csv as row_text
 from monitor.sinks.csv import CsvLines, header
 from monitor.stats.histograms import LOSSES
 from monitor.stats.host.array_kernel import VARIABLE
-from monitor.stats.table import StepRows, TensorLayout
+from monitor.stats.partials import TensorLayout
+from monitor.stats.table import StepRows
 
 
 def text_of(rank: Rank, rows: StepRows) -> dict[str, str]:

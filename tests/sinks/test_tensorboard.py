@@ -21,7 +21,7 @@ import monitor.sinks
 from monitor.series import Series
 from monitor.sinks import tensorboard
 from monitor.sinks.tensorboard import TensorBoardSink
-from monitor.stats.table import TensorLayout
+from monitor.stats.partials import TensorLayout
 
 W = {"grad_reduced": [Measured("w")]}
 ROOT = Path(monitor.sinks.__file__).parents[2]

@@ -10,8 +10,8 @@ import pytest
 from monitor.failures import Failures
 from monitor.series import LOCAL, NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
 from monitor.stats.host.array_kernel import NumpyKernel
-from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.table import KindRows, StepRows
+from monitor.stats.partials import COLUMNS, KindRows, Partials
+from monitor.stats.table import StepRows
 from monitor.training.norms import NOT_WHOLE, GradNormSource, NormReader
 from monitor.training.step import StepNorms
 

@@ -20,8 +20,8 @@ from monitor.coordinator.output import JobIdentity, RankDirectory
 from monitor.coordinator.series_file import Edge, Flow, Pass
 from monitor.failures import Failures
 from monitor.series import NO_MICRO_STEP, Placement, Series, SeriesTable, Shard
-from monitor.stats.partials import COLUMNS, Partials
-from monitor.stats.table import KindRows, StepRows, TensorLayout
+from monitor.stats.partials import COLUMNS, KindRows, Partials, TensorLayout
+from monitor.stats.table import StepRows
 
 JOB = "1a2b3c4d" * 4
 TIMESTAMP = "Dec03_21-34-40"
