@@ -17,10 +17,9 @@ from monitor.mindspore.trainer_mon import TrainerMon
 from monitor.recording.backend import HookSet
 
 NO_LOSS: Final = (
-    "The loss of Model.train is compiled, and has no rows. Train in PYNATIVE_MODE without data sinking to record it."
+    "The training cell is compiled and returns no loss of one element, so the loss has no rows. Log it where your code has it: "
+    "callback.monitor.log(loss=...)."
 )
-
-
 LOSS_SCALE: Final = "the training cell scales the loss: grad_unreduced and actv_grad are multiplied by the scale"
 
 
@@ -89,12 +88,19 @@ class MonitorCallback(Callback):  # type: ignore[misc]
         if isinstance(result, Tensor) and result.size == 1 and trains(cell):
             self.monitor.log(loss=result)
 
+    def _log_result(self, training: Any) -> None:
+        """Log the loss that a compiled training cell returns, alone or first. With data sinking it is that of the last step."""
+        result = getattr(training, "net_outputs", None)
+        loss = result[0] if isinstance(result, tuple | list) and result else result
+        if isinstance(loss, Tensor) and loss.size == 1:
+            self.monitor.log(loss=loss)
+        else:
+            self._failures.nothing_of("compiled loss", NO_LOSS)
+
     def on_train_step_end(self, run_context: RunContext) -> None:
         """End the step. Its call of the optimizer, if any, is over."""
-        del run_context
         if self._misses_loss:
-            self._misses_loss = False
-            self._failures.nothing_of("compiled loss", NO_LOSS)
+            self._failures.guarded("logging the loss", self._log_result)(run_context.original_args())
         self.monitor.batch_ended()
         if self._scales_loss:
             self._note_loss_scale()

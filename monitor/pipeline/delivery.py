@@ -30,7 +30,12 @@ class Sealed(Protocol):
         """True if ``rows`` will not wait. Does not wait itself."""
 
     def rows(self) -> StepRows:
-        """The step in new columns, on the writer thread. May wait for the device. Never called after the copy was put back."""
+        """The step in new columns, on the writer thread. May wait for the device, and until ``finish``. Never called after the
+        copy was put back.
+        """
+
+    def finish(self) -> None:
+        """Training adds nothing to the step any more. Safe on any thread; does not block."""
 
 
 class StepJournal(Protocol):

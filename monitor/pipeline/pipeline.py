@@ -69,15 +69,19 @@ class RequestQueue(Generic[S]):
         self._wakeups: SimpleQueue[None] = SimpleQueue()
         self._next_request: deque[Request] = deque()  # the request after a batch of steps, taken out of the queue with them
         self._batch_until = 0.0
+        self._newest: S | None = None
 
     def put(self, submitted: SubmittedStep[S], *, urgent: bool = False) -> None:
         """Add a step; ``urgent`` if there is little room for later steps."""
+        self._newest = submitted.sealed
         self._queue.put(submitted)
         if urgent:
             self._wake()
 
     def ask(self, request: Request) -> None:
-        """Add a request. It ends the batch window, so it waits only for the steps before it."""
+        """Add a request. It ends the batch window, so it waits only for the steps before it. Training adds nothing to these."""
+        if self._newest is not None and isinstance(request, ControlRequest):
+            self._newest.finish()
         self._queue.put(request)
         self._wake()
 

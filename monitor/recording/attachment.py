@@ -18,7 +18,7 @@ from monitor.recording.module_info import StackCollector, StructureCollector
 from monitor.recording.parameters import GradientCollector, MomentCollector, WeightCollector
 from monitor.recording.recorder import RecordedSeries, SeenModule, observed_dataflow
 from monitor.recording.run import Run
-from monitor.recording.run_numbers import BATCH, BETWEEN_STEPS, RunNumbers
+from monitor.recording.run_numbers import BATCH, BETWEEN_STEPS, RunNumbers, follows
 from monitor.recording.startup_estimate import records_measurements
 from monitor.recording.step_clock import Clock, Schedule
 from monitor.series import CALL_KIND, CHECKED_KINDS, MICRO_STEP_KINDS, Series
@@ -267,22 +267,26 @@ class Attachment:
             self.watch_activations()
 
     def log(self, numbers: Mapping[str, Any]) -> None:
-        """Record numbers of the step in progress, if it is collected. Refused between two steps."""
-        if not self._recorder.active or (self._numbers is None and BATCH not in numbers):
+        """Record numbers of the step in progress. Between two steps those with a loss belong to the step that has ended."""
+        unseen = self._called or self._recorder.has_rows or not self._any_turn  # what shows a step without training forwards
+        between = not (self.begun or self._part_begun if self._has_forwards else unseen)
+        late = between and follows(numbers)
+        collected = self.last_collected == self.clock.step - 1 if late else self._recorder.active
+        if not collected or (self._numbers is None and BATCH not in numbers):
             return
-        if self._has_forwards and not (self.begun or self._part_begun):
+        if between and not late:
             self._failures.warn("logging between two steps", BETWEEN_STEPS.format(names=", ".join(numbers)))
             return
         if BATCH in numbers:
             note = self._failures.guarded("logging a batch", self._note_batch, "Its identifiers are not recorded.")
-            note(self.clock.step, numbers[BATCH])
+            note(self.clock.step - late, numbers[BATCH])
         if self._numbers is not None:
-            self._numbers.log({name: given for name, given in numbers.items() if name != BATCH})
+            self._numbers.log({name: given for name, given in numbers.items() if name != BATCH}, late=late)
 
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
         self._failures.reraise_deferred()
         trains = self._backend.modules.trains(root)
-        self.begun, self._has_forwards = self.begun or trains, self._has_forwards or trains
+        self.begun, self._has_forwards, self._called = self.begun or trains, self._has_forwards or trains, True
         self._others.forwards += trains and root is self.watch.chunks[0]
         if not self._steps.evaluating and self._turns.on_this_thread:
             self.collectors.all(phases.Collector.end_turn, None)  # data of a step that raised
@@ -291,6 +295,7 @@ class Attachment:
 
     def _part_begins(self, part: Any, *_: Any) -> None:
         """A part of a model that has no forward of its own begins one: the model itself will show none."""
+        self._called = True
         if self._backend.modules.trains(part):
             self._part_begun = self._has_forwards = True
 
@@ -311,18 +316,15 @@ class Attachment:
         self._begin_turn(optimizer)
         self._scaling_said = phases.UNSCALED_LATE if late else phases.UNSCALED
         if self._records_scaled():
-            self.sealer.note(
-                "loss_scale", "grad_unreduced and actv_grad are multiplied by the loss scale, whose rows are in `other`"
-            )
+            self.sealer.note("loss_scale", phases.SCALED)
             self._recorder.record(self._scalar("loss_scale", scaler), scale, aliases=False)
 
     def scales_itself(self, optimizer: Any, found_inf: Any, still_scaled: bool) -> None:
         self._begin_turn(optimizer)
         if self._records_scaled():
-            self.sealer.note(
-                "found_inf", "the optimizer skips a step by itself if found_inf, whose rows are in `other`, is not 0"
-            )
-            self._recorder.record(self._scalar("found_inf", self._place_of(optimizer)), found_inf, aliases=False)
+            self.sealer.note("found_inf", phases.SKIPS_ITSELF)
+            place = next((place for place, one in enumerate(self._steps.optimizers) if one is optimizer), 0)
+            self._recorder.record(self._scalar("found_inf", place), found_inf, aliases=False)
             if still_scaled:
                 self._scaling_said = phases.STILL_SCALED
 
@@ -402,12 +404,7 @@ class Attachment:
     def _scalar(self, name: str, place: int) -> RecordedSeries:
         """The series of a scalar of the step. The first has the plain name; most loops have only one."""
         full = f"{name}_{place}" if place else name
-        if full not in self._scaling:
-            self._scaling[full] = RecordedSeries(Series("other", 0, full))
-        return self._scaling[full]
-
-    def _place_of(self, optimizer: Any) -> int:
-        return next((place for place, one in enumerate(self._steps.optimizers) if one is optimizer), 0)
+        return self._scaling.setdefault(full, RecordedSeries(Series("other", 0, full)))
 
     def batch_ended(self) -> None:
         """End a batch, after the call of the optimizer if there is one. Must be called for every batch.
@@ -483,7 +480,7 @@ class Attachment:
             self.sealer.note("parameters", said)
 
     def _begin_step(self, *, before_a_turn: bool = False) -> None:
-        self.begun, self._part_begun, self._batches = False, False, 0
+        self.begun, self._part_begun, self._called, self._batches = False, False, False, 0
         self._turns.clear()
         self._others.restart()
         self._recorder.activate(self._monitored and self.schedule.collects(self.clock.step, self.collected), self._has)
@@ -540,8 +537,8 @@ class Attachment:
 
     def shares(self, chunks: Sequence[Any], optimizers: Sequence[Any]) -> bool:
         """Whether this attachment already watches one of the chunks or one of the optimizers."""
-        watched = [*self.watch.chunks, *self._steps.optimizers]
-        return any(one is other for one in (*chunks, *optimizers) for other in watched if other is not None)
+        watched = {id(one) for one in (*self.watch.chunks, *self._steps.optimizers) if one is not None}
+        return any(id(one) in watched for one in (*chunks, *optimizers))
 
 
 def _no_change(_step: int) -> None:

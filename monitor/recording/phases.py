@@ -61,6 +61,8 @@ def measures_optimizers(config: MonitorConfig) -> bool:
 
 UNSCALED: Final = "divided by loss_scale"
 UNSCALED_LATE: Final = "divided by loss_scale in scaler.step()"
+SCALED: Final = "grad_unreduced and actv_grad are multiplied by the loss scale, whose rows are in `other`"
+SKIPS_ITSELF: Final = "the optimizer skips a step by itself if found_inf, whose rows are in `other`, is not 0"
 STILL_SCALED: Final = "multiplied by loss_scale: the optimizer divides by it inside its step"
 
 

@@ -23,7 +23,7 @@ from monitor.selection import parents
 from monitor.series import KINDS, NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.histograms import BINS
 from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, SPELLED_OPS, derive, spelled
-from monitor.stats.partials import COLUMNS, WRITES, Floats, KindRows, TensorLayout
+from monitor.stats.partials import COLUMNS, WRITES, Floats, KindRows, Postscript, TensorLayout
 from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, HostPage, Page, PageMemory, RowSlot, SealedTable, StatsTable, TotalNorm
 
 Device = Hashable
@@ -318,6 +318,7 @@ class Recorder:
         steps: Number of ended steps.
         late: Enters rows at the end of a step.
         total: How rows give the total norm of the step in progress; None if they do not.
+        postscript: Takes numbers after the step was sealed.
         rewritten: See ``StepRows``, of the step in progress.
     """
 
@@ -332,6 +333,7 @@ class Recorder:
         self.steps = 0
         self.late: LateRows = NoLateRows()
         self.total: TotalNorm | None = None
+        self.postscript = Postscript(is_open=False)
         self.rewritten: frozenset[tuple[int, str]] = frozenset()
         self._inert, self._forgotten, self._noted = False, 0, 0
         self._due: dict[str, Due] = {}
@@ -408,7 +410,7 @@ class Recorder:
         self.reader.rows.settle()
         with self.lock:
             self.late.enter()
-            into.total, into.rewritten = self.total, self.rewritten
+            into.total, into.rewritten, into.postscript = self.total, self.rewritten, self.postscript
             self.table.seal(into)
             self.steps, self._forgotten = self.steps + 1, 0
             self.reader.forget_step()

@@ -13,7 +13,7 @@ from monitor.recording.parameters import GradientCollector
 from monitor.recording.phases import UNSCALED, Clipping, Collector, OptimizerTurn
 from monitor.recording.recorder import RecordedSeries
 from monitor.series import CLIPPED_NORM, GRAD_NORM, LEARNING_RATE, RUN_KIND, Placement, Series
-from monitor.stats.partials import COUNT, SUM
+from monitor.stats.partials import COUNT, SUM, LateNumber, Postscript
 from monitor.stats.table import TotalNorm
 
 SUMMED: Final = frozenset({"tokens"})
@@ -30,8 +30,15 @@ BATCH: Final = "batch"
 
 BETWEEN_STEPS: Final = (
     "log({names}) was called after optimizer.step() has ended a step, and before the next forward in training mode. It is not "
-    "known to which of the two steps the numbers belong, and they are not recorded. Call log before optimizer.step(). A step "
-    "that is compiled as a whole cannot have such numbers."
+    "known to which of the two steps the numbers belong, and they are not recorded. Call log before optimizer.step(), or pass "
+    "the loss in the same call: then they belong to the step that has ended."
+)
+TOO_LATE: Final = (
+    "log({names}) was called after the rows of its step were written, and has no row. Call log before optimizer.step(), or "
+    "within a second after it."
+)
+ON_DEVICE: Final = (
+    "after optimizer.step() a number must be one of the host: pass loss.item(), or call log before optimizer.step()"
 )
 
 EPS: Final = 1e-6
@@ -60,6 +67,7 @@ class RunNumbers(Collector):
         self._is_alone = attached.watch.ownership.world_size == 1
         self._series: dict[str, RecordedSeries] = {}
         self._logged: dict[str, tuple[Any, int]] = {}
+        self._of_ended: dict[str, tuple[Any, int]] = {}
         self._rates: dict[str, Any] = {}
         self._first_group: dict[int, int] = {}
         self._clippings: list[Clipping] = []
@@ -70,29 +78,44 @@ class RunNumbers(Collector):
         self._norm_at: int | None = None
         self._covered: dict[int, tuple[Collection[int], bool]] = {}
 
-    def log(self, numbers: Mapping[str, Any]) -> None:
-        """Record numbers of the step in progress. See ``ModelMonitor.log``."""
+    def log(self, numbers: Mapping[str, Any], *, late: bool = False) -> None:
+        """Record numbers of the step in progress, or of the step that has ended if ``late``. See ``ModelMonitor.log``."""
         for name, given in numbers.items():
             try:
-                self._log(name, given)
+                self._log(name, given, late)
             except Exception as error:
                 self._failures.report("logging a number", error, _NOT_RECORDED, of=name)
 
-    def _log(self, name: str, given: Any) -> None:
+    def _log(self, name: str, given: Any, late: bool) -> None:
         if name not in self._series and len(self._series) >= MOST_NAMES:
             raise ValueError(f"there are {MOST_NAMES} names already: log one number under one name in all steps")
         if name == LOSS_SCALE and name not in self._series:
             self._attached.note(LOGGED, "the loop logs a loss scale: grad_unreduced and actv_grad may be multiplied by it")
-        number = self._number(given)
-        total, calls = self._logged.get(name, (0.0, 0))
+        number, logged = self._number(given), self._of_ended if late else self._logged
+        total, calls = logged.get(name, (0.0, 0))
         if calls and isinstance(total, float) != isinstance(number, float):
             raise TypeError(
                 "in one step it was a number of the host and a tensor of a device: pass one of the two in all calls"
             )
         with self._tensors.computing():
             total = number if not calls else total + number
-        self._record(name, total, 1 if name in SUMMED else calls + 1)
-        self._logged[name] = total, calls + 1
+        (self._add if late else self._record)(name, total, 1 if name in SUMMED else calls + 1)
+        logged[name] = total, calls + 1
+
+    def _add(self, name: str, total: Any, count: int) -> None:
+        """Add a row to the step that has ended, whose rows may be written at any moment."""
+        if not isinstance(total, float):
+            raise TypeError(ON_DEVICE)
+        table, scalar = self._recorder.table, self._scalar
+        with self._recorder.lock:
+            series = table.series.index_of(self._series_of(name).series)
+            number = LateNumber(series, table.layout_of(tuple(scalar.shape), scalar.dtype), total, count)
+        if not self._recorder.postscript.add(number):
+            self._failures.warn("logging too late", TOO_LATE.format(names=name))
+
+    def forward_begins(self) -> None:
+        """What is logged from now on belongs to this forward."""
+        self._recorder.postscript.end()
 
     def begin_step(self, *, before_a_turn: bool) -> None:
         """Forget the last step. Clippings before a turn belong to the step that begins with it."""
@@ -141,6 +164,8 @@ class RunNumbers(Collector):
         for name, number in {**self._rates, **(dict(self._norms()) if self._automatic else {})}.items():
             if name not in self._logged:
                 self._record(name, number)
+        self._recorder.postscript.end()
+        self._of_ended, self._recorder.postscript = self._logged, Postscript()
         self._forget()
 
     def _forget(self) -> None:
@@ -264,6 +289,11 @@ class RunNumbers(Collector):
             for name, tensor in self._attached.backend.modules.parts(root).parameters:
                 if tensor.requires_grad or not trained:
                     yield NamedParameter(chunk, name, tensor)
+
+
+def follows(numbers: Collection[str]) -> bool:
+    """Whether numbers that are logged between two steps belong to the one that has ended: they have its loss."""
+    return LOSS_SCALE not in numbers and any("loss" in name for name in numbers)
 
 
 def after(norm: Any, limit: float | None) -> Any:

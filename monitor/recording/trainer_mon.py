@@ -384,7 +384,8 @@ class ModelMonitor(DeprecatedMethods):
     def log(self, **numbers: Any) -> None:
         """Record numbers of the step in progress, such as its loss, as rows of the kind ``run``.
 
-        Call it before ``optimizer.step()``, which ends the step. It does not wait for a device. Numbers belong to the first
+        Call it before ``optimizer.step()``, which ends the step, or right after it: there a call that has a loss belongs to the
+        step that has ended, and takes numbers of the host only. It does not wait for a device. Numbers belong to the first
         attached model. If a step logs a name several times, the mean is recorded; of ``tokens`` the sum. A logged number
         replaces one that the monitor records itself under this name, such as ``grad_norm``.
 

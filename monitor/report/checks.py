@@ -19,7 +19,7 @@ from monitor.failures import NOTHING_OF
 from monitor.report.bounds import beyond, first_beyond, within
 from monitor.report.data import data_of_ranks, data_of_steps
 from monitor.report.facts import NOT_JUDGED, TOTAL_KIND, Facts, ended_early, lacking_steps
-from monitor.report.findings import BAD, COMPILED, GOOD, LOG, LOG_IN_PYTHON, NOT_LOOKED_AT, CheckFinding, Place, State
+from monitor.report.findings import BAD, GOOD, LOG, NOT_LOOKED_AT, CheckFinding, Place, State
 from monitor.report.history import WARM_UP, Sudden, is_moment
 from monitor.report.kind_reader import shows_all
 from monitor.report.load_of_experts import load_of_experts
@@ -376,8 +376,8 @@ def _of_the_run(facts: Facts, kind: str, name: str) -> CheckFinding | None:
 
 
 def _loss(facts: Facts) -> CheckFinding:
-    how = COMPILED if facts.compiles_steps else "Pass it to log(loss=...)."
-    return _of_the_run(facts, RUN_KIND, "loss") or CheckFinding(NOT_LOOKED_AT, f"The run recorded no loss. {how}")
+    nothing = CheckFinding(NOT_LOOKED_AT, "The run recorded no loss. Pass it to log(loss=...).")
+    return _of_the_run(facts, RUN_KIND, "loss") or nothing
 
 
 def _total_norm(facts: Facts) -> CheckFinding:
@@ -460,8 +460,7 @@ Those of training come before those of the recording."""
 
 def checks_of(facts: Facts) -> list[CheckResult]:
     """All checks, done."""
-    looks = {LOG: f"{LOG}, {LOG_IN_PYTHON}"} if facts.compiles_steps else {}
-    return [CheckResult(one.name, one.judge(facts), looks.get(one.look, one.look), *one[3:]) for one in CHECKS]
+    return [CheckResult(one.name, one.judge(facts), *one[2:]) for one in CHECKS]
 
 
 # --- Parts of sentences.

@@ -117,13 +117,6 @@ class Facts:
         return steps_in(ranges_of(self.told[what]))
 
     @cached_property
-    def compiles_steps(self) -> bool:
-        """Whether the steps of optimizers are compiled, which have no learning rates then. Where the forward is compiled with
-        them, ``log`` takes no numbers.
-        """
-        return any(LEARNING_RATE in str(one.notes.get("compiled_code", "")) for one in self.manifests.values())
-
-    @cached_property
     def rates(self) -> dict[str, tuple[Ints, Numbers]]:
         """For each learning rate, all recorded steps, and the greatest number of all ranks."""
         rows = self.kinds.get(RUN_KIND)

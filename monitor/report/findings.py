@@ -11,9 +11,6 @@ BAD: Final = "bad"
 NOT_LOOKED_AT: Final = "not looked at"
 
 LOG: Final = "TrainerMon.log(loss=...)"
-LOG_IN_PYTHON: Final = "where Python calls the model"
-COMPILED: Final = f"Steps are compiled, and log(loss=...) only records it {LOG_IN_PYTHON}."
-"""What is advised if steps are compiled: one that is compiled as a whole cannot have such numbers."""
 
 
 class Place(NamedTuple):

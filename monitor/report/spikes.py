@@ -14,7 +14,7 @@ import numpy as np
 from monitor.report import bands, spike_links
 from monitor.report.bands import Ints, Limit, Means, Numbers
 from monitor.report.facts import TOTAL_KIND, Facts
-from monitor.report.findings import BAD, COMPILED, GOOD, NOT_LOOKED_AT, CheckFinding, Place
+from monitor.report.findings import BAD, GOOD, NOT_LOOKED_AT, CheckFinding, Place
 from monitor.report.spike_batches import activations, batches, lone_rank, smaller
 from monitor.report.spike_links import Around, Evidence, Link, Spike
 from monitor.series import GRAD_NORM, RUN_KIND
@@ -77,7 +77,7 @@ def spikes(facts: Facts) -> CheckFinding:
     without = f" {' and '.join(signed)} had values below zero, which have no logarithm: not looked at." if signed else ""
     without += f" {' and '.join(early)} had values that are not finite before there was a band: not looked at." if early else ""
     if not judged:
-        return CheckFinding(NOT_LOOKED_AT, without.strip() or _too_few(named, facts))
+        return CheckFinding(NOT_LOOKED_AT, without.strip() or _too_few(named))
     first_loss = next((name for name in named if name != GRAD_NORM), "")
     every, cycles = list[Spike](), list[str]()
     for name, each in judged.items():
@@ -113,10 +113,9 @@ def _more(jumps: Sequence[Spike]) -> str:
     return f"More jumps began in steps {steps}."
 
 
-def _too_few(names: Collection[str], facts: Facts) -> str:
+def _too_few(names: Collection[str]) -> str:
     if set(names) <= {GRAD_NORM}:
-        how = COMPILED if facts.compiles_steps else "Pass the loss to log(loss=...)."
-        return f"No loss and no total norm has enough values. {how}"
+        return "No loss and no total norm has enough values. Pass the loss to log(loss=...)."
     return f"{' and '.join(sorted(names))} had no more than {_LEAST} values."
 
 

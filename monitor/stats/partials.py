@@ -38,10 +38,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from monitor.series import NO_MICRO_STEP, RUN_KIND
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +335,7 @@ def _lowered(values: Floats, power: Floats) -> Floats:
     return lowered
 
 
-# --- Rows of partials: those of one kind in one step.
+# --- Rows of partials: those of one kind in one step, and numbers that come after the step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,3 +371,84 @@ class KindRows:
         """Some of the rows."""
         columns = self.series[where], self.micro_step[where], self.call_id[where], self.layout[where]
         return KindRows(*columns, self.partials.take(where))
+
+    def followed_by(self, other: KindRows) -> KindRows:
+        """These rows, and then those of another."""
+        return KindRows(
+            np.concatenate([self.series, other.series]),
+            np.concatenate([self.micro_step, other.micro_step]),
+            np.concatenate([self.call_id, other.call_id]),
+            np.concatenate([self.layout, other.layout]),
+            Partials.joined([self.partials, other.partials]),
+        )
+
+
+class LateNumber(NamedTuple):
+    """A number of the loop that comes after its step: the row of its series, as a sum over calls.
+
+    Attributes:
+        layout: See ``KindRows``.
+    """
+
+    series: int
+    layout: int
+    total: float
+    calls: int
+
+
+MOST_WAITED: Final = 1.0
+"""Seconds that the writer waits for numbers of a step whose rows it has read."""
+
+
+@final
+class Postscript:
+    """Numbers of a step that training passes after the step was sealed, such as a loss that is logged after the optimizer.
+
+    Training adds numbers, until its next forward ends this. The writer waits for that, for a bounded time. Takes no lock that a
+    signal handler could find held: ``SimpleQueue`` is reentrant.
+
+    Attributes:
+        is_open: Whether numbers may still be added.
+    """
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self.is_open = is_open
+        self._numbers: SimpleQueue[LateNumber | None] = SimpleQueue()
+
+    def add(self, number: LateNumber) -> bool:
+        """Add a row, which replaces an earlier one of its series. False if it is too late."""
+        self._numbers.put(number)
+        return self.is_open  # the writer closes it before it looks for the last time
+
+    def end(self) -> None:
+        """The step has all its numbers. Safe on any thread."""
+        if self.is_open:
+            self.is_open = False
+            self._numbers.put(None)
+
+    def added_to(self, kinds: dict[str, KindRows]) -> dict[str, KindRows]:
+        """``kinds`` with these numbers as rows of ``run``, which replace rows of the same series. May wait for training."""
+        if not (late := self._take()):
+            return kinds
+        columns = np.zeros((len(COLUMNS), len(late)))
+        series, layouts, columns[SUM], columns[COUNT] = zip(*late, strict=True)
+        columns[WRITES] = 1.0
+        places = sum(map(len, kinds.values())) + np.arange(len(late))
+        rows = KindRows(np.array(series), np.full(len(late), NO_MICRO_STEP), places, np.array(layouts), Partials(columns))
+        if (before := kinds.get(RUN_KIND)) is not None:
+            rows = before.take(np.flatnonzero(~np.isin(before.series, series))).followed_by(rows)
+        return {**kinds, RUN_KIND: rows}
+
+    def _take(self) -> list[LateNumber]:
+        """The numbers, when training has ended this or the time is over: the last one of each series."""
+        found: dict[int, LateNumber] = {}
+        until = monotonic() + MOST_WAITED
+        while self.is_open or not self._numbers.empty():
+            try:
+                number = self._numbers.get(timeout=max(until - monotonic(), 0.0))
+            except Empty:
+                self.is_open = False
+                continue
+            if number is not None:
+                found[number.series] = number
+        return list(found.values())

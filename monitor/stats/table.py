@@ -27,7 +27,18 @@ from monitor.series import KINDS, NO_MICRO_STEP, REPLICA_KIND, RUN_KIND, SIGNED_
 from monitor.stats import loads
 from monitor.stats.features import COLUMNS_OF, as_scalar
 from monitor.stats.ops import CALLS, CHECKSUM, derive, has_op, total_norm
-from monitor.stats.partials import COLUMNS, COUNT, SUM, WRITES, Floats, KindRows, Partials, TensorLayout, combine_groups
+from monitor.stats.partials import (
+    COLUMNS,
+    COUNT,
+    SUM,
+    WRITES,
+    Floats,
+    KindRows,
+    Partials,
+    Postscript,
+    TensorLayout,
+    combine_groups,
+)
 
 PAGE_ROWS: Final = 1024
 NOT_AN_ALIAS: Final = -1
@@ -334,6 +345,7 @@ class SealedTable:
     checked_kinds: frozenset[str] = frozenset()
     rewritten: frozenset[tuple[int, str]] = frozenset()
     total: TotalNorm | None = None
+    postscript: Postscript = field(default_factory=lambda: Postscript(is_open=False))
     nbytes: int = 0
     _copies: list[PageCopy] = field(default_factory=list)
     _histograms: dict[int, PageCopy] = field(default_factory=dict)
@@ -361,10 +373,14 @@ class SealedTable:
     @property
     def ready(self) -> bool:
         """True if ``rows`` will not wait."""
-        return all(copy.ready for copy in (*self._copies, *self._histograms.values()))
+        return not self.postscript.is_open and all(copy.ready for copy in (*self._copies, *self._histograms.values()))
+
+    def finish(self) -> None:
+        """The step has all its numbers. Safe on any thread."""
+        self.postscript.end()
 
     def rows(self) -> StepRows:
-        """The measured rows, in new arrays. May wait for the device."""
+        """The measured rows, in new arrays. May wait for the device, and for numbers that training adds."""
         if self._table is None or self._identity is None:
             raise RuntimeError("no step was sealed into this copy")
         numbers = _end_to_end([copy.rows()[:length] for copy, length in zip(self._copies, self._lengths, strict=True)])
@@ -374,6 +390,7 @@ class SealedTable:
         kinds, table.row_order = measured(numbers, self._columns, self._identity, histograms, table.row_order)
         kinds = {kind: combined_micro_steps(part) if kind in self.combined_kinds else part for kind, part in kinds.items()}
         kinds = with_loads(with_total(kinds, self.total), table.series, table.experts)
+        kinds = self.postscript.added_to(kinds)
         by_configuration = self.micro_step_kinds, self.counted_kinds, self.checked_kinds
         return StepRows(self.step, self.ops, kinds, table.layouts, self.status, *by_configuration, self.rewritten)
 

@@ -163,6 +163,26 @@ def test_several_calls_bad_numbers_and_late_ones(output: Output, caplog: pytest.
     assert sum("Call log before optimizer.step()" in said for said in warnings_in(caplog)) == 1
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_a_loss_after_the_optimizer_belongs_to_the_step_that_has_ended(
+    output: Output, caplog: pytest.LogCaptureFixture, train: bool
+) -> None:
+    """Also where the training flag is off, as it is by default: gradients alone show that a step has begun."""
+    net = TwoLayers().set_train(train)
+    optimizer = nn.SGD(net.trainable_params(), 0.125)
+    gradients_of = ms.value_and_grad(loss_of(net), None, optimizer.parameters)
+    expected = []
+    with attached(output, net, optimizer, **NUMBERS) as monitor:
+        for step in range(STEPS):
+            loss, gradients = gradients_of(*map(Tensor, batch(step)))
+            optimizer(gradients)
+            monitor.log(loss=loss, tokens=step)
+            expected.append(float(loss.asnumpy()))
+    assert of_name(output, "loss") == pytest.approx(expected, rel=1e-7)
+    assert of_name(output, "tokens") == list(range(STEPS))
+    assert not [said for said in warnings_in(caplog) if "log(" in said]
+
+
 @pytest.mark.parametrize("optimizer", [lambda parameters: nn.Adam(parameters, Halving()), in_groups])
 def test_training_has_the_same_bits(output: Output, optimizer: Callable[[Any], nn.Cell]) -> None:
     results = []

@@ -51,6 +51,9 @@ class Copy:
         assert self.step is not None
         return rows_of(self.step)
 
+    def finish(self) -> None:
+        """It waits for nothing but its event."""
+
 
 class RecordSink:
     """Appends each record of ``steps_per_record`` steps to a file; an open record becomes visible when flushed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,110 @@ def test_a_call_between_two_steps_has_no_row_and_says_where_to_call(output: Outp
     assert "Call log before optimizer.step()" in said
 
 
+@pytest.mark.parametrize("output_format", ["csv", "hdf5", "parquet"])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_call_with_a_loss_between_two_steps_belongs_to_the_step_that_has_ended(
+    output: Output, caplog: pytest.LogCaptureFixture, output_format: str, train: bool
+) -> None:
+    """Where the model is in evaluation mode, gradients alone show that a step has begun."""
+    model = small_model().train(train)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    expected: dict[tuple[str, int], float] = {}
+    with attached(output, model, optimizer, **{**GRADIENTS, "format": output_format}) as monitor:
+        for step in range(40):
+            loss = backward(model)
+            if step % 3:
+                monitor.log(loss=1.0, tokens=5)
+            optimizer.step()
+            if step % 10 == 9:
+                time.sleep(0.15)  # the writer waits for this step by now
+            monitor.log(loss=loss.detach() + step, tokens=7, grad_norm=2.0 * step, batch=f"shard:{step}")
+            logged = [loss.item() + step, *([1.0] if step % 3 else [])]
+            expected |= {("loss", step): sum(logged) / len(logged), ("grad_norm", step): 2.0 * step}
+            expected["tokens", step] = 7 + 5 * (len(logged) - 1)
+    rows = open_run(output.base).rows("run").to_pydict()
+    found = {(name, step): value for name, step, value in zip(rows["name"], rows["step"], rows["value"], strict=True)}
+    assert {place: value for place, value in found.items() if place[0] != "learning_rate.0"} == pytest.approx(
+        expected, rel=1e-6
+    )
+    assert [step for name, step in found if name == "learning_rate.0"] == list(range(40))
+    assert read_batches(output.directory(), range(40)) == {step: [[f"shard:{step}"]] for step in range(40)}
+    assert not [said for said in warnings_in(caplog) if "log" in said]
+
+
+def test_what_belongs_to_the_next_step_has_no_row_after_this_one(output: Output, caplog: pytest.LogCaptureFixture) -> None:
+    """After ``GradScaler.update`` the scale is that of the next step."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        backward(model)
+        optimizer.step()
+        monitor.log(loss=1.0, loss_scale=65536.0)
+    assert {name for name, _ in numbers(output)} == {"learning_rate.0", "grad_norm"}
+    assert any("log(loss, loss_scale)" in said for said in warnings_in(caplog))
+
+
+def test_a_loss_that_comes_after_its_rows_were_written_has_none_and_is_counted(
+    output: Output, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monitor.stats.partials.MOST_WAITED", 0.0)
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+            assert monitor.flush(30)
+            monitor.log(loss=1.0)
+    assert {name for name, _ in numbers(output)} == {"learning_rate.0", "grad_norm"}
+    (said,) = [one for one in warnings_in(caplog) if "log(loss)" in one]
+    assert "after the rows of its step were written" in said
+    assert output.manifest()["failures"]["logging too late"] == 2
+
+
+def test_a_flush_does_not_wait_for_numbers_that_may_come(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monitor.stats.partials.MOST_WAITED", 3600.0)
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        for step in range(3):
+            backward(model)
+            optimizer.step()
+            assert monitor.generate_wgrad_metrics()[0]
+            assert monitor.flush(30), step
+    assert {step for _, step in numbers(output)} == {0, 1, 2}
+
+
+def test_the_writer_goes_on_when_the_next_forward_begins(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monitor.stats.partials.MOST_WAITED", 3600.0)
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        backward(model)
+        optimizer.step()
+        monitor.log(loss=1.0)
+        backward(model)
+        until = time.monotonic() + 30
+        while not list(output.directory().glob("run_0-0.csv")) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert {name for name, step in numbers(output) if step == 0} == {"learning_rate.0", "grad_norm", "loss"}
+
+
+@pytest.mark.accelerator
+def test_a_number_on_a_device_is_refused_after_the_step(
+    output: Output, caplog: pytest.LogCaptureFixture, device: torch.device
+) -> None:
+    model = small_model().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        loss = model(torch.randn(6, 5, device=device)).square().sum()
+        loss.backward()
+        optimizer.step()
+        monitor.log(loss=loss)
+    assert "loss" not in {name for name, _ in numbers(output)}
+    assert any("pass loss.item()" in said for said in warnings_in(caplog))
+
+
 class Agent(torch.nn.Module):
     """A policy and a value without a forward, as most agents of reinforcement learning."""
 
@@ -334,7 +439,7 @@ class Agent(torch.nn.Module):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_model_without_a_forward_has_numbers_of_its_own_step_or_none(
+def test_a_model_without_a_forward_has_numbers_of_its_own_step(
     output: Output, caplog: pytest.LogCaptureFixture, late: bool
 ) -> None:
     """Its parts show that a step has begun, whether anything of them is recorded or not."""
@@ -349,21 +454,26 @@ def test_a_model_without_a_forward_has_numbers_of_its_own_step_or_none(
             optimizer.step()
             if late:
                 monitor.log(loss=step)
-    assert {step: value for (name, step), value in numbers(output).items() if name == "loss"} == (
-        {} if late else {0: 0, 1: 1, 2: 2}
-    )
-    assert any("Call log before optimizer.step()" in said for said in warnings_in(caplog)) == late
+    assert {step: value for (name, step), value in numbers(output).items() if name == "loss"} == {0: 0, 1: 1, 2: 2}
+    assert not any("optimizer.step()" in said for said in warnings_in(caplog))
 
 
-def test_numbers_of_steps_that_are_not_collected_have_no_row(output: Output) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_numbers_of_steps_that_are_not_collected_have_no_row(
+    output: Output, caplog: pytest.LogCaptureFixture, late: bool
+) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attached(output, model, optimizer, **GRADIENTS, start_step=1, step_interval=2) as monitor:
         for step in range(4):
             backward(model)
-            monitor.log(loss=step)
+            if not late:
+                monitor.log(loss=step)
             optimizer.step()
+            if late:
+                monitor.log(loss=step)
     assert {place: value for place, value in numbers(output).items() if place[0] == "loss"} == {("loss", 1): 1, ("loss", 3): 3}
+    assert not [said for said in warnings_in(caplog) if "log" in said]
 
 
 @pytest.mark.parametrize(

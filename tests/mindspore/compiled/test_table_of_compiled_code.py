@@ -136,7 +136,7 @@ def recorded(way: str, micro_batches: int, base: Path) -> Rows:
                 monitor.set_monitor(network, micro_batches, optimizer)
                 compiled = ms.jit(calling(step.construct)) if way == "jit" else step
                 for one in range(STEPS):
-                    compiled(inputs(one))
+                    monitor.log(loss=compiled(inputs(one)))
     return dict(rows_in(Output(base).directory()))
 
 
@@ -193,7 +193,8 @@ ABOUT: dict[str, Callable[[Place, dict[str, Any]], bool]] = {
     "`grad_unreduced`": of_kinds("grad_unreduced"),
     "`grad_reduced`, `param_origin`, `param_updated`, moments": of_kinds(*STEPPED),
     "`run`: norm of all gradients": of_run("grad_norm"),
-    "`run`: learning rates; loss of `Model.train`": of_run("learning_rate", "loss"),
+    "`run`: learning rates": of_run("learning_rate"),
+    "`run`: the loss that `MonitorCallback` or `log` records": of_run("loss"),
     "`update_ratio`, `optimizer_health`, `ur_distribution`, `mg_direction`": of_kinds(*UPDATES),
     "features of cells (`recording_l2_features`), `stack_info`": of_kinds("activation_hook", "linear_hook", "stack_info"),
     "magnitude histograms and percentiles (`abs_p50` …)": lambda place, row: (

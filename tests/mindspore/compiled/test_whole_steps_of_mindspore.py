@@ -7,8 +7,8 @@ from typing import Any
 
 import mindspore as ms
 import pytest
-from attaching import Output, warnings_in
-from compiled_steps import STEPS, WHOLE, Deep, assert_same, by_model, plain, recorded
+from attaching import Output, attached, warnings_in, with_fixed_weights
+from compiled_steps import RECORDED, STEPS, WHOLE, Deep, adam, assert_same, by_model, mode_of, plain, recorded, step_of
 from evidence import in_turn
 from mindspore import Parameter, Tensor, nn, ops
 from training import inputs
@@ -149,3 +149,43 @@ def test_model_train_has_the_rows_of_the_dynamic_graph(sink: bool, output: Outpu
     assert bits == by_model("graph", output, sink=sink, monitored=False)[0]
     assert {step for _, _, step, _ in rows} == set(range(STEPS))
     assert_same(rows, expected)
+
+
+# --- The loss, which is known when the step has ended.
+
+
+def losses(output: Output) -> dict[int, float]:
+    """In the rows of the newest run, by step."""
+    rows = output.rows("run", max(output.directories(), key=lambda one: one.stat().st_ctime_ns))
+    return {row.step: row.values["value"] for row in rows if row.name == "loss"}
+
+
+@pytest.mark.parametrize("how", [*WHOLE, "dynamic"])
+def test_a_loss_that_is_logged_after_a_step_is_a_row_of_the_step(
+    how: str, output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = {}
+    with mode_of(how):
+        net = with_fixed_weights(Deep())
+        optimizer = adam(net.trainable_params())
+        step = step_of(how, net, optimizer)
+        with attached(output, net, optimizer, **RECORDED | {"run_numbers": True, "ndigits": 17}) as monitor:
+            for number in range(STEPS):
+                loss = step(inputs(number))
+                monitor.log(loss=loss, tokens=number)
+                expected[number] = float(loss.asnumpy())
+    assert losses(output) == pytest.approx(expected, rel=1e-7)
+    assert not [said for said in warnings_in(caplog) if "log(" in said]
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_the_loss_of_a_compiled_model_train_is_that_of_the_dynamic_graph(output: Output, sink: bool) -> None:
+    found = []
+    for how in ("dynamic", "graph"):
+        by_model(how, output, sink=sink and how == "graph", run_numbers=True, ndigits=17)
+        found.append(losses(output))
+    dynamic, graph = found
+    assert sorted(dynamic) == list(range(STEPS))
+    assert graph == pytest.approx({step: dynamic[step] for step in graph}, rel=1e-6)
+    assert STEPS - 1 in graph
+    assert sink or len(graph) == STEPS
