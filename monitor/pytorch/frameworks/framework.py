@@ -395,7 +395,7 @@ class _Reducer:
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self._module: weakref.ref[Any] = weakref.ref(module)
-        self.ready = self._by_schedule = False
+        self.ready = self._by_schedule = self._warms_up = False
         self.reduced: bool | None = None
         self.reduced_before = self._ready_in_step = False
         self.backward = NO_BACKWARD
@@ -419,6 +419,7 @@ class _Reducer:
             self.reduced_before, self._ready_in_step = self._ready_in_step, self.ready
             self.reduced = self.is_ready
             self.ready = self._by_schedule = False
+            self._warms_up = any(_warms_up(state, self._module()) for _, state in self._hooks)
         self._latest = max(self._latest, backward)
 
     def _continues(self, backward: int) -> bool:
@@ -442,8 +443,19 @@ class _Reducer:
 
     @property
     def leaves_local(self) -> bool:
-        hooks = getattr(self._module(), "_comm_hooks", ())
-        return any(getattr(hook, "__name__", "") in REDUCE_NOTHING for hook, *_ in hooks)
+        """Whether a communication hook has left the gradients of the last backward local."""
+        return not self._warms_up and any(getattr(hook, "__name__", "") in REDUCE_NOTHING for hook, _ in self._hooks)
+
+    @property
+    def _hooks(self) -> Sequence[tuple[Any, Any]]:
+        """The communication hooks of the wrapper, and their states."""
+        return getattr(self._module(), "_comm_hooks", ())
+
+
+def _warms_up(state: Any, module: Any) -> bool:
+    """Whether a hook of local SGD, which has not run in the backward in progress, will average over all ranks."""
+    of_all = getattr(state, "process_group", None) in (None, getattr(module, "process_group", None))
+    return of_all and bool(getattr(state, "iter", 0) < getattr(state, "start_localSGD_iter", 0))
 
 
 class Reducers:

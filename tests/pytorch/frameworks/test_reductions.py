@@ -13,7 +13,7 @@ RunJob = Callable[..., Job]
 REDUCED = [
     "one-by-one", "micro-steps", "behind-the-version", "awaited", "futures", "coalesced", "flat", "flat-at-once", "views",
     "in-slices", "under-a-device", "scattered", "functionally", "hooks", "no-group", "wrapped", "wrapped-inside",
-    "wrapped-in-the-end", "elsewhere", "masked",
+    "wrapped-in-the-end", "elsewhere", "masked", "before-local",
 ]  # fmt: skip
 LOCAL = [
     "inside",
@@ -29,6 +29,7 @@ LOCAL = [
     "default-device",
     "called-inside",
     "stepped-by-hooks",
+    "local",
 ]
 SUMMED_EARLY_WAYS = [
     "hooked",

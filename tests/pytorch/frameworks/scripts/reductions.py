@@ -20,10 +20,13 @@ from framework_run import Attach, run
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 2
 WRAPPED = ("wrapped", "wrapped-inside", "no-sync", "noop", "wrapped-in-the-end", "called-inside", "stepped-by-hooks")
+LOCAL_SGD = {"before-local": 100, "local": 0}
+"""Ways of torch's local SGD, and the step from which on gradients are local."""
 SEVERAL_MICRO_STEPS = ("micro-steps", "early", "wrapped-in-the-end", "hooked-twice")
 
 
@@ -326,9 +329,12 @@ def whole_mean(local: list[Tensor]) -> list[float]:
 
 
 def wrapped(how: str, model: nn.Module) -> nn.Module:
-    if how not in WRAPPED:
+    if how not in (*WRAPPED, *LOCAL_SGD):
         return model
     made = DistributedDataParallel(model)
+    if how in LOCAL_SGD:
+        state = PostLocalSGDState(None, None, LOCAL_SGD[how], post_local_gradient_allreduce=False)
+        made.register_comm_hook(state, post_localSGD_hook)
     if how == "noop":
         made.register_comm_hook(None, noop_hook)
     return made
