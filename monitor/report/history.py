@@ -169,13 +169,14 @@ def without_number(rows: pa.Table, op: str, own: Sequence[str]) -> int:
 
     Args:
         op: The column that is judged.
-        own: All columns of the kind, if it has its own. Another one may show the same: the norm of an update whose weight is 0.
+        own: All columns of the kind, if it has its own. They lack numbers that are not defined, such as a ratio to a weight of
+            0 or a share of no updates, and none because an element is not finite. Another one may show that.
     """
     lacking = rows[op].is_null().to_numpy() & (rows["count"].to_numpy() > 0)
     if own and lacking.any():
         values = np.array([rows[name].cast(pa.float64()).to_numpy() for name in own])
         there = np.array([rows[name].is_valid().to_numpy() for name in own])
-        lacking &= ~(np.isfinite(values).any(axis=0) & (np.isfinite(values) | ~there).all(axis=0))
+        lacking &= (there & ~np.isfinite(values)).any(axis=0)
     return int(lacking.sum())
 
 

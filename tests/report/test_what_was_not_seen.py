@@ -187,6 +187,28 @@ def test_a_ratio_of_a_weight_of_zeros_is_not_missed_where_the_norm_of_its_update
         assert state_of(checks, "NaN and infinity") == state
 
 
+@pytest.mark.parametrize("fault", [False, True])
+def test_updates_that_are_not_there_yet_leave_nothing_unseen(
+    fault: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer begins with zeros, so nothing before it has an update in the first step of which a share could be lost."""
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    nn.init.zeros_(model[2].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with TrainerMon({"optimizer_health": True, "update_ratio": True, "wg_distribution": not fault}) as monitor:
+        monitor.set_monitor(model, 1, optimizer)
+        for step in range(20):
+            x = torch.randn(16, 4)
+            x[3, 2] = torch.nan if fault and step == 10 else 0.0
+            (model(x) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with reported(tmp_path) as (_, checks, _verdict):
+        assert state_of(checks, "NaN and infinity") == (BAD if fault else GOOD)
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_shares_of_equal_signs_leave_nothing_unseen(form: str, tmp_path: Path) -> None:
     """They are finite, and files of CSV hold them as another kind."""
