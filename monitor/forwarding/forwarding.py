@@ -18,8 +18,8 @@ from monitor.selection import pattern
 from monitor.series import KINDS, MICRO_STEP_KINDS, RUN_KIND, SeriesTable
 from monitor.stats.features import COLUMNS_OF
 from monitor.stats.ops import NUMERIC_OPS, derive_all
-from monitor.stats.partials import KindRows
-from monitor.stats.table import StepRows, combined_micro_steps
+from monitor.stats.partials import KindRows, combined_micro_steps
+from monitor.stats.table import StepRows
 
 # --- Where numbers are passed on to.
 

@@ -22,9 +22,19 @@ from monitor.recording.gradient_edges import places_of
 from monitor.selection import parents
 from monitor.series import KINDS, NO_MICRO_STEP, Series, SeriesTable
 from monitor.stats.histograms import BINS
-from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, SPELLED_OPS, derive, spelled
-from monitor.stats.partials import COLUMNS, WRITES, Floats, KindRows, Postscript, TensorLayout
-from monitor.stats.table import NOT_AN_ALIAS, PAGE_ROWS, HostPage, Page, PageMemory, RowSlot, SealedTable, StatsTable, TotalNorm
+from monitor.stats.ops import CALLS, INTEGER_OPS, LAYOUT_OPS, SPELLED_OPS, TotalNorm, derive, spelled
+from monitor.stats.partials import COLUMNS, WRITES, Floats, KindRows, TensorLayout
+from monitor.stats.table import (
+    NOT_AN_ALIAS,
+    PAGE_ROWS,
+    HostPage,
+    Page,
+    PageMemory,
+    Postscript,
+    RowSlot,
+    SealedTable,
+    StatsTable,
+)
 
 Device = Hashable
 """The device of a tensor, as a framework names it."""

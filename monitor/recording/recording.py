@@ -31,8 +31,7 @@ from monitor.recording.startup_estimate import MissingKinds, PartlyUnseenGradien
 from monitor.recording.step_clock import Schedule
 from monitor.selection import clean_name
 from monitor.series import SeriesTable
-from monitor.stats.partials import KindRows, TensorLayout
-from monitor.stats.table import combined_micro_steps
+from monitor.stats.partials import KindRows, TensorLayout, combined_micro_steps
 
 # --- Dynamic monitoring of one recording: applies the agreed configuration at each boundary between two steps.
 

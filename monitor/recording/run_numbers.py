@@ -13,8 +13,9 @@ from monitor.recording.parameters import GradientCollector
 from monitor.recording.phases import UNSCALED, Clipping, Collector, OptimizerTurn
 from monitor.recording.recorder import RecordedSeries
 from monitor.series import CLIPPED_NORM, GRAD_NORM, LEARNING_RATE, RUN_KIND, Placement, Series
-from monitor.stats.partials import COUNT, SUM, LateNumber, Postscript
-from monitor.stats.table import TotalNorm
+from monitor.stats.ops import TotalNorm
+from monitor.stats.partials import COUNT, SUM
+from monitor.stats.table import LateNumber, Postscript
 
 SUMMED: Final = frozenset({"tokens"})
 """Names whose calls in one step are added up. Of the calls of any other name the mean is recorded."""

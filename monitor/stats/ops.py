@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.series import DIRECTION_KIND, SIGNED_KINDS
+from monitor.series import DIRECTION_KIND, RUN_KIND, SIGNED_KINDS
 from monitor.stats import histograms
 from monitor.stats.features import COLUMNS_OF, DERIVED, FEATURES, own_columns
 from monitor.stats.histograms import COUNTED, HISTOGRAM_OPS, MAGNITUDES, PERCENTILES, histogram_text
@@ -36,6 +36,7 @@ from monitor.stats.partials import (
     SUM,
     SUMSQ,
     Floats,
+    KindRows,
     Partials,
     Words,
     check_sums,
@@ -330,3 +331,59 @@ class Epsilon:
             square, square_below = bound * bound, below * below
         exact = np.finfo(precision).tiny <= square_below < square < np.inf
         return cls(float(bound), float(square) if exact else None)
+
+
+# --- The total norm of a step's gradients, in the rows of its numbers.
+
+
+@dataclass(frozen=True, slots=True)
+class TotalNorm:
+    """How the rows of gradients give the total norm of a step, for rows of ``run`` that have no number yet.
+
+    Attributes:
+        rows: The rows that ``grad_reduced`` must have.
+        before: The series of the norm before clipping, if it has a row. The other row without a number is the norm after it.
+        intact: Whether nothing is known to have changed the gradients since backward.
+        alone: Whether ``grad_unreduced`` has the same gradients, as backward left them.
+    """
+
+    rows: int
+    before: int | None = None
+    intact: bool = False
+    alone: bool = False
+
+
+def with_total(kinds: dict[str, KindRows], total: TotalNorm | None) -> dict[str, KindRows]:
+    """``kinds``, with the total norm in one of the rows of ``run`` that have no number, and without the others of these rows.
+
+    It is the norm before clipping if the gradients are as backward left them, and otherwise only the norm after it.
+    """
+    numbers = kinds.get(RUN_KIND)
+    if numbers is None or not (numbers.partials.columns[COUNT] == 0).any():
+        return kinds
+    waiting, found = numbers.partials.columns[COUNT] == 0, kinds.get("grad_reduced")
+    if total is None or found is None or len(found) != total.rows:
+        filled = np.zeros_like(waiting)
+    else:
+        filled = waiting & ((numbers.series == total.before) == _are_intact(total, found, kinds.get("grad_unreduced")))
+        columns = numbers.partials.columns.copy()
+        columns[SUM, filled], columns[COUNT, filled] = total_norm(found.partials), 1.0
+        numbers = replace(numbers, partials=Partials(columns))
+    numbers = numbers.take(np.flatnonzero(~waiting | filled))
+    return {kind: rows for kind, rows in {**kinds, RUN_KIND: numbers}.items() if len(rows)}
+
+
+def _are_intact(total: TotalNorm, reduced: KindRows, unreduced: KindRows | None) -> bool:
+    """Whether reduced gradients are those that backward left. If both were measured, their norms say it."""
+    if total.before is None or not total.alone or unreduced is None:
+        return total.before is not None and total.intact
+    before, after = (np.sort(derive("norm", rows.partials)[0]) for rows in (_latest(unreduced), reduced))
+    if len(before) == len(after):
+        return bool(np.array_equal(before, after, equal_nan=True))
+    return total.intact and {*map(str, before.tolist())} <= {*map(str, after.tolist())}  # as text, since NaN equals nothing
+
+
+def _latest(rows: KindRows) -> KindRows:
+    """The row of the last micro-step of each series."""
+    order = np.lexsort((rows.micro_step, rows.series))
+    return rows.take(order[np.diff(rows.series[order], append=-1) != 0]) if (rows.micro_step > 0).any() else rows

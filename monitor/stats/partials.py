@@ -37,15 +37,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from time import monotonic
-from typing import Final, NamedTuple, final
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monitor.series import NO_MICRO_STEP, RUN_KIND
+from monitor.series import NO_MICRO_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +333,7 @@ def _lowered(values: Floats, power: Floats) -> Floats:
     return lowered
 
 
-# --- Rows of partials: those of one kind in one step, and numbers that come after the step.
+# --- Rows of partials: those of one kind in one step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,72 +381,25 @@ class KindRows:
         )
 
 
-class LateNumber(NamedTuple):
-    """A number of the loop that comes after its step: the row of its series, as a sum over calls.
+def combined_micro_steps(rows: KindRows) -> KindRows:
+    """One row per series: its micro-steps combined in ascending order, at the position of the first.
 
-    Attributes:
-        layout: See ``KindRows``.
+    ``writes`` becomes the number of micro-steps, 0 for a row of the whole step.
     """
+    by_series = rows.take(np.lexsort((rows.micro_step, rows.series)))
+    starts = np.flatnonzero(np.r_[True, np.diff(by_series.series) != 0]) if len(rows) else np.zeros(0, dtype=np.int64)
+    first = by_series.take(starts)
+    together = combine_groups(by_series.partials, starts)
+    partials = replace(together, columns=together.columns.copy())
+    partials.columns[WRITES] = _micro_steps(by_series, starts)
+    combined = KindRows(first.series, np.full(len(starts), NO_MICRO_STEP), first.call_id, first.layout, partials)
+    return combined.take(np.argsort(combined.call_id, kind="stable"))
 
-    series: int
-    layout: int
-    total: float
-    calls: int
 
-
-MOST_WAITED: Final = 1.0
-"""Seconds that the writer waits for numbers of a step whose rows it has read."""
-
-
-@final
-class Postscript:
-    """Numbers of a step that training passes after the step was sealed, such as a loss that is logged after the optimizer.
-
-    Training adds numbers, until its next forward ends this. The writer waits for that, for a bounded time. Takes no lock that a
-    signal handler could find held: ``SimpleQueue`` is reentrant.
-
-    Attributes:
-        is_open: Whether numbers may still be added.
-    """
-
-    def __init__(self, *, is_open: bool = True) -> None:
-        self.is_open = is_open
-        self._numbers: SimpleQueue[LateNumber | None] = SimpleQueue()
-
-    def add(self, number: LateNumber) -> bool:
-        """Add a row, which replaces an earlier one of its series. False if it is too late."""
-        self._numbers.put(number)
-        return self.is_open  # the writer closes it before it looks for the last time
-
-    def end(self) -> None:
-        """The step has all its numbers. Safe on any thread."""
-        if self.is_open:
-            self.is_open = False
-            self._numbers.put(None)
-
-    def added_to(self, kinds: dict[str, KindRows]) -> dict[str, KindRows]:
-        """``kinds`` with these numbers as rows of ``run``, which replace rows of the same series. May wait for training."""
-        if not (late := self._take()):
-            return kinds
-        columns = np.zeros((len(COLUMNS), len(late)))
-        series, layouts, columns[SUM], columns[COUNT] = zip(*late, strict=True)
-        columns[WRITES] = 1.0
-        places = sum(map(len, kinds.values())) + np.arange(len(late))
-        rows = KindRows(np.array(series), np.full(len(late), NO_MICRO_STEP), places, np.array(layouts), Partials(columns))
-        if (before := kinds.get(RUN_KIND)) is not None:
-            rows = before.take(np.flatnonzero(~np.isin(before.series, series))).followed_by(rows)
-        return {**kinds, RUN_KIND: rows}
-
-    def _take(self) -> list[LateNumber]:
-        """The numbers, when training has ended this or the time is over: the last one of each series."""
-        found: dict[int, LateNumber] = {}
-        until = monotonic() + MOST_WAITED
-        while self.is_open or not self._numbers.empty():
-            try:
-                number = self._numbers.get(timeout=max(until - monotonic(), 0.0))
-            except Empty:
-                self.is_open = False
-                continue
-            if number is not None:
-                found[number.series] = number
-        return list(found.values())
+def _micro_steps(by_series: KindRows, starts: NDArray[np.int64]) -> Floats:
+    """The number of micro-steps in each run of rows; several rows may be of the same micro-step."""
+    another = np.r_[True, np.diff(by_series.micro_step) != 0][: len(by_series)]
+    another[starts] = True
+    another &= by_series.micro_step != NO_MICRO_STEP
+    counts: Floats = np.add.reduceat(another.astype(np.float64), starts) if len(starts) else np.zeros(0)
+    return counts

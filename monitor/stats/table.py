@@ -18,7 +18,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final, Literal, Protocol
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Final, Literal, NamedTuple, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,19 +28,8 @@ from numpy.typing import NDArray
 from monitor.series import KINDS, NO_MICRO_STEP, REPLICA_KIND, RUN_KIND, SIGNED_KINDS, Series, SeriesTable, shown_kind
 from monitor.stats import loads
 from monitor.stats.features import COLUMNS_OF, as_scalar
-from monitor.stats.ops import CALLS, CHECKSUM, derive, has_op, total_norm
-from monitor.stats.partials import (
-    COLUMNS,
-    COUNT,
-    SUM,
-    WRITES,
-    Floats,
-    KindRows,
-    Partials,
-    Postscript,
-    TensorLayout,
-    combine_groups,
-)
+from monitor.stats.ops import CALLS, CHECKSUM, TotalNorm, has_op, with_total
+from monitor.stats.partials import COLUMNS, COUNT, SUM, WRITES, Floats, KindRows, Partials, TensorLayout, combined_micro_steps
 
 PAGE_ROWS: Final = 1024
 NOT_AN_ALIAS: Final = -1
@@ -475,43 +466,6 @@ def _resolve_aliases(numbers: Floats, order: NDArray[np.int64], columns: HostCol
         histograms[aliases[intact]] = histograms[source[intact]]
 
 
-@dataclass(frozen=True, slots=True)
-class TotalNorm:
-    """How the rows of gradients give the total norm of a step, for rows of ``run`` that have no number yet.
-
-    Attributes:
-        rows: The rows that ``grad_reduced`` must have.
-        before: The series of the norm before clipping, if it has a row. The other row without a number is the norm after it.
-        intact: Whether nothing is known to have changed the gradients since backward.
-        alone: Whether ``grad_unreduced`` has the same gradients, as backward left them.
-    """
-
-    rows: int
-    before: int | None = None
-    intact: bool = False
-    alone: bool = False
-
-
-def with_total(kinds: dict[str, KindRows], total: TotalNorm | None) -> dict[str, KindRows]:
-    """``kinds``, with the total norm in one of the rows of ``run`` that have no number, and without the others of these rows.
-
-    It is the norm before clipping if the gradients are as backward left them, and otherwise only the norm after it.
-    """
-    numbers = kinds.get(RUN_KIND)
-    if numbers is None or not (numbers.partials.columns[COUNT] == 0).any():
-        return kinds
-    waiting, found = numbers.partials.columns[COUNT] == 0, kinds.get("grad_reduced")
-    if total is None or found is None or len(found) != total.rows:
-        filled = np.zeros_like(waiting)
-    else:
-        filled = waiting & ((numbers.series == total.before) == _are_intact(total, found, kinds.get("grad_unreduced")))
-        columns = numbers.partials.columns.copy()
-        columns[SUM, filled], columns[COUNT, filled] = total_norm(found.partials), 1.0
-        numbers = replace(numbers, partials=Partials(columns))
-    numbers = numbers.take(np.flatnonzero(~waiting | filled))
-    return {kind: rows for kind, rows in {**kinds, RUN_KIND: numbers}.items() if len(rows)}
-
-
 def with_loads(kinds: dict[str, KindRows], series: SeriesTable, experts: loads.ExpertIndex) -> dict[str, KindRows]:
     """``kinds``, with what compares the experts of each router in the row of the router."""
     rows = kinds.get(loads.LOAD_KIND)
@@ -521,44 +475,78 @@ def with_loads(kinds: dict[str, KindRows], series: SeriesTable, experts: loads.E
     return {**kinds, loads.LOAD_KIND: replace(rows, partials=partials)}
 
 
-def _are_intact(total: TotalNorm, reduced: KindRows, unreduced: KindRows | None) -> bool:
-    """Whether reduced gradients are those that backward left. If both were measured, their norms say it."""
-    if total.before is None or not total.alone or unreduced is None:
-        return total.before is not None and total.intact
-    before, after = (np.sort(derive("norm", rows.partials)[0]) for rows in (_latest(unreduced), reduced))
-    if len(before) == len(after):
-        return bool(np.array_equal(before, after, equal_nan=True))
-    return total.intact and {*map(str, before.tolist())} <= {*map(str, after.tolist())}  # as text, since NaN equals nothing
+# --- Numbers that come after the step was sealed.
 
 
-def _latest(rows: KindRows) -> KindRows:
-    """The row of the last micro-step of each series."""
-    order = np.lexsort((rows.micro_step, rows.series))
-    return rows.take(order[np.diff(rows.series[order], append=-1) != 0]) if (rows.micro_step > 0).any() else rows
+class LateNumber(NamedTuple):
+    """A number of the loop that comes after its step: the row of its series, as a sum over calls.
 
-
-def combined_micro_steps(rows: KindRows) -> KindRows:
-    """One row per series: its micro-steps combined in ascending order, at the position of the first.
-
-    ``writes`` becomes the number of micro-steps, 0 for a row of the whole step.
+    Attributes:
+        layout: See ``KindRows``.
     """
-    by_series = rows.take(np.lexsort((rows.micro_step, rows.series)))
-    starts = np.flatnonzero(np.r_[True, np.diff(by_series.series) != 0]) if len(rows) else np.zeros(0, dtype=np.int64)
-    first = by_series.take(starts)
-    together = combine_groups(by_series.partials, starts)
-    partials = replace(together, columns=together.columns.copy())
-    partials.columns[WRITES] = _micro_steps(by_series, starts)
-    combined = KindRows(first.series, np.full(len(starts), NO_MICRO_STEP), first.call_id, first.layout, partials)
-    return combined.take(np.argsort(combined.call_id, kind="stable"))
+
+    series: int
+    layout: int
+    total: float
+    calls: int
 
 
-def _micro_steps(by_series: KindRows, starts: NDArray[np.int64]) -> Floats:
-    """The number of micro-steps in each run of rows; several rows may be of the same micro-step."""
-    another = np.r_[True, np.diff(by_series.micro_step) != 0][: len(by_series)]
-    another[starts] = True
-    another &= by_series.micro_step != NO_MICRO_STEP
-    counts: Floats = np.add.reduceat(another.astype(np.float64), starts) if len(starts) else np.zeros(0)
-    return counts
+MOST_WAITED: Final = 1.0
+"""Seconds that the writer waits for numbers of a step whose rows it has read."""
+
+
+@final
+class Postscript:
+    """Numbers of a step that training passes after the step was sealed, such as a loss that is logged after the optimizer.
+
+    Training adds numbers, until its next forward ends this. The writer waits for that, for a bounded time. Takes no lock that a
+    signal handler could find held: ``SimpleQueue`` is reentrant.
+
+    Attributes:
+        is_open: Whether numbers may still be added.
+    """
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self.is_open = is_open
+        self._numbers: SimpleQueue[LateNumber | None] = SimpleQueue()
+
+    def add(self, number: LateNumber) -> bool:
+        """Add a row, which replaces an earlier one of its series. False if it is too late."""
+        self._numbers.put(number)
+        return self.is_open  # the writer closes it before it looks for the last time
+
+    def end(self) -> None:
+        """The step has all its numbers. Safe on any thread."""
+        if self.is_open:
+            self.is_open = False
+            self._numbers.put(None)
+
+    def added_to(self, kinds: dict[str, KindRows]) -> dict[str, KindRows]:
+        """``kinds`` with these numbers as rows of ``run``, which replace rows of the same series. May wait for training."""
+        if not (late := self._take()):
+            return kinds
+        columns = np.zeros((len(COLUMNS), len(late)))
+        series, layouts, columns[SUM], columns[COUNT] = zip(*late, strict=True)
+        columns[WRITES] = 1.0
+        places = sum(map(len, kinds.values())) + np.arange(len(late))
+        rows = KindRows(np.array(series), np.full(len(late), NO_MICRO_STEP), places, np.array(layouts), Partials(columns))
+        if (before := kinds.get(RUN_KIND)) is not None:
+            rows = before.take(np.flatnonzero(~np.isin(before.series, series))).followed_by(rows)
+        return {**kinds, RUN_KIND: rows}
+
+    def _take(self) -> list[LateNumber]:
+        """The numbers, when training has ended this or the time is over: the last one of each series."""
+        found: dict[int, LateNumber] = {}
+        until = monotonic() + MOST_WAITED
+        while self.is_open or not self._numbers.empty():
+            try:
+                number = self._numbers.get(timeout=max(until - monotonic(), 0.0))
+            except Empty:
+                self.is_open = False
+                continue
+            if number is not None:
+                found[number.series] = number
+        return list(found.values())
 
 
 # --- The rows of one step as columns, kind by kind, in the order of measurement: the data that the pipeline delivers.

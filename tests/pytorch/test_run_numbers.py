@@ -369,7 +369,7 @@ def test_what_belongs_to_the_next_step_has_no_row_after_this_one(output: Output,
 def test_a_loss_that_comes_after_its_rows_were_written_has_none_and_is_counted(
     output: Output, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("monitor.stats.partials.MOST_WAITED", 0.0)
+    monkeypatch.setattr("monitor.stats.table.MOST_WAITED", 0.0)
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attached(output, model, optimizer, **GRADIENTS) as monitor:
@@ -385,7 +385,7 @@ def test_a_loss_that_comes_after_its_rows_were_written_has_none_and_is_counted(
 
 
 def test_a_flush_does_not_wait_for_numbers_that_may_come(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monitor.stats.partials.MOST_WAITED", 3600.0)
+    monkeypatch.setattr("monitor.stats.table.MOST_WAITED", 3600.0)
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attached(output, model, optimizer, **GRADIENTS) as monitor:
@@ -398,7 +398,7 @@ def test_a_flush_does_not_wait_for_numbers_that_may_come(output: Output, monkeyp
 
 
 def test_the_writer_goes_on_when_the_next_forward_begins(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monitor.stats.partials.MOST_WAITED", 3600.0)
+    monkeypatch.setattr("monitor.stats.table.MOST_WAITED", 3600.0)
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attached(output, model, optimizer, **GRADIENTS) as monitor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import threading
 from itertools import pairwise
 
 import numpy as np
@@ -14,20 +12,7 @@ from evidence import examples
 from hypothesis import given, settings, strategies as st
 from reference import assert_agrees, check_sums, checked, derived
 
-from monitor.series import RUN_KIND
-from monitor.stats.partials import (
-    BITS_LOW,
-    COLUMNS,
-    COUNT,
-    EMPTY,
-    SUM,
-    LateNumber,
-    Partials,
-    Postscript,
-    combine,
-    combine_groups,
-    union,
-)
+from monitor.stats.partials import BITS_LOW, COLUMNS, EMPTY, Partials, combine, combine_groups, union
 from monitor.stats.torch.host_kernel import TorchHostKernel
 
 KERNEL = TorchHostKernel(1e-8)
@@ -220,48 +205,3 @@ def _changed(numbers: np.ndarray, places: dict[int, np.generic], dtype: torch.dt
     for place, number in places.items():
         changed[place] = number
     return torch.from_numpy(changed.view(np.uint8)).view(dtype)
-
-
-# --- Numbers that come after a step.
-
-
-def test_a_number_that_was_accepted_after_the_step_is_in_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever the writer stops waiting. Training learns of a number that came too late."""
-    monkeypatch.setattr("monitor.stats.partials.MOST_WAITED", 1e-4)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    accepted = []
-    try:
-        for _ in range(300):
-            postscript, last = Postscript(), [0]
-
-            def log(postscript: Postscript = postscript, last: list[int] = last) -> None:
-                while postscript.add(LateNumber(3, 0, float(last[0] + 1), 1)):
-                    last[0] += 1
-
-            training = threading.Thread(target=log)
-            training.start()
-            kinds = postscript.added_to({})
-            training.join()
-            accepted.append(last[0])
-            if last[0]:
-                (total,) = kinds[RUN_KIND].partials.columns[SUM]
-                assert total >= last[0]
-    finally:
-        sys.setswitchinterval(interval)
-    assert max(accepted) > 0
-
-
-def test_the_last_number_of_a_series_replaces_earlier_rows_and_the_others_stay() -> None:
-    before, after = Postscript(), Postscript()
-    for series, total in ((1, 5.0), (2, 6.0)):
-        before.add(LateNumber(series, 0, total, 1))
-    after.add(LateNumber(2, 0, 7.0, 1))
-    after.add(LateNumber(2, 0, 8.0, 2))
-    before.end()
-    after.end()
-    rows = after.added_to(before.added_to({}))[RUN_KIND]
-    assert rows.series.tolist() == [1, 2]
-    assert rows.partials.columns[SUM].tolist() == [5.0, 8.0]
-    assert rows.partials.columns[COUNT].tolist() == [1.0, 2.0]
-    assert not after.add(LateNumber(2, 0, 9.0, 1))

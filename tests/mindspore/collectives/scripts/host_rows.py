@@ -8,7 +8,7 @@ from monitor.mindspore.tensor_reader import MindSporeTensorReader
 from monitor.recording.recorder import Recorder
 from monitor.series import SeriesTable
 from monitor.stats.ops import CALLS, derive
-from monitor.stats.table import combined_micro_steps
+from monitor.stats.partials import combined_micro_steps
 
 OPS = ("min", "max", "norm", "nans", CALLS)
 
