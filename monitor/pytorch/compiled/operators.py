@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -614,19 +614,33 @@ def _takes(choice: TensorChoice, leaf: TensorPath, found: int) -> bool:
 # --- Code compiled before the monitor was attached has no hooks, and is not recompiled for them.
 
 COMPILED_HOOK_ADVICE = (
-    "is of a class that was compiled before the monitor was attached. If this model was called before, tensors of its compiled "
-    "code have no rows. Attach before its first forward, or call torch._dynamo.reset() afterwards to recompile everything."
+    "is of a class that was compiled before the monitor was attached. Torch may use this code again, also for another model of "
+    "the class. Then tensors of compiled code have no rows. Attach before the first model of the class is called, or call "
+    "torch._dynamo.reset() afterwards to recompile everything."
 )
 
 
 def was_compiled(module: nn.Module) -> bool:
-    """Whether compiled code exists for the forward of this module's class."""
+    """Whether compiled code may exist for the forward of this module's class."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     written: Any = type(getattr(module, "_orig_mod", module))
     code = getattr(getattr(written, "forward", None), "__code__", None)  # a scripted module has none
     if dynamo is None or code is None:
         return False
-    return len(dynamo._debug_get_cache_entry_list(code)) > 0
+    return any(_compiled_for(entry, code) in {None, written} for entry in dynamo._debug_get_cache_entry_list(code))
+
+
+def _compiled_for(entry: Any, code: CodeType) -> type | None:
+    """The class whose forward was compiled; None if torch does not tell.
+
+    Forwards of many classes may have one code: that of the function which a decorator of transformers returns. Torch guards
+    the class of the first argument.
+    """
+    for guarded in entry.guard_manager.root.get_child_managers():
+        if guarded.get_source() == f"L[{code.co_varnames[0]!r}]":
+            of = guarded.get_type_of_guarded_value()
+            return of if isinstance(of, type) and issubclass(of, nn.Module) else None
+    return None
 
 
 class HookGuards:
