@@ -86,9 +86,13 @@ def unwrapped(optimizer: Any) -> Any:
     return inner
 
 
+WRAPPED_IN: Final = ("optimizer", "original_optimizer", "_base_optimizer")
+"""Attributes in which wrappers keep an optimizer. The last two are those of Opacus, and of Lookahead in timm."""
+
+
 def _wrapped(optimizer: Any) -> Any:
     """The wrapped optimizer in ``optimizer``. Optimizers that call no hooks of torch may keep it in ``optim``."""
-    found = getattr(optimizer, "optimizer", None)
+    found = next((one for name in WRAPPED_IN if (one := getattr(optimizer, name, None)) is not None), None)
     if found is None and isinstance(optimizer, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         found = getattr(optimizer, "optim", None)
     return found
