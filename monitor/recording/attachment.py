@@ -161,7 +161,7 @@ class Attachment:
         self._turns, self._others = phases.OptimizerTurns(), phases.OtherOptimizers()
         self._now: phases.OptimizerTurn | None = None
         self._numbers: RunNumbers | None = None
-        self.begun = self._has_forwards = self._any_turn = self._unheld_reported = self.has_unheld = False
+        self.begun = self._has_forwards = self._any_turn = self.has_unheld = False
         self.sealer = StepSealer(host, self.clock, watch, dataflow_written=collected > 0)
         self._forks, self._hooks = PROCESS.forks, HookSet()
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend, self.settled)
@@ -382,7 +382,8 @@ class Attachment:
         self._others.clear()
         if self._turns.begin(optimizer):
             if (missing := next((one for one in self._steps.optimizers if not self._turns.taken(one)), None)) is not None:
-                self._failures.warn("optimizers of a step", self._held.left_out(optimizer, missing, self._steps.optimizers))
+                said = self._held.left_out(optimizer, missing, self._steps.optimizers)
+                self._failures.nothing_of("optimizers of a step", said)
             self._end_step(self._turns.status, before_a_turn=True)
 
     def _end_turn(self, optimizer: Any, *, skipped: bool) -> None:
@@ -471,12 +472,10 @@ class Attachment:
         for cause, key, said in self._held.late.said():
             self._failures.warn(cause, said)
             self.sealer.note(key, said)
-        if self._unheld_reported or not phases.measures_optimizers(self.watch.config):
+        if not phases.measures_optimizers(self.watch.config):
             return
-        self._unheld_reported = True
-        if said := self._held.unstepped_warning(self._steps.optimizers):
+        if said := self._held.report_unstepped(self._steps.optimizers, self._others.ids):
             self.has_unheld = True
-            self._failures.warn("parameters of no optimizer", said)
             self.sealer.note("parameters", said)
 
     def _begin_step(self, *, before_a_turn: bool = False) -> None:

@@ -451,6 +451,10 @@ def _first_parameter(parts: NamedParts) -> Iterator[tuple[Any, str, Any]]:
             yield module, attribute, parameter
 
 
+PASS_ALL: Final = "Pass every optimizer of the model: set_monitor(model, grad_acc_steps, [first, second])."
+UNTRAINED: Final = f"None of them has a gradient so far, as in a target network. If something trains them: {PASS_ALL}"
+
+
 class OptimizerParameters:
     """The recorded parameters of each optimizer, read in every step, since parameter groups may change.
 
@@ -463,12 +467,14 @@ class OptimizerParameters:
 
     def __init__(self, attached: Attached) -> None:
         self._parameters, self._framework = attached.parameters, attached.framework
+        self._has_gradient, self._failures = attached.backend.tensors.has_gradient, attached.failures
         self.late = LateParameters(attached)
         self._known = {id(one.tensor) for one in self._parameters}
         self._ids: dict[int, Collection[int] | None] = {}
         self._held: dict[int, ParameterSubset] = {}
         self._free: list[NamedParameter] = []
         self._of_several = set[int]()
+        self._unstepped_said: bool | None = None
         self._divided = self.late.present
 
     def by(self, optimizer: Any, optimizers: Sequence[Any]) -> ParameterSubset:
@@ -496,17 +502,31 @@ class OptimizerParameters:
         """The warning that a step ends because ``twice`` takes a second turn, before ``once`` has had its first."""
         return LEFT_OUT.format(twice=self._called(twice, optimizers), once=self._called(once, optimizers))
 
-    def unstepped_warning(self, optimizers: Sequence[Any]) -> str:
-        """The warning that no known optimizer steps some trained parameters; empty if each has an optimizer."""
+    def report_unstepped(self, optimizers: Sequence[Any], others: Collection[int]) -> str:
+        """Warn of parameters that require gradients and that no known optimizer steps: once, and again if something begins to
+        train them. Returns the warning; empty if there is nothing new.
+
+        Args:
+            others: The ids of those that an optimizer has stepped that was not passed.
+        """
+        if self._unstepped_said or (self._unstepped_said is False and not self._trains_free(others)):
+            return ""
         self._divide(optimizers)
-        count, names = len(self._free), listed([one.name for one in self._free])
+        free = set(self._free)
+        gradients_are_seen = any(self._has_gradient(one.tensor) for one in self._parameters if one not in free)
+        trained = self._unstepped_said = not free or not gradients_are_seen or self._trains_free(others)
         belong = counted(len(self._parameters), "parameter belongs", "parameters belong")
+        names = listed([one.name for one in self._free])
         said = (
-            f"{count} of {belong} to no optimizer that was passed to set_monitor "
-            f"({names}). They have no rows of reduced gradients, weights, moments and updates. Pass every optimizer of "
-            "the model: set_monitor(model, grad_acc_steps, [first, second])."
+            f"{len(free)} of {belong} to no optimizer that was passed to set_monitor ({names}). They have no rows of "
+            f"reduced gradients, weights, moments and updates. {PASS_ALL if trained else UNTRAINED}"
         )
-        return said if count else ""
+        if free:
+            (self._failures.warn if trained else self._failures.nothing_of)("parameters of no optimizer", said)
+        return said if free else ""
+
+    def _trains_free(self, others: Collection[int]) -> bool:
+        return any(id(one.tensor) in others or self._has_gradient(one.tensor) for one in self._free)
 
     def _called(self, optimizer: Any, optimizers: Sequence[Any]) -> str:
         """The description of an optimizer in messages: its class, and the first parameter that it steps."""

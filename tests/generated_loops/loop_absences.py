@@ -15,10 +15,10 @@ LEAF: Final = (
 UNHELD: Final = "a kind that needs an optimizer, of a parameter that no optimizer has which was passed (docs/optimizers.md)"
 
 WARNINGS: Final = {
-    "optimizers of a step": "an optimizer was left out, and the step ended without it",
     "parameters of no optimizer": "UNHELD",
     "ur_distribution": "an optimizer that is no Adam has no rows of Adam's updates",
-    "nothing of": "nothing has a gradient, no optimizer keeps moments, or a gradient of COMPLETE_EARLY is missing",
+    "nothing of": "nothing has a gradient, no optimizer keeps moments, a gradient of COMPLETE_EARLY is missing, or an "
+    "optimizer was left out",
     "no optimizer's step": "an `if` left every optimizer out of every iteration",
 }
 """By how their cause begins."""

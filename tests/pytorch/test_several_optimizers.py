@@ -379,6 +379,32 @@ class TestWhenAStepEnds:
 
 
 class TestWrappers:
+    @pytest.mark.parametrize("attribute", ["optimizer", "original_optimizer", "_base_optimizer"])
+    def test_a_wrapper_without_hooks_is_followed_to_the_optimizer_that_it_keeps(self, attribute: str, output: Output) -> None:
+        """As that of Opacus, which fills ``.grad`` in its step, and whose class is one of torch."""
+
+        class Noisy(Optimizer):
+            def __init__(self, optimizer: Optimizer) -> None:
+                setattr(self, attribute, optimizer)
+                self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+            def step(self, closure: None = None) -> None:  # type: ignore[override]
+                del closure
+                for p in self.param_groups[0]["params"]:
+                    p.grad = p.grad * 2 + 0.5
+                with reference.around(inner, step):
+                    inner.step()
+
+        model = small_model()
+        reference, inner = Reference(model), Adam(model.parameters(), lr=0.1)
+        with attached(output, model, Noisy(inner), **EVERYTHING_OF_STEPS):
+            for step in range(3):
+                model(X).square().sum().backward()
+                reference.unreduced({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, step)
+                Noisy(inner).step()
+                model.zero_grad()
+        reference.hold(output)
+
     def test_a_wrapper_that_changes_weights_after_the_step_ends_it(self, output: Output) -> None:
         """As Lookahead does: the weights after the step are those that the wrapper leaves."""
 
@@ -522,6 +548,25 @@ class TestWhatNoOptimizerHolds:
         assert "4 of 6 parameters" in said[0]
         assert "0.bias, 1.weight, 1.bias and 1 more" in said[0]
         assert said[0].endswith(output.manifest()["notes"]["parameters"])
+
+    @pytest.mark.parametrize("trained", [False, True])
+    def test_a_target_network_that_nothing_trains_is_no_failure(
+        self, trained: bool, output: Output, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It requires gradients and gets none, as in reinforcement learning. Once it gets one, an optimizer is missing."""
+        model = nn.ModuleDict({"online": small_model(), "target": small_model()})
+        optimizer = SGD(model["online"].parameters(), lr=0.1)
+        with attached(output, model, optimizer, **EVERYTHING_OF_STEPS):
+            for step in range(3):
+                with torch.set_grad_enabled(trained and step == 2):
+                    wanted = model["target"](X)
+                (model["online"](X) - wanted).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        said = [one for one in warnings_in(caplog) if "no optimizer that was passed to set_monitor" in one]
+        assert ["None of them has a gradient" in one for one in said] == [True, *[False] * trained]
+        assert all("6 of 12 parameters belong" in one for one in said)
+        assert ("parameters of no optimizer" in output.manifest()["failures"]) == trained
 
     def test_a_frozen_parameter_is_read_around_the_first_optimizer(
         self, output: Output, caplog: pytest.LogCaptureFixture
