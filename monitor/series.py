@@ -149,7 +149,7 @@ class Kind:
 
 
 def _activation(name: str, phase: Literal["forward", "backward"]) -> Kind:
-    role, why = phase.upper(), "Modules in evaluation mode have none. "
+    role, why = phase.upper(), "Modules in evaluation mode, or called without gradients, have none. "
     return Kind(name, "xy_distribution", "module", phase, "activation", role, per_micro_step=True, warned=True, why_none=why)
 
 

@@ -198,6 +198,9 @@ class CellHooks:
             self._mode.called(root)
         return training
 
+    def lone_call_trains(self) -> bool:
+        return True
+
     def backward_begins(self, x: Tensor, call: Callable[[Tensor], None]) -> None:
         if autograd.requires_grad(x) and autograd.made_since(x, 0):  # a hook on a parameter would stay for every later backward
             autograd.on_gradient(x, call)

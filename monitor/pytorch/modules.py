@@ -101,6 +101,15 @@ def _rehearsal() -> CodeType | None:
 
 
 _CALLS: Final[CodeType] = nn.Module._call_impl.__code__
+_FUNCTIONS: Final[CodeType] = torch.autograd.Function.apply.__code__
+
+
+def _in_a_function() -> bool:
+    """Whether this thread is in the forward of a function of autograd, as checkpointing has one: gradients are off there."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _FUNCTIONS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _calls_on_stack(root: nn.Module) -> int:
@@ -170,6 +179,9 @@ class CompilableHooks:
     def root_trains(self, root: nn.Module) -> bool:
         """Whether a forward of the whole model that begins now trains. The rehearsal of a pipeline stage does not."""
         return trains(root) and torch.is_grad_enabled() and not rehearsing()
+
+    def lone_call_trains(self) -> bool:
+        return torch.is_grad_enabled() or _in_a_function()
 
     def backward_begins(self, x: Tensor, call: Callable[[Tensor], None]) -> None:
         if x.requires_grad and x.grad_fn is not None:

@@ -59,6 +59,9 @@ class CallHooks(Protocol):
     def root_trains(self, root: Any) -> bool:
         """Whether a forward of the whole model that begins now is part of training."""
 
+    def lone_call_trains(self) -> bool:
+        """Whether a call of a module that begins now, in no forward of the whole model, may be part of training."""
+
     def backward_begins(self, x: Any, call: Callable[[Any], None]) -> None:
         """Call ``call`` when a backward reaches the result ``x`` of a forward, if a backward can start from ``x``."""
 
@@ -383,7 +386,8 @@ class ModuleCollector:
             if self._is_running(self.roots[chunk], 1):
                 return forwards.train  # also for calls that are not recorded: the backward may repeat them
             self._forward_raised(chunk)
-        return forwards.train and self._trains(module)
+        trains = forwards.train and self._trains(module)
+        return trains and (self._adapter.lone_call_trains() or not forwards.none_is_open)
 
     def remember(self, watcher: CallsOfStep) -> None:
         """Register a watcher whose module is called for the first time in this step."""

@@ -222,6 +222,11 @@ class RootForwards:
         return self._open.setdefault(self._thread(), []) if found is None else found
 
     @property
+    def none_is_open(self) -> bool:
+        """Whether no thread is in a forward of the root."""
+        return not any(list(self._open.values()))
+
+    @property
     def train(self) -> bool:
         """Whether a call of a module by this thread belongs to training. Evaluations and the rehearsal of a pipeline stage do
         not. A thread without a forward of its own may work for those of other threads.

@@ -24,6 +24,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.func import functional_call
 from torch.masked import MaskedTensor
+from torch.utils.checkpoint import checkpoint
 from watching import Output, attached
 
 from monitor import read_manifest, read_series
@@ -345,7 +346,7 @@ def test_a_tensor_seen_by_several_hooks_is_read_once(output: Output, monkeypatch
 def test_evaluation_records_nothing_and_a_warning_says_so(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     assert activations(output, seeded(Residual).eval(), values(3, 4)).rows("actv") == []
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert [one for one in said if "no row of actv. Modules in evaluation mode have none." in one]
+    assert [one for one in said if "no row of actv. Modules in evaluation mode, or called without gradients, have none." in one]
 
 
 def test_a_frozen_part_in_evaluation_mode_has_no_rows(output: Output) -> None:
@@ -384,6 +385,59 @@ def test_a_part_that_runs_without_gradients_within_training_is_recorded(output: 
 
     assert {"encoder.input", "encoder.output"} <= set(found.names("actv"))
     assert set(found.names("actv_grad")) == {".output", "head.output"}
+
+
+class Agent(nn.Module):
+    """Never called as a whole, as agents of reinforcement learning are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.actor = nn.Linear(4, 2)
+
+    def act(self, x: Tensor) -> Tensor:
+        result: Tensor = self.actor(self.body(x))
+        return result
+
+
+def as_they_are(agent: Agent) -> Agent:
+    return agent
+
+
+def compiled(agent: Agent) -> Agent:
+    agent.body.compile(backend="aot_eager")
+    return agent
+
+
+@pytest.mark.parametrize("made", [as_they_are, compiled])
+def test_parts_of_a_model_that_run_without_gradients_record_nothing(made: Callable[[Agent], Agent], output: Output) -> None:
+    """As the collection of experience between two updates. Parts that train are named as without it."""
+    agent = made(seeded(Agent))
+
+    def run(*, collect: bool) -> None:
+        if collect:
+            with torch.no_grad():
+                agent.act(values(7, 4) * 100)
+        agent.act(values(3, 4)).sum().backward()
+
+    expected = observed(output, agent, lambda: run(collect=False))
+    found = observed(output, agent, lambda: run(collect=True))
+
+    assert found.numbers("actv") == expected.numbers("actv")
+    assert {"body.0.input", "body.1.output", "actor.output"} <= set(found.names("actv"))
+
+
+def test_a_part_that_is_called_alone_and_whose_activations_are_checkpointed_is_recorded(output: Output) -> None:
+    """Its first forward is without gradients, inside a function of autograd."""
+    agent = seeded(Agent)
+
+    def run(call: Callable[..., Tensor]) -> None:
+        agent.actor(call(agent.body, values(3, 4).requires_grad_())).sum().backward()
+
+    expected = observed(output, agent, lambda: run(lambda body, x: body(x)))
+    found = observed(output, agent, lambda: run(functools.partial(checkpoint, use_reentrant=True)))
+
+    assert found.numbers("actv") == expected.numbers("actv")
 
 
 def test_evaluation_in_the_middle_of_training_disturbs_nothing(output: Output) -> None:

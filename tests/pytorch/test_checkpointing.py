@@ -284,13 +284,21 @@ def train_in_backward(module: nn.Module, gradient: Tensor) -> None:
             module(gradient.detach().requires_grad_()).sum().backward()
 
 
+class CallsInForward(torch.autograd.Function):
+    """Uses a module in its forward, without gradients, as the first forward of a checkpoint does."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        result: Tensor = module(x)
+        return result
+
+
 def test_a_call_in_backward_that_repeats_none_is_not_recorded(output: Output) -> None:
     model = seeded(lambda: nn.ModuleList([nn.Linear(4, 4)]))
 
     def run() -> None:
         x = model[0](CallsInBackward.apply(leaf(), model[0]))
-        with torch.no_grad():
-            model[0](x)
+        CallsInForward.apply(x, model[0])
         backward(x)
 
     found = observed(output, model, run)
@@ -305,8 +313,7 @@ def test_a_call_from_a_gradient_hook_repeats_none(output: Output) -> None:
     def run() -> None:
         x = torch.sin(leaf())
         x.register_hook(partial(train_in_backward, model[0]))
-        with torch.no_grad():
-            model[0](x)
+        CallsInForward.apply(x, model[0])
         backward(x)
 
     found = observed(output, model, run)
