@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 from watching import Output, attached, train, warnings_in
 
 from monitor.merge.merge import Wanted, merge
@@ -368,3 +369,23 @@ def test_an_optimizer_that_calls_a_closure_has_the_updates_of_its_whole_step(out
             expected[step] = (model.weight.detach() - before).double().norm().item()
     found = {row.step: row.values["update_norm"] for row in output.rows("update_ratio") if row.name == "weight"}
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_gradient_beside_a_weight_that_only_its_class_can_read_is_compared_with_the_momentum(
+    output: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As quantized weights of torchao have plain gradients and momenta. Nothing is sharded."""
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
+
+    model = Whole()
+    optimizer = SGD(model.parameters(), lr=0.0, momentum=0.5)
+    with attached(output, model, optimizer, mg_direction=True, ops=["mean"]):
+        for signs in ([1.0, 1, 1, 1], [1.0, 1, -1, -1], [1.0, -1, -9, -9]):
+            model.weight.grad = torch.tensor(signs)
+            optimizer.step()
+    assert [row.values["mean"] for row in output.rows("other")] == [1, 0.5, 0.75]
+    assert not [said for said in warnings_in(caplog) if "mg_direction" in said]

@@ -46,14 +46,14 @@ def part_like(whole: Tensor, part: Tensor) -> Tensor | None:
         whole: Any tensor, of the global shape of ``part``.
         part: Any tensor. Without a layout it corresponds to the local part of ``whole``.
     """
-    held, other = local_shard(whole), local_shard(part)
-    if held is None or other is None:
+    held = local_shard(whole)
+    if held is None:
         return None
     wide, narrow = placement_of(whole), placement_of(part)
     if wide is None or narrow is None or layout_of(whole) == layout_of(part):
-        return held
-    cut = narrow.shard
-    if wide.partial or wide.shard is not None or cut is None or cut.flat or not cut.offset:
+        return held  # also beside a part whose elements only its class finds, as a quantized weight
+    cut, other = narrow.shard, local_shard(part)
+    if other is None or wide.partial or wide.shard is not None or cut is None or cut.flat or not cut.offset:
         return None
     for dim, (start, length) in enumerate(zip(cut.offset, other.shape, strict=True)):
         held = held.narrow(dim, start, length)
