@@ -26,11 +26,13 @@ class Training(NamedTuple):
         optimizer: What is passed to ``watch``: an optimizer of the framework, or what steps it and keeps the parameters.
         parameters: The ids of the parameters of the model that it steps.
         inside: Optimizers that step within it, and are not followed by themselves.
+        wrapped: The optimizer that it wraps, as Lookahead does; None if it wraps none.
     """
 
     optimizer: Any
     parameters: set[int]
     inside: Sequence[Any] = ()
+    wrapped: Any = None
 
 
 class Owner(NamedTuple):
@@ -120,6 +122,8 @@ class SelfAttaching:
             return
         beside = next((one for one in self._attached if one.model() is model), None)
         if beside is not None and beside.monitor.step > 1:
+            if any(one() is training.wrapped for one in beside.optimizers if training.wrapped is not None):
+                return  # torch calls hooks of a wrapper like timm's Lookahead from its first zero_grad() on
             said = "trainermon run: %s begins to step %s later than others. From here on, this model is not monitored."
             LOGGER.warning(said, type(optimizer).__name__, type(model).__name__)
             beside.monitor.close()
@@ -218,13 +222,18 @@ def training_of(optimizer: Any, objects: Sequence[Any]) -> Training | None:
     megatron = getattr(sys.modules.get("megatron.core.optimizer"), "MegatronOptimizer", None)
     if megatron is not None:
         return _of_megatron(optimizer, _of_class(megatron, objects))
-    return trained_by(optimizer)
+    inner = _unwrapped(optimizer)
+    return trained_by(optimizer)._replace(wrapped=None if inner is optimizer else inner)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    from monitor.pytorch.optimizer_steps import unwrapped
+
+    return unwrapped(optimizer)
 
 
 def _inside(engine: Any) -> list[Any]:
-    from monitor.pytorch.optimizer_steps import unwrapped
-
-    found = (unwrapped(vars(engine).get("optimizer")), vars(engine).get("basic_optimizer"))
+    found = (_unwrapped(vars(engine).get("optimizer")), vars(engine).get("basic_optimizer"))
     return [one for one in found if one is not None]
 
 

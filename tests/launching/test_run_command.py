@@ -59,6 +59,7 @@ def guessed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ended, 
         ("plain", 1),
         ("gan", 2),
         ("two_optimizers", 1),
+        ("wrapped", 1),
         ("ranks", 2),
     ],
 )

@@ -119,6 +119,28 @@ def replaced() -> list[nn.Module]:
     return [net]
 
 
+def wrapped() -> list[nn.Module]:
+    """A wrapper as timm's Lookahead. It does not call torch's constructor: torch hooks its step at the first ``zero_grad``."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}  # type: ignore[assignment]
+            self._base_optimizer, self.defaults = optimizer, optimizer.defaults
+            self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+        def step(self, closure: Any = None) -> Any:
+            return self._base_optimizer.step(closure)
+
+    net = Net()
+    optimizer = Wrapper(torch.optim.AdamW(net.parameters()))
+    watch(net, optimizer)
+    for _ in range(STEPS):
+        net(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [net]
+
+
 def no_model() -> list[nn.Module]:
     weight = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
