@@ -636,7 +636,8 @@ def _compiled_for(entry: Any, code: CodeType) -> type | None:
     Forwards of many classes may have one code: that of the function which a decorator of transformers returns. Torch guards
     the class of the first argument.
     """
-    for guarded in entry.guard_manager.root.get_child_managers():
+    manager: Any = getattr(entry, "guard_manager", None)  # that of older versions of torch has no children
+    for guarded in manager.root.get_child_managers() if hasattr(manager, "root") else ():
         if guarded.get_source() == f"L[{code.co_varnames[0]!r}]":
             of = guarded.get_type_of_guarded_value()
             return of if isinstance(of, type) and issubclass(of, nn.Module) else None
