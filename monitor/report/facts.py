@@ -196,7 +196,7 @@ def _read(source: MergedSet, path: str, base: Path, manifests: Mapping[int, Mani
     facts.measured, facts.left_out = _measured(base, told), _left_out(facts)
     overflows = facts.overflows.tolist()
     for kind, rows in facts.kinds.items():
-        bounds = MOST_KEPT, MOST_EVENTS, SuddenBound.of(kind), Exempt(rows.of_one, rows.scaled, overflows)
+        bounds = MOST_KEPT, MOST_EVENTS, SuddenBound.of(kind), Exempt(rows.of_few, rows.scaled, overflows)
         facts.histories[kind] = KindHistory(facts.axis, len(facts.ranks), *bounds)
         rows.feed(facts.histories[kind], progress=progress)
         _mark_differing(facts, kind, facts.histories[kind])

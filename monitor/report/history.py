@@ -80,6 +80,11 @@ def is_moment(kind: str) -> bool:
     return kind.removesuffix(LEFT_BY_STEP) in MOMENT_KINDS
 
 
+FEW: Final = 2
+"""Most elements of a tensor whose number comes near zero by chance: by ``FACTOR`` falls one in 1,300 norms of two normal
+numbers, and one in 28,000 of three."""
+
+
 class SuddenBound(NamedTuple):
     """What makes a value of a kind a sudden change, beside ``SUDDEN``.
 
@@ -87,7 +92,7 @@ class SuddenBound(NamedTuple):
         factor: It differs from its history by this factor.
         small: A value is none if it and its history are below this share of the greatest value of its kind in the step. A value
             that becomes zero is one.
-        of_one: The number of a tensor of one element must rise by this factor. Infinity: it is not judged.
+        of_few: The number of a tensor of ``FEW`` elements must rise by this factor. Infinity: it is not judged.
         adds_up: It adds up over many steps, as weights and moments do, and may grow for long. So the factor counts from the
             nearest value of its history or from the value before it, not from the median.
         in_batches: It is as large as the batch makes it, as gradients are. So where most others of its kind fall, the factor
@@ -96,7 +101,7 @@ class SuddenBound(NamedTuple):
 
     factor: float = FACTOR
     small: float = 0.0
-    of_one: float = FACTOR
+    of_few: float = FACTOR
     adds_up: bool = False
     in_batches: bool = False
 
@@ -106,7 +111,7 @@ class SuddenBound(NamedTuple):
         if kind in PARAMETER_KINDS:
             return cls(FACTOR_OF_WEIGHTS, adds_up=True)
         if kind == "update_ratio":
-            return cls(of_one=math.inf)  # it is as large as one likes when the weight passes zero
+            return cls(of_few=math.inf)  # it is as large as one likes when the weight passes zero
         if is_moment(kind):
             return cls(small=ROUNDING_SHARE ** (2 if "_sq" in kind else 1), adds_up=True)
         return cls(small=SMALL_SHARE, in_batches=True) if kind in (*GRADIENT_KINDS, "actv_grad") else cls()
@@ -184,13 +189,13 @@ class Exempt(NamedTuple):
     """Series of a kind of which some values are no events.
 
     Attributes:
-        of_one: The series of tensors of one element, which may grow. Their numbers pass zero when the element changes its
-            sign. So a fall is no change, unless the number stays zero.
+        of_few: The series of tensors of ``FEW`` elements, which may grow. Their numbers come near zero by chance, as when an
+            element changes its sign. So a fall is no change, unless the number stays zero.
         scaled: The series of gradients, which a loss scale multiplies.
         overflows: The steps in which this scale was too high. A NaN or infinity of ``scaled`` is no event there.
     """
 
-    of_one: Collection[int] = ()
+    of_few: Collection[int] = ()
     scaled: Collection[int] = ()
     overflows: Collection[int] = ()
 
@@ -361,8 +366,8 @@ class KindHistory:
         deviation = np.maximum((high - low) / DEVIATIONS_OF, NARROWEST)
         apart = np.abs(logarithm - median)
         apart[(logarithm <= ZERO) & (held[0] <= ZERO)] = 0  # it is zero now and then
-        of_one = np.isin(self.pair_series[own], list(self._exempt.of_one))
-        apart[of_one & (logarithm > ZERO) & ((logarithm < median) | np.isinf(self._bound.of_one))] = 0
+        of_few = np.isin(self.pair_series[own], list(self._exempt.of_few))
+        apart[of_few & (logarithm > ZERO) & ((logarithm < median) | np.isinf(self._bound.of_few))] = 0
         # Nothing is known of what follows a history of zeros: a weight that begins to be trained, an expert that is chosen.
         judged = finite & (number >= WARM_UP) & ((median > ZERO) | (logarithm <= ZERO))
         deviations = np.where(judged, apart / deviation, 0).astype(np.float32)
@@ -372,7 +377,7 @@ class KindHistory:
         zero = recorded & (logarithm <= ZERO)
         if self._single_zeros:
             self._judge_single_zeros(own, zero, recorded)
-        factor = np.where(of_one, self._bound.of_one, self._bound.factor)
+        factor = np.where(of_few, self._bound.of_few, self._bound.factor)
         if self._bound.adds_up:
             apart = np.minimum(apart, np.maximum(logarithm - _taken(held, np.maximum(number - 1, 0)), held[0] - logarithm))
             apart = np.fmin(apart, np.abs(logarithm - np.concatenate([self._held[-1:, own], logarithm[:-1]])))

@@ -16,7 +16,7 @@ from pyarrow.compute import call_function  # type: ignore[attr-defined]
 from monitor.anomalies.overflows import SCALED_KINDS, SCALED_NUMBERS
 from monitor.bars import Progress, silent
 from monitor.query.sources import MergedSet, NameFilter, RankDirectories, RowChoice
-from monitor.report.history import Flags, Ints, RowTaker, without_number
+from monitor.report.history import FEW, Flags, Ints, RowTaker, without_number
 from monitor.series import KIND_TABLE, KINDS_OF_RANKS, RUN_KIND, is_input
 from monitor.sinks.files import StepSpan
 from monitor.stats.features import COLUMNS_OF
@@ -95,8 +95,8 @@ class KindReader:
         unseen: Number of rows of elements without a value of ``op``.
         read: Number of all rows.
         steps: Steps of which a rank has rows, ascending.
-        of_one: Numbers of the series that may pass zero: those of tensors of one element, and numbers of the run that were
-            below it.
+        of_few: Numbers of the series that may come near zero: those of tensors of ``FEW`` elements, and numbers of the run that
+            were below it.
         scaled: Numbers of the series that a loss scale multiplies.
         masks: Number of rows of additive masks. They are not judged: -Inf is no fault there.
     """
@@ -109,7 +109,7 @@ class KindReader:
     unseen: int = 0
     read: int = 0
     steps: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    of_one: set[int] = field(default_factory=set)
+    of_few: set[int] = field(default_factory=set)
     scaled: set[int] = field(default_factory=set)
     masks: int = 0
     _number: dict[tuple[int, str], int] = field(default_factory=dict)
@@ -257,9 +257,9 @@ class KindReader:
             self.scaled.update(range(len(self.series)))
         if self.kind == RUN_KIND:
             self.scaled.update(number for number, (_, name) in enumerate(self.series) if name in SCALED_NUMBERS)
-            self.of_one.update(series[values < 0].tolist())
+            self.of_few.update(series[values < 0].tolist())
         elif "count" in rows.column_names:
-            self.of_one.update(series[rows["count"].to_numpy() == 1].tolist())
+            self.of_few.update(series[rows["count"].to_numpy() <= FEW].tolist())
         known = np.array(self.source.ranks)
         rank = rows["rank"].to_numpy()
         place = np.searchsorted(known, rank)

@@ -134,8 +134,8 @@ def updates_of_layers(facts: Facts) -> CheckFinding:
     if UPDATES_KIND not in facts.kinds:
         return CheckFinding(NOT_LOOKED_AT, "They were not recorded.")
     rows = KindReader(facts.source, UPDATES_KIND, UPDATES_KIND)
-    bound = SuddenBound(OUT_OF_BAND, of_one=math.inf)
-    history = KindHistory(Axis(facts.axis.steps, 1), len(facts.ranks), bound=bound, exempt=Exempt(rows.of_one))
+    bound = SuddenBound(OUT_OF_BAND, of_few=math.inf)
+    history = KindHistory(Axis(facts.axis.steps, 1), len(facts.ranks), bound=bound, exempt=Exempt(rows.of_few))
     rows.feed(_BesideOthers(history))
     if not history.judged:
         return CheckFinding(NOT_LOOKED_AT, f"There are not {FEWEST} tensors with more than {WARM_UP} recorded values.")

@@ -13,7 +13,7 @@ import pyarrow as pa
 from monitor.merge.execution import MergeError
 from monitor.query.sources import QueryError, RankDirectories, RowChoice
 from monitor.report.facts import NOT_JUDGED
-from monitor.report.history import INFINITE, WINDOW, Axis, Exempt, Ints, KindHistory, SuddenBound, most_unusual
+from monitor.report.history import FEW, INFINITE, WINDOW, Axis, Exempt, Ints, KindHistory, SuddenBound, most_unusual
 from monitor.report.kind_reader import NOT_FINITE, judged_ops, shows_all, without_masks
 from monitor.series import RUN_KIND
 from monitor.sinks.spool import PART
@@ -69,7 +69,7 @@ class _Kind:
         last: By rank, the last step. Ranks write at different times, and the files of a record one after the other.
         steps: Those that were added last.
         number: Of each series in the history, by chunk and name, in order.
-        of_one: The numbers of tensors of one element, which the history knows, too.
+        of_few: The numbers of tensors of ``FEW`` elements, which the history knows, too.
     """
 
     history: KindHistory
@@ -78,7 +78,7 @@ class _Kind:
     last: dict[int, int] = field(default_factory=dict)
     steps: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     number: dict[tuple[int, str], int] = field(default_factory=dict)
-    of_one: set[int] = field(default_factory=set)
+    of_few: set[int] = field(default_factory=set)
 
     def news(self, rows: pa.Table) -> pa.Table:
         """The rows that were not there at the last look."""
@@ -94,7 +94,8 @@ class _Kind:
         chunk, name = rows["vpp_stage"].fill_null(0).to_pylist(), rows["name"].to_pylist()
         series = [self.number.setdefault(one, len(self.number)) for one in zip(chunk, name, strict=True)]
         step, micro_step = rows["step"].to_numpy(), rows["micro_step"].fill_null(-1).to_numpy()
-        self.of_one.update(np.array(series)[rows["count"].fill_null(0).to_numpy() == 1].tolist())
+        count = rows["count"].fill_null(0).to_numpy()
+        self.of_few.update(np.array(series)[(count > 0) & (count <= FEW)].tolist())
         rank = np.searchsorted(np.array(ranks), rows["rank"].to_numpy())
         self.forget()
         self.steps = np.unique(step)
@@ -184,9 +185,9 @@ class RowsNow:
         if kind not in self._kinds:
             more = [one for one in ops if one in NOT_FINITE and one != op and rows[one].null_count < len(rows)]
             beside = () if shows_all(kind, [op]) else tuple(more)
-            of_one: set[int] = set()
-            history = KindHistory(Axis(np.arange(1), 1), len(self.ranks), bound=SuddenBound.of(kind), exempt=Exempt(of_one))
-            self._kinds[kind] = _Kind(history, op, beside, of_one=of_one)
+            of_few: set[int] = set()
+            history = KindHistory(Axis(np.arange(1), 1), len(self.ranks), bound=SuddenBound.of(kind), exempt=Exempt(of_few))
+            self._kinds[kind] = _Kind(history, op, beside, of_few=of_few)
         read = self._kinds[kind]
         if not shows_all(kind, (op, *read.beside)):
             self.notes.append(f"NaN and infinity in {kind}: {', '.join((op, *read.beside))} does not show all")

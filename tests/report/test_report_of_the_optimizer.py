@@ -95,12 +95,13 @@ def test_a_layer_that_leaves_its_band_is_named(what: str, tmp_path: Path) -> Non
     assert says(checks, "Updates of layers").startswith(f"update_ratio h.2.weight on rank 0 in step {WHEN}: it is ")
 
 
-def test_the_ratio_of_a_weight_of_one_element_that_passes_zero_is_in_its_band(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elements", [1, 2])
+def test_the_ratio_of_a_weight_of_few_elements_that_comes_near_zero_is_in_its_band(tmp_path: Path, elements: int) -> None:
     """Its update stays as large, while the weight passes zero in a few steps."""
 
     def numbers(step: int, layer: int) -> dict[int, float]:
         weight = 1.0 if layer else min(1.0, max(abs(step - WHEN) / 4, 1e-3))
-        return {COUNT: 8 if layer else 1, SUM: 1e-6, SUMSQ: weight**2}
+        return {COUNT: 8 if layer else elements, SUM: 1e-6, SUMSQ: weight**2}
 
     checks = recorded(tmp_path, "update_ratio", numbers)
     assert (state(checks, "Sudden changes"), state(checks, "Updates of layers")) == (GOOD, GOOD)

@@ -188,15 +188,18 @@ def test_a_tensor_far_from_its_own_history_is_named_with_its_rank_and_step(
         open_ranks.callback(one.close)
 
 
+@pytest.mark.parametrize("elements", [1, 2])
 @pytest.mark.parametrize("form", ["hdf5", "parquet"])
-def test_a_tensor_of_one_element_that_passes_zero_is_not_unusual(tmp_path: Path, open_ranks: ExitStack, form: str) -> None:
+def test_a_tensor_of_few_elements_that_comes_near_zero_is_not_unusual(
+    tmp_path: Path, open_ranks: ExitStack, form: str, elements: int
+) -> None:
     """Its norm is small there, and the ratio of its update to it is large. Neither says anything."""
     one = RecordedRank(tmp_path, format=form)
     open_ranks.callback(one.close)
     for step in range(WARM_UP + 4):
         weight = 1e-6 if step == WARM_UP + 2 else 1.0
-        ratio = Measured("gate", numbers={COUNT: 1.0, SUM: 1e-6, SUMSQ: weight**2})
-        one.write(step, {"param_origin": [Measured("gate", [weight])], "update_ratio": [ratio]})
+        ratio = Measured("gate", numbers={COUNT: float(elements), SUM: 1e-6, SUMSQ: elements * weight**2})
+        one.write(step, {"param_origin": [Measured("gate", [weight] * elements)], "update_ratio": [ratio]})
     one.flush()
     one.manifest.save()
     living(one, NOW, recorded=WARM_UP + 3)
