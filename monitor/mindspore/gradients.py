@@ -44,6 +44,8 @@ from monitor.stats.partials import Floats
 # multiple of the result of such a sum. On a device this check would wait, so the shape has to suffice.
 # A gradient of few elements, such as a bias of two classes, may be a multiple of any sum, and zeros are one of each. These
 # also need a factor that the sum, its mean, or a larger gradient has.
+#
+# A loop may reduce the gradients of each micro-batch and add up the results. Their total is compared, too.
 
 SUMS: Final = frozenset({"all_reduce"})
 ROUNDING: Final = 1e-3
@@ -58,6 +60,8 @@ OUT_OF_SIGHT: Final = (
 )
 
 Shape = tuple[int, ...]
+Totals = list[tuple[Floats, Ranks]]
+"""Results of sums of one shape in the order of the calls, added up over micro-batches, and the ranks of each."""
 
 
 class _InheritedPatch(CallPatch):
@@ -116,6 +120,8 @@ class MindSporeReductions(MindSporeCollectiveListener):
         self._reducer_listener = _ReducerListener(failures.guarded("following a reducer of gradients", self._reducer_called))
         self._sums: dict[Ranks, Counter[Shape]] = {}
         self._given: dict[Shape, list[tuple[Tensor, Ranks]]] = {}
+        self._totals: dict[Shape, Totals] = {}
+        self._added: dict[Shape, Totals] = {}
         self._handed: Sequence[Tensor | None] = ()
         self._compared: dict[int, _Compared] = {}
         self._usual: Sequence[float] | None = None
@@ -126,6 +132,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
 
     def begin_step(self) -> None:
         self._forget()
+        self._totals.clear()
         self._wanted = False
         if not self._listening and (has_others() or not is_settled()):
             self._listening = True
@@ -144,6 +151,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
     def arrived(self) -> None:
         """A backward has returned a gradient: earlier sums belong to another micro-batch."""
         self._wanted = True
+        self._totals |= {shape: self._added_up(shape) for shape in self._given}
         self._forget()
 
     def begin_reading(self, gradients: Sequence[Tensor | None], waiting: Sequence[Shape] = ()) -> None:
@@ -156,6 +164,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
         self.is_whole = not has_others() or self._reaches_all([])
         self._handed, self._usual = gradients, None
         self._compared.clear()
+        self._added.clear()
         if self.is_whole:
             return
         are_taped, are_copies = (any(map(kind, gradients)) for kind in (_is_taped, _is_copy))
@@ -241,11 +250,24 @@ class MindSporeReductions(MindSporeCollectiveListener):
         """A gradient beside the sums of its shape. The elements of each are read once."""
         if id(gradient) not in self._compared:
             handed = _elements(gradient)
-            each = [(_factor(handed, _elements(one)), ranks) for one, ranks in self._given.get(tuple(gradient.shape), ())]
+            shape = tuple(gradient.shape)
+            sums = [(_elements(one), ranks) for one, ranks in self._given.get(shape, ())]
+            if shape in self._totals and shape not in self._added:
+                self._added[shape] = self._added_up(shape)
+            sums += self._added.get(shape, [])
+            each = [(_factor(handed, one), ranks) for one, ranks in sums]
             found = [(factor, ranks) for factor, ranks in each if factor is not None]
             factors, summed = [factor for factor, _ in found], [ranks for _, ranks in found]
             self._compared[id(gradient)] = _Compared(gradient, factors, summed, handed.size > FEW and bool(handed.any()))
         return self._compared[id(gradient)]
+
+    def _added_up(self, shape: Shape) -> Totals:
+        """The sums of a shape since the last backward, each added to those that the earlier micro-batches had in its place."""
+        now = [(_elements(one).copy(), ranks) for one, ranks in self._given.get(shape, ())]
+        earlier = self._totals.get(shape, [])
+        if [ranks for _, ranks in earlier] != [ranks for _, ranks in now]:
+            return now
+        return [(total + one, ranks) for (total, _), (one, ranks) in zip(earlier, now, strict=True)]
 
     def _covers(self, shape: Shape, count: int, gradients: Sequence[Tensor | None]) -> bool:
         """Whether all ``count`` gradients of a shape were summed over groups that together cover all ranks."""
@@ -262,6 +284,7 @@ class MindSporeReductions(MindSporeCollectiveListener):
     def _forget(self) -> None:
         self._sums.clear()
         self._given.clear()
+        self._added.clear()
         self._handed, self._usual = (), None
         self._compared.clear()
         self._reducers.clear()

@@ -13,7 +13,15 @@ from monitor.coordinator.manifest_format import read_manifest
 from monitor.recording.parameters import NOT_REDUCED
 from monitor.series import IN_NO_GROUP
 
-REDUCED = {"in-place": 1, "awaited": 1, "by-primitive": 1, "in-units": 1 / 3, "then-clipped": 1, "reducer": 1}
+REDUCED = {
+    "in-place": 1,
+    "awaited": 1,
+    "by-primitive": 1,
+    "in-units": 1 / 3,
+    "then-clipped": 1,
+    "reducer": 1,
+    "micro-batches": 1,
+}
 """By which factor the program then multiplies the mean."""
 LOCAL = ["none", "clipped", "loss-alone", "weights-averaged", "squares", "discarded"]
 

@@ -92,6 +92,7 @@ WAYS: dict[str, Reduce | None] = {
     "in-units": in_units,
     "then-clipped": then_clipped,
     "reducer": None,
+    "micro-batches": by_primitive,
     "none": nothing,
     "clipped": clipped,
     "loss-alone": loss_alone,
@@ -103,7 +104,7 @@ WAYS: dict[str, Reduce | None] = {
 
 
 def train(base: Path, how: str, rank: int) -> list[dict[str, float]]:
-    """Of each step and parameter the norm in float64 of what this rank's backward handed out, added to what the other had."""
+    """Of each step and parameter the sum over the micro-batches of the gradients of this rank, in float64."""
     # Of two classes: gradients of the last bias differ by a factor only.
     net = nn.SequentialCell(nn.Dense(4, 5), nn.Tanh(), nn.Dense(5, 2)).set_train()
     for seed, parameter in enumerate(net.trainable_params()):
@@ -115,14 +116,20 @@ def train(base: Path, how: str, rank: int) -> list[dict[str, float]]:
     config.write_text(json.dumps(CONFIG))
     os.environ["MONITOR_OUTPUT_DIR"] = str(base / how / "output")
     monitor = TrainerMon(config)
-    monitor.set_monitor(net, 1, optimizer, dp_group="mccl_world_group")
+    micro_batches = 3 if how == "micro-batches" else 1
+    monitor.set_monitor(net, micro_batches, optimizer, dp_group="mccl_world_group")
     losses_of = ms.value_and_grad(lambda x: ops.square(ops.softmax(net(x))).mean(), None, optimizer.parameters)
     found = []
     for step in range(STEPS):
-        x = Tensor(np.random.default_rng([step, rank]).normal(size=(3, 4)).astype(np.float32))
-        _, gradients = losses_of(x)
-        found.append({p.name: g.asnumpy().tolist() for p, g in zip(optimizer.parameters, gradients, strict=True)})
-        optimizer(tuple(reduce(gradients)))
+        local, reduced = [], []
+        for part in range(micro_batches):
+            x = Tensor(np.random.default_rng([step, rank, part]).normal(size=(3, 4)).astype(np.float32))
+            _, gradients = losses_of(x)
+            local.append([gradient.asnumpy().astype(np.float64) for gradient in gradients])
+            reduced.append(reduce(gradients))
+        sums = [sum(each) for each in zip(*local, strict=True)]
+        found.append({p.name: total.tolist() for p, total in zip(optimizer.parameters, sums, strict=True)})
+        optimizer(tuple(sum(each[1:], each[0]) for each in zip(*reduced, strict=True)))
     monitor.close()
     return found
 
