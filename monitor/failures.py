@@ -48,6 +48,9 @@ NOTHING_OF: Final = "nothing of "
 SHORT_STEPS: Final = "short steps"
 """What follows ``NOTHING_OF`` if steps had fewer micro-batches than others, and gradients changed before this was known."""
 
+NEW_OPTIMIZERS: Final = "new_optimizers"
+"""The note that counts calls of ``set_monitor`` with another optimizer, which has no moments before its first step."""
+
 
 class EarlierFailure(BaseException):
     """An operation of the training program has failed, and the monitor's read of another tensor received the error.

@@ -17,7 +17,7 @@ from monitor.coordinator.batches import BatchNotes
 from monitor.coordinator.manifest import MOST_CONFIGURATIONS
 from monitor.coordinator.manifest_format import ConfigurationRecord
 from monitor.dynamic import FROM_ALERT, RETURN, ConfigJournal, Controller, JobConnection, Switch
-from monitor.failures import LOGGER, Failures
+from monitor.failures import LOGGER, NEW_OPTIMIZERS, Failures
 from monitor.pipeline.delivery import Watcher
 from monitor.pipeline.process import PROCESS
 from monitor.recording.attached_model import AttachmentSpec, Host, ModelNames
@@ -324,6 +324,7 @@ class Recording:
         """Hook the model and the optimizer. An earlier attachment is detached first."""
         rest: tuple[int, Schedule | None] = (0, None)
         if hasattr(self, "attachment"):
+            self._count_new_optimizers(watch.framework)
             # The step in progress continues under its number. Writing its rows so far would write the step twice.
             self.attachment.detach(keep=False)
             rest = self.attachment.collected, None if self.attachment.clock.learning else self.attachment.schedule
@@ -415,6 +416,12 @@ class Recording:
     def end_communication_log(self, communication: Communication) -> None:
         """Write the communication log into the rank's directory, unless it was written before."""
         communication.end_log(self.open().directory)
+
+    def _count_new_optimizers(self, framework: FrameworkAdapter) -> None:
+        known = {*map(id, self.attachment.watch.framework.optimizers)}
+        if self.run is not None and not known.issuperset(map(id, framework.optimizers)):
+            manifest = self.run.manifest
+            manifest.note(NEW_OPTIMIZERS, int(manifest.notes.get(NEW_OPTIMIZERS, 0)) + 1)
 
     def _note(self, key: str, said: str) -> None:
         if (run := self.run) is not None:

@@ -18,7 +18,7 @@ from monitor.anomalies.ranking.ranking import Ranking, ranking_of
 from monitor.bars import Progress, silent
 from monitor.coordinator.manifest_format import MANIFEST_FILE, ManifestError, ManifestRecord, read_manifest
 from monitor.coordinator.series_file import read_columns
-from monitor.failures import NOTHING_OF, SHORT_STEPS
+from monitor.failures import NEW_OPTIMIZERS, NOTHING_OF, SHORT_STEPS
 from monitor.merge.execution import MergeError
 from monitor.merge.merge import Wanted, merge
 from monitor.merge.report import ranges_of, steps_in
@@ -27,7 +27,17 @@ from monitor.query.sources import MergedSet, NameFilter, QueryError, RankDirecto
 from monitor.report.bands import Means, Numbers
 from monitor.report.history import WINDOW, Axis, Exempt, Ints, KindHistory, SuddenBound
 from monitor.report.kind_reader import VALUE, KindReader, spans_of
-from monitor.series import CLIPPED_NORM, DIRECTION_KIND, GRAD_NORM, KIND_TABLE, KINDS, LEARNING_RATE, REPLICA_KIND, RUN_KIND
+from monitor.series import (
+    CLIPPED_NORM,
+    DIRECTION_KIND,
+    GRAD_NORM,
+    KIND_TABLE,
+    KINDS,
+    LEARNING_RATE,
+    MOMENT_KINDS,
+    REPLICA_KIND,
+    RUN_KIND,
+)
 
 TOTAL_KIND: Final = "total_norm"
 """The norm over all tensors, computed from rows, as if it were a kind with one series."""
@@ -257,13 +267,16 @@ def ended_early(facts: Facts) -> dict[str, int]:
 def lacking_steps(facts: Facts) -> dict[str, Ints]:
     """The kinds of which no rank has rows at some steps, and has some before and after them.
 
-    Gradients of as many short steps as a rank has counted are not among them.
+    Gradients of as many short steps as a rank has counted are not among them, nor are moments of as many first steps of new
+    optimizers.
     """
     read = {kind: rows.steps for kind, rows in facts.kinds.items() if kind in _REGULAR and len(rows.steps)}
     due = {kind: regular_steps(facts, kind) for kind in read}
     lacking = {kind: np.setdiff1d(due[kind][(due[kind] > of[0]) & (due[kind] < of[-1])], of) for kind, of in read.items()}
     short = max((one.failures.get(f"{NOTHING_OF}{SHORT_STEPS}", 0) for one in facts.manifests.values()), default=0)
-    return {kind: of for kind, of in lacking.items() if len(of) > (short if kind == "grad_unreduced" else 0)}
+    new = max((int(one.notes.get(NEW_OPTIMIZERS, 0)) for one in facts.manifests.values()), default=0)
+    explained = {"grad_unreduced": short} | dict.fromkeys(MOMENT_KINDS, new)
+    return {kind: of for kind, of in lacking.items() if len(of) > explained.get(kind, 0)}
 
 
 def regular_steps(facts: Facts, kind: str) -> Ints:

@@ -116,6 +116,29 @@ def test_a_kind_that_the_training_does_not_have_is_told_and_makes_no_run_bad(
     assert "Some of the requested rows or numbers are missing. Rank 0 (once): mv_distribution is on" in verdict.says
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_the_first_step_of_a_new_optimizer_lacks_no_moments(
+    tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer whose state was removed, as by a failed load, is not a new one."""
+    monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(tmp_path))
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    with TrainerMon({"mv_distribution": True, "param_distribution": True, "ops": ["norm", "nans"]}) as monitor:
+        monitor.set_monitor(model, 1, optimizer)
+        for step in range(20):
+            if step == 12 and again:
+                optimizer = torch.optim.Adam(model.parameters())
+                monitor.set_monitor(model, 1, optimizer)
+            elif step == 12:
+                optimizer.state.clear()
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with reported(tmp_path) as (_, checks, _verdict):
+        assert state_of(checks, "No step missing") == (GOOD if again else NOT_LOOKED_AT)
+
+
 @pytest.mark.parametrize("fault", ["none", "a scale that never fits", "a batch with a NaN"])
 def test_a_loss_scale_that_is_too_high_at_first_is_no_fault(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
