@@ -80,18 +80,36 @@ def repeating() -> bool:
 
 
 def chunks_of(model: Any) -> Sequence[nn.Cell]:
-    """The chunks of a virtual pipeline; a single cell becomes a list.
+    """The chunks of a virtual pipeline; a single cell becomes a list. A training cell is replaced by its network.
 
     Raises:
         TypeError: One of them is no cell.
         ValueError: The environment variable about compiled code has an unknown value.
     """
-    chunks = arguments.chunks_of(model, nn.Cell, "mindspore.nn.Cell")
+    chunks = [_trained_by(one) for one in arguments.chunks_of(model, nn.Cell, "mindspore.nn.Cell")]
     tape.refuse_unknown_values()
     for chunk in chunks:
         if said := _observed(chunk).warning():
             LOGGER.warning("%s", said)
     return chunks
+
+
+def _trained_by(cell: nn.Cell) -> nn.Cell:
+    """The network of a training cell, which computes gradients or has an optimizer; any other cell itself.
+
+    A training cell is no model: its own forward is not differentiated, and the state of its optimizer would count as weights.
+    """
+    inside = {name: one for name, one in cell.name_cells().items() if not _is_optimizer(one)}
+    has_optimizer = len(inside) < len(cell.name_cells())
+    if not has_optimizer and not isinstance(cell, (nn.TrainOneStepCell, nn.ForwardValueAndGrad, nn.WithGradCell)):
+        return cell
+    with_weights = [one for one in inside.values() if one.trainable_params()]
+    found = inside.get("network", with_weights[0] if len(with_weights) == 1 else None)
+    return cell if found is None else _trained_by(found)
+
+
+def _is_optimizer(cell: nn.Cell) -> bool:
+    return isinstance(getattr(cell, "parameters", None), tuple)
 
 
 def parts(chunk: nn.Cell) -> NamedParts:

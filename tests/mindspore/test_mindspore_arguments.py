@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -54,6 +55,47 @@ def test_what_cannot_be_used_is_refused_in_one_sentence_and_nothing_is_attached(
     step_with(net, optimizer)
     monitor.close()
     assert steps_of(output, "grad_reduced") == [0]
+
+
+class OwnStep(nn.Cell):
+    """A training cell that derives from none of MindSpore's."""
+
+    def __init__(self, network: nn.Cell, optimizer: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.model, self.scale, self.updates = network, nn.Identity(), optimizer
+        self.gradients_of = ms.value_and_grad(network, None, optimizer.parameters)
+
+    def construct(self, x: Tensor) -> Tensor:
+        loss, gradients = self.gradients_of(x)
+        self.updates(gradients)
+        return self.scale(loss)
+
+
+TRAINING_CELLS: dict[str, Callable[[nn.Cell, nn.Cell], nn.Cell]] = {
+    "TrainOneStepCell": nn.TrainOneStepCell,
+    "of one's own": OwnStep,
+    "ForwardValueAndGrad": lambda net, optimizer: nn.ForwardValueAndGrad(net, optimizer.parameters, get_by_list=True),
+}
+
+
+@pytest.mark.parametrize("name", TRAINING_CELLS)
+def test_a_training_cell_is_recorded_as_the_network_that_it_trains(
+    output: Output, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net()
+    optimizer = adam(net)
+    cell = TRAINING_CELLS[name](net, optimizer).set_train()
+    with attached(output, cell, optimizer, **EVERYTHING):
+        for number in range(2):
+            result = cell(inputs(number))
+            if isinstance(result, tuple):
+                optimizer(result[1])
+    activations = {f"{at}{side}" for at in (".", "a.", "b.") for side in ("input", "output")}
+    weights = {"a.weight", "a.bias", "b.weight", "b.bias"}
+    for kind, names in {"actv": activations, "grad_unreduced": weights, "param_origin": weights}.items():
+        found = [(row.name, row.step) for row in output.rows(kind)]
+        assert sorted(found) == sorted((one, step) for one in names for step in (0, 1))
+    assert warnings_in(caplog) == []
 
 
 def test_called_twice_it_attaches_anew_and_continues_counting(output: Output, caplog: pytest.LogCaptureFixture) -> None:
