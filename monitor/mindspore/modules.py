@@ -355,9 +355,14 @@ def _rewritten(root: nn.Cell) -> Mapping[int, nn.Cell]:
     """The cells that a ``SequentialCell`` calls in place of its own, by the ids of these: with ``amp_level="O1"`` MindSpore
     rewrites its cells, and replaces them in the list of what it calls alone.
     """
-    sequential = [cell for _, cell in root.cells_and_names() if isinstance(cell, nn.SequentialCell)]
-    pairs = [pair for one in sequential for pair in zip(one.name_cells().values(), one.cell_list, strict=False)]
+    # Code that MindSpore rewrites may import the class a second time, as another one of the same name.
+    sequential = [cell for _, cell in root.cells_and_names() if _has_base(cell, "SequentialCell")]
+    pairs = [pair for one in sequential for pair in zip(one.name_cells().values(), getattr(one, "cell_list", ()), strict=False)]
     return {id(own): called for own, called in pairs if own is not called}
+
+
+def _has_base(cell: nn.Cell, name: str) -> bool:
+    return any(base.__name__ == name for base in type(cell).__mro__)
 
 
 def _observed(root: nn.Cell) -> Observable:

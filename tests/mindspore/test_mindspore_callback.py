@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 import pytest
-from attaching import EVERYTHING, Output, footprint, steps_of, warnings_in, with_fixed_weights
+from attaching import EVERYTHING, Output, attached, footprint, steps_of, warnings_in, with_fixed_weights
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
@@ -117,6 +120,27 @@ def test_a_network_that_model_rewrites_for_mixed_precision_has_the_rows_of_other
     recorded = {row.name for row in output.rows("actv")}
     assert recorded == {f"{cell}.{side}" for cell in ("", "a", "b") for side in ("input", "output")}
     assert {row.name for row in output.rows("actv_grad")} == recorded - {".input", "a.input"}
+
+
+def test_a_sequence_whose_class_was_imported_twice_has_the_rows_of_the_cells_that_it_calls(output: Output) -> None:
+    """So MindSpore rewrites it, depending on what the process has imported before."""
+    spec = importlib.util.spec_from_file_location("container", inspect.getfile(nn.SequentialCell))
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    net = with_fixed_weights(again.SequentialCell(nn.Dense(4, 3), nn.Dense(3, 2)))
+    called = nn.Dense(4, 3).set_train()
+    called.weight, called.bias = net[0].weight, net[0].bias
+    net.cell_list[0] = called
+    optimizer = adam(net)
+    with attached(output, net, optimizer, xy_distribution=True, all_xy=True, ops=["norm"]):
+        _, gradients = ms.value_and_grad(lambda x: net(x).sum(), None, optimizer.parameters)(
+            Tensor(np.ones((2, 4), np.float32))
+        )
+        optimizer(gradients)
+    recorded = {row.name for row in output.rows("actv")}
+    assert recorded == {f"{cell}.{side}" for cell in ("", "0", "1") for side in ("input", "output")}
 
 
 @pytest.mark.parametrize("calls_back", [True, False], ids=["callback", "set_monitor"])
