@@ -209,15 +209,14 @@ class CellHooks:
             frame = frame.f_back
         return found == calls
 
-    def root_trains(self, root: nn.Cell) -> bool:
-        """Whether a forward of the whole model that begins now trains, regardless of its training flag."""
+    def root_trains(self, root: nn.Cell | None) -> bool:
+        """A model that trains with its training flag off gets advice."""
+        if root is None:
+            return True
         training = trains(root)
         if training and not REPLAYING.get():
             self._mode.called(root)
         return training
-
-    def lone_call_trains(self) -> bool:
-        return True
 
     def backward_begins(self, x: Tensor, call: Callable[[Tensor], None]) -> None:
         if autograd.requires_grad(x) and autograd.made_since(x, 0):  # a hook on a parameter would stay for every later backward

@@ -176,12 +176,11 @@ class CompilableHooks:
             operators.TracedOutputs(observed, NO_TENSORS, ALL_TENSORS),
         )
 
-    def root_trains(self, root: nn.Module) -> bool:
-        """Whether a forward of the whole model that begins now trains. The rehearsal of a pipeline stage does not."""
+    def root_trains(self, root: nn.Module | None) -> bool:
+        """The rehearsal of a pipeline stage does not. Without gradients only functions of autograd call modules in training."""
+        if root is None:
+            return torch.is_grad_enabled() or _in_a_function()
         return trains(root) and torch.is_grad_enabled() and not rehearsing()
-
-    def lone_call_trains(self) -> bool:
-        return torch.is_grad_enabled() or _in_a_function()
 
     def backward_begins(self, x: Tensor, call: Callable[[Tensor], None]) -> None:
         if x.requires_grad and x.grad_fn is not None:

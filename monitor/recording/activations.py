@@ -56,11 +56,10 @@ class CallHooks(Protocol):
     def hook_root(self, chunk: int, root: Any, before: Callable[..., None], after: Callable[..., None], hooks: HookSet) -> None:
         """Likewise for the root of a chunk."""
 
-    def root_trains(self, root: Any) -> bool:
-        """Whether a forward of the whole model that begins now is part of training."""
-
-    def lone_call_trains(self) -> bool:
-        """Whether a call of a module that begins now, in no forward of the whole model, may be part of training."""
+    def root_trains(self, root: Any | None) -> bool:
+        """Whether a forward of the whole model that begins now is part of training, or, with None, a call of a module that is
+        in no such forward.
+        """
 
     def backward_begins(self, x: Any, call: Callable[[Any], None]) -> None:
         """Call ``call`` when a backward reaches the result ``x`` of a forward, if a backward can start from ``x``."""
@@ -387,7 +386,7 @@ class ModuleCollector:
                 return forwards.train  # also for calls that are not recorded: the backward may repeat them
             self._forward_raised(chunk)
         trains = forwards.train and self._trains(module)
-        return trains and (self._adapter.lone_call_trains() or not forwards.none_is_open)
+        return trains and (forwards.any_is_open or self._adapter.root_trains(None))
 
     def remember(self, watcher: CallsOfStep) -> None:
         """Register a watcher whose module is called for the first time in this step."""

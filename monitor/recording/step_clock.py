@@ -222,9 +222,9 @@ class RootForwards:
         return self._open.setdefault(self._thread(), []) if found is None else found
 
     @property
-    def none_is_open(self) -> bool:
-        """Whether no thread is in a forward of the root."""
-        return not any(list(self._open.values()))
+    def any_is_open(self) -> bool:
+        """Whether a thread is in a forward of the root."""
+        return any(list(self._open.values()))
 
     @property
     def train(self) -> bool:

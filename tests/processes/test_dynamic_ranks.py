@@ -30,7 +30,7 @@ SOON = 120.0
 Start = Callable[..., "Job"]
 
 
-SAID = {"parameters of no optimizer", "nothing of actv", "nothing of actv_grad"}
+SAID = {"nothing of parameters of no optimizer", "nothing of actv", "nothing of actv_grad"}
 """Of one parameter that no optimizer steps, and of settings under which nothing is measured: warnings, and no failures."""
 
 
