@@ -30,8 +30,9 @@ SOON = 120.0
 Start = Callable[..., "Job"]
 
 
-SAID = {"nothing of parameters of no optimizer", "nothing of actv", "nothing of actv_grad"}
-"""Of one parameter that no optimizer steps, and of settings under which nothing is measured: warnings, and no failures."""
+UNHELD = "parameters of no optimizer"
+SAID = {f"nothing of {UNHELD}", UNHELD, "nothing of actv", "nothing of actv_grad"}
+"""Of one parameter that no optimizer steps, before and after it has a gradient, and of settings under which nothing is measured."""
 
 
 class Job:
