@@ -388,6 +388,10 @@ class ModuleCollector:
         trains = forwards.train and self._trains(module)
         return trains and (forwards.any_is_open or self._adapter.root_trains(None))
 
+    def tracks_gradients(self) -> bool:
+        """Whether a backward may follow a call that begins now."""
+        return self._adapter.root_trains(None)
+
     def remember(self, watcher: CallsOfStep) -> None:
         """Register a watcher whose module is called for the first time in this step."""
         self._called.append(watcher)

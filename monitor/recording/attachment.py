@@ -156,12 +156,12 @@ class Attachment:
         self.at_boundary: Callable[[int], object] = _no_change
         self.expected, self.read = set[str](), set[str]()
         self.last_collected: int | None = None
-        self.names, self.collected, self._scaling_said = names, collected, ""
+        self.names, self.collected, self._scaling_said, self._seen = names, collected, "", 0
         self._scaling: dict[str, RecordedSeries] = {}
         self._turns, self._others = phases.OptimizerTurns(), phases.OtherOptimizers()
         self._now: phases.OptimizerTurn | None = None
         self._numbers: RunNumbers | None = None
-        self.begun = self._has_forwards = self._any_turn = self.has_unheld = False
+        self.begun = self._has_forwards = self._shown = self._any_turn = self.has_unheld = False
         self.sealer = StepSealer(host, self.clock, watch, dataflow_written=collected > 0)
         self._forks, self._hooks = PROCESS.forks, HookSet()
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend, self.settled)
@@ -269,8 +269,8 @@ class Attachment:
     def log(self, numbers: Mapping[str, Any]) -> None:
         """Record numbers of the step in progress. Between two steps those with a loss belong to the step that has ended."""
         unseen = self._called or self._recorder.has_rows or not self._any_turn  # what shows a step without training forwards
-        between = not (self.begun or self._part_begun if self._has_forwards else unseen)
-        late = between and follows(numbers)
+        between = not (self._shown if self._seen > 1 else unseen)
+        late = between and follows(numbers) and self._seen > 0
         collected = self.last_collected == self.clock.step - 1 if late else self._recorder.active
         if not collected or (self._numbers is None and BATCH not in numbers):
             return
@@ -286,18 +286,26 @@ class Attachment:
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
         self._failures.reraise_deferred()
         trains = self._backend.modules.trains(root)
-        self.begun, self._has_forwards, self._called = self.begun or trains, self._has_forwards or trains, True
+        self.begun = self.begun or trains
+        self._shows_step(trains)
         self._others.forwards += trains and root is self.watch.chunks[0]
         if not self._steps.evaluating and self._turns.on_this_thread:
             self.collectors.all(phases.Collector.end_turn, None)  # data of a step that raised
-        if trains and self._recorder.active:
+        if trains and self._shown and self._recorder.active:
             self.collectors.each(phases.Collector.forward_begins)
 
     def _part_begins(self, part: Any, *_: Any) -> None:
         """A part of a model that has no forward of its own begins one: the model itself will show none."""
-        self._called = True
-        if self._backend.modules.trains(part):
-            self._part_begun = self._has_forwards = True
+        self._shows_step(self._backend.modules.trains(part))
+
+    def _shows_step(self, trains: bool) -> None:
+        """A forward begins. Numbers that are logged from now on belong to it, unless it only evaluates.
+
+        ``_seen`` is 1 once the model was called with gradients, and 2 if that was in training mode.
+        """
+        self._has_forwards = self._has_forwards or trains
+        if self.modules.tracks_gradients():
+            self._called, self._shown, self._seen = True, self._shown or trains, max(self._seen, 1 + trains)
 
     def micro_batch_begins(self) -> None:
         """Parts of the model are about to be called, and the model itself may not be: what its forward would begin begins."""
@@ -479,7 +487,7 @@ class Attachment:
             self.sealer.note("parameters", said)
 
     def _begin_step(self, *, before_a_turn: bool = False) -> None:
-        self.begun, self._part_begun, self._called, self._batches = False, False, False, 0
+        self.begun, self._shown, self._called, self._batches = False, False, False, 0
         self._turns.clear()
         self._others.restart()
         self._recorder.activate(self._monitored and self.schedule.collects(self.clock.step, self.collected), self._has)

@@ -343,7 +343,7 @@ class Recorder:
         self.steps = 0
         self.late: LateRows = NoLateRows()
         self.total: TotalNorm | None = None
-        self.postscript = Postscript(is_open=False)
+        self.postscript = Postscript()
         self.rewritten: frozenset[tuple[int, str]] = frozenset()
         self._inert, self._forgotten, self._noted = False, 0, 0
         self._due: dict[str, Due] = {}

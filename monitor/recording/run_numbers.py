@@ -68,7 +68,6 @@ class RunNumbers(Collector):
         self._is_alone = attached.watch.ownership.world_size == 1
         self._series: dict[str, RecordedSeries] = {}
         self._logged: dict[str, tuple[Any, int]] = {}
-        self._of_ended: dict[str, tuple[Any, int]] = {}
         self._rates: dict[str, Any] = {}
         self._first_group: dict[int, int] = {}
         self._clippings: list[Clipping] = []
@@ -92,7 +91,7 @@ class RunNumbers(Collector):
             raise ValueError(f"there are {MOST_NAMES} names already: log one number under one name in all steps")
         if name == LOSS_SCALE and name not in self._series:
             self._attached.note(LOGGED, "the loop logs a loss scale: grad_unreduced and actv_grad may be multiplied by it")
-        number, logged = self._number(given), self._of_ended if late else self._logged
+        number, logged = self._number(given), self._recorder.postscript.logged if late else self._logged
         total, calls = logged.get(name, (0.0, 0))
         if calls and isinstance(total, float) != isinstance(number, float):
             raise TypeError(
@@ -162,11 +161,11 @@ class RunNumbers(Collector):
 
     def before_seal(self) -> None:
         self._recorder.total = None
+        self._recorder.postscript.end()
+        self._recorder.postscript = Postscript(self._logged)
         for name, number in {**self._rates, **(dict(self._norms()) if self._automatic else {})}.items():
             if name not in self._logged:
                 self._record(name, number)
-        self._recorder.postscript.end()
-        self._of_ended, self._recorder.postscript = self._logged, Postscript()
         self._forget()
 
     def _forget(self) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Final, Literal, NamedTuple, Protocol, final
+from typing import Any, Final, Literal, NamedTuple, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -336,7 +336,7 @@ class SealedTable:
     checked_kinds: frozenset[str] = frozenset()
     rewritten: frozenset[tuple[int, str]] = frozenset()
     total: TotalNorm | None = None
-    postscript: Postscript = field(default_factory=lambda: Postscript(is_open=False))
+    postscript: Postscript = field(default_factory=lambda: Postscript(None))
     nbytes: int = 0
     _copies: list[PageCopy] = field(default_factory=list)
     _histograms: dict[int, PageCopy] = field(default_factory=dict)
@@ -503,11 +503,13 @@ class Postscript:
     signal handler could find held: ``SimpleQueue`` is reentrant.
 
     Attributes:
+        logged: What the loop has logged in the step, by name: the total, and the number of calls.
         is_open: Whether numbers may still be added.
     """
 
-    def __init__(self, *, is_open: bool = True) -> None:
-        self.is_open = is_open
+    def __init__(self, logged: dict[str, tuple[Any, int]] | None = None) -> None:
+        self.logged = {} if logged is None else logged
+        self.is_open = logged is not None
         self._numbers: SimpleQueue[LateNumber | None] = SimpleQueue()
 
     def add(self, number: LateNumber) -> bool:

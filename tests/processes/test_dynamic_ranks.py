@@ -32,7 +32,7 @@ Start = Callable[..., "Job"]
 
 UNHELD = "parameters of no optimizer"
 SAID = {f"nothing of {UNHELD}", UNHELD, "nothing of actv", "nothing of actv_grad"}
-"""Of one parameter that no optimizer steps, before and after it has a gradient, and of settings under which nothing is measured."""
+"""Of a parameter that no optimizer steps, before and after it has a gradient, and of settings that measure nothing."""
 
 
 class Job:

@@ -354,6 +354,42 @@ def test_a_call_with_a_loss_between_two_steps_belongs_to_the_step_that_has_ended
     assert not [said for said in warnings_in(caplog) if "log" in said]
 
 
+def test_a_forward_without_gradients_between_the_step_and_the_call_begins_no_step(output: Output) -> None:
+    """As an evaluation in training mode, or the experience that an agent collects."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        for step in range(3):
+            backward(model)
+            optimizer.step()
+            with torch.no_grad():
+                model(torch.randn(2, 5))
+            monitor.log(loss=step)
+    assert {step: value for (name, step), value in numbers(output).items() if name == "loss"} == {0: 0, 1: 1, 2: 2}
+
+
+@pytest.mark.parametrize("place", ["before the backward", "after the backward", "after the step"])
+def test_where_no_forward_is_seen_a_number_has_its_own_step_or_none(
+    output: Output, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    """The loop uses the weights themselves. From the second step on, gradients alone show that a step has begun."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+        for step in range(3):
+            loss = (model[2].weight @ model[0].weight).square().sum() + model[0].bias.sum() + model[2].bias.sum()
+            for now in ("before the backward", "after the backward", "after the step"):
+                if now == place:
+                    monitor.log(loss=step)
+                if now == "before the backward":
+                    loss.backward()
+                if now == "after the backward":
+                    optimizer.step()
+    found = {step: value for (name, step), value in numbers(output).items() if name == "loss"}
+    assert found == {"before the backward": {0: 0}, "after the backward": {0: 0, 1: 1, 2: 2}}.get(place, {})
+    assert any("log(loss)" in said for said in warnings_in(caplog)) == (place != "after the backward")
+
+
 def test_what_belongs_to_the_next_step_has_no_row_after_this_one(output: Output, caplog: pytest.LogCaptureFixture) -> None:
     """After ``GradScaler.update`` the scale is that of the next step."""
     model = small_model()

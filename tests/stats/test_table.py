@@ -245,7 +245,7 @@ def test_a_number_that_was_accepted_after_the_step_is_in_its_rows(monkeypatch: p
     accepted = []
     try:
         for _ in range(300):
-            postscript, last = Postscript(), [0]
+            postscript, last = Postscript({}), [0]
 
             def log(postscript: Postscript = postscript, last: list[int] = last) -> None:
                 while postscript.add(LateNumber(3, 0, float(last[0] + 1), 1)):
@@ -265,7 +265,7 @@ def test_a_number_that_was_accepted_after_the_step_is_in_its_rows(monkeypatch: p
 
 
 def test_the_last_number_of_a_series_replaces_earlier_rows_and_the_others_stay() -> None:
-    before, after = Postscript(), Postscript()
+    before, after = Postscript({}), Postscript({})
     for series, total in ((1, 5.0), (2, 6.0)):
         before.add(LateNumber(series, 0, total, 1))
     after.add(LateNumber(2, 0, 7.0, 1))
