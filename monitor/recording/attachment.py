@@ -18,7 +18,7 @@ from monitor.recording.module_info import StackCollector, StructureCollector
 from monitor.recording.parameters import GradientCollector, MomentCollector, WeightCollector
 from monitor.recording.recorder import RecordedSeries, SeenModule, observed_dataflow
 from monitor.recording.run import Run
-from monitor.recording.run_numbers import BATCH, BETWEEN_STEPS, RunNumbers, follows
+from monitor.recording.run_numbers import BATCH, LoggedStep, RunNumbers
 from monitor.recording.startup_estimate import records_measurements
 from monitor.recording.step_clock import Clock, Schedule
 from monitor.series import CALL_KIND, CHECKED_KINDS, MICRO_STEP_KINDS, Series
@@ -156,12 +156,12 @@ class Attachment:
         self.at_boundary: Callable[[int], object] = _no_change
         self.expected, self.read = set[str](), set[str]()
         self.last_collected: int | None = None
-        self.names, self.collected, self._scaling_said, self._seen = names, collected, "", 0
+        self.names, self.collected, self._scaling_said = names, collected, ""
         self._scaling: dict[str, RecordedSeries] = {}
-        self._turns, self._others = phases.OptimizerTurns(), phases.OtherOptimizers()
+        self._turns, self._others, self._logged = phases.OptimizerTurns(), phases.OtherOptimizers(), LoggedStep()
         self._now: phases.OptimizerTurn | None = None
         self._numbers: RunNumbers | None = None
-        self.begun = self._has_forwards = self._shown = self._any_turn = self.has_unheld = False
+        self.begun = self._has_forwards = self._any_turn = self.has_unheld = False
         self.sealer = StepSealer(host, self.clock, watch, dataflow_written=collected > 0)
         self._forks, self._hooks = PROCESS.forks, HookSet()
         self.modules = ModuleCollector(self._recorder, self.clock, self._failures, self._backend, self.settled)
@@ -268,20 +268,19 @@ class Attachment:
 
     def log(self, numbers: Mapping[str, Any]) -> None:
         """Record numbers of the step in progress. Between two steps those with a loss belong to the step that has ended."""
-        unseen = self._called or self._recorder.has_rows or not self._any_turn  # what shows a step without training forwards
-        between = not (self._shown if self._seen > 1 else unseen)
-        late = between and follows(numbers) and self._seen > 0
+        late = self._logged.is_late(numbers, has_turn=self._turns.begun, has_rows=self._recorder.has_rows)
         collected = self.last_collected == self.clock.step - 1 if late else self._recorder.active
-        if not collected or (self._numbers is None and BATCH not in numbers):
+        recorded = self._logged.of_ended if late else self._numbers
+        if not collected or (recorded is None and BATCH not in numbers):
             return
-        if between and not late:
-            self._failures.warn("logging between two steps", BETWEEN_STEPS.format(names=", ".join(numbers)))
+        if late is None:
+            self._failures.warn("logging between two steps", self._logged.unknown(numbers))
             return
         if BATCH in numbers:
             note = self._failures.guarded("logging a batch", self._note_batch, "Its identifiers are not recorded.")
             note(self.clock.step - late, numbers[BATCH])
-        if self._numbers is not None:
-            self._numbers.log({name: given for name, given in numbers.items() if name != BATCH}, late=late)
+        if recorded is not None:
+            recorded.log({name: given for name, given in numbers.items() if name != BATCH}, late=late)
 
     def _forward_begins(self, root: Any, _args: Any, _kwargs: Any) -> None:
         self._failures.reraise_deferred()
@@ -291,7 +290,7 @@ class Attachment:
         self._others.forwards += trains and root is self.watch.chunks[0]
         if not self._steps.evaluating and self._turns.on_this_thread:
             self.collectors.all(phases.Collector.end_turn, None)  # data of a step that raised
-        if trains and self._shown and self._recorder.active:
+        if trains and self._recorder.active:
             self.collectors.each(phases.Collector.forward_begins)
 
     def _part_begins(self, part: Any, *_: Any) -> None:
@@ -299,13 +298,10 @@ class Attachment:
         self._shows_step(self._backend.modules.trains(part))
 
     def _shows_step(self, trains: bool) -> None:
-        """A forward begins. Numbers that are logged from now on belong to it, unless it only evaluates.
-
-        ``_seen`` is 1 once the model was called with gradients, and 2 if that was in training mode.
-        """
+        """A forward begins. Numbers that are logged from now on belong to it, unless it only evaluates."""
         self._has_forwards = self._has_forwards or trains
-        if self.modules.tracks_gradients():
-            self._called, self._shown, self._seen = True, self._shown or trains, max(self._seen, 1 + trains)
+        if self.modules.tracks_gradients() and self._logged.forward_begins(trains=trains):
+            self._recorder.postscript.end()
 
     def micro_batch_begins(self) -> None:
         """Parts of the model are about to be called, and the model itself may not be: what its forward would begin begins."""
@@ -457,6 +453,7 @@ class Attachment:
             self.modules.end_step()
             self.collectors.all(phases.Collector.end_turn, None)
             self.collected += right and self.schedule.collects(self.clock.step, self.collected)
+            self._logged.step_ends(self._numbers)
             self.clock.next_step()
             self._finish_first_step()  # before the boundary, which may attach collectors that have not seen a step
             self.at_boundary(self.clock.step)
@@ -487,7 +484,7 @@ class Attachment:
             self.sealer.note("parameters", said)
 
     def _begin_step(self, *, before_a_turn: bool = False) -> None:
-        self.begun, self._shown, self._called, self._batches = False, False, False, 0
+        self.begun, self._batches = False, 0
         self._turns.clear()
         self._others.restart()
         self._recorder.activate(self._monitored and self.schedule.collects(self.clock.step, self.collected), self._has)

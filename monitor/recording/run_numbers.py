@@ -34,6 +34,10 @@ BETWEEN_STEPS: Final = (
     "known to which of the two steps the numbers belong, and they are not recorded. Call log before optimizer.step(), or pass "
     "the loss in the same call: then they belong to the step that has ended."
 )
+UNSEEN_FORWARDS: Final = (
+    "The monitor sees no forward of the model, as in compiled code, and the first step did not log {names} before or after "
+    "optimizer.step(). It is not known to which step they belong, and they are not recorded. Call log in the first step, too."
+)
 TOO_LATE: Final = (
     "log({names}) was called after the rows of its step were written, and has no row. Call log before optimizer.step(), or "
     "within a second after it."
@@ -112,10 +116,6 @@ class RunNumbers(Collector):
             number = LateNumber(series, table.layout_of(tuple(scalar.shape), scalar.dtype), total, count)
         if not self._recorder.postscript.add(number):
             self._failures.warn("logging too late", TOO_LATE.format(names=name))
-
-    def forward_begins(self) -> None:
-        """What is logged from now on belongs to this forward."""
-        self._recorder.postscript.end()
 
     def begin_step(self, *, before_a_turn: bool) -> None:
         """Forget the last step. Clippings before a turn belong to the step that begins with it."""
@@ -291,9 +291,61 @@ class RunNumbers(Collector):
                     yield NamedParameter(chunk, name, tensor)
 
 
-def follows(numbers: Collection[str]) -> bool:
-    """Whether numbers that are logged between two steps belong to the one that has ended: they have its loss."""
-    return LOSS_SCALE not in numbers and any("loss" in name for name in numbers)
+@final
+class LoggedStep:
+    """Finds the step to which numbers belong that a loop logs: the one in progress, or the one that has ended.
+
+    A forward shows that a step has begun. Some forwards are not seen, such as those of compiled functions. There the first step
+    shows where the loop logs: a name before the optimizer, or anything after it.
+
+    Attributes:
+        of_ended: What has recorded the numbers of the step that has ended.
+    """
+
+    def __init__(self) -> None:
+        self.of_ended: RunNumbers | None = None
+        self._ended = 0
+        self._trains = self._called = False  # in the step in progress
+        self._sees_training = self._sees_forwards = False  # in the step that has ended
+        self._before, self._logs_after = set[str](), False
+
+    def forward_begins(self, *, trains: bool) -> bool:
+        """A forward with gradients begins, in training mode or not. Returns whether it shows that a step has begun."""
+        self._trains, self._called = self._trains or trains, True
+        return self._is_shown
+
+    @property
+    def _is_shown(self) -> bool:
+        return self._trains if self._sees_training else self._called
+
+    def step_ends(self, numbers: RunNumbers | None) -> None:
+        """What comes from now on belongs to the next step, or says something of this one, whose numbers these are."""
+        self._ended, self.of_ended = self._ended + 1, numbers
+        self._sees_training, self._sees_forwards = self._trains, self._called
+        self._trains = self._called = False
+
+    def is_late(self, numbers: Collection[str], *, has_turn: bool, has_rows: bool) -> bool | None:
+        """Whether these numbers belong to the step that has ended, and not to the one in progress; None if it is not known.
+
+        Args:
+            has_turn: Whether an optimizer has stepped in the step in progress.
+            has_rows: Whether the step in progress has rows, such as gradients.
+        """
+        if has_turn:
+            self._logs_after = True
+            return False
+        if not self._ended or self._is_shown or (has_rows and not self._sees_forwards):
+            self._before.update(numbers)
+            return False
+        if not self._sees_forwards and not self._before.isdisjoint(numbers):
+            return False
+        self._logs_after = self._logs_after or self._ended == 1
+        has_loss = LOSS_SCALE not in numbers and any("loss" in name for name in numbers)
+        return True if has_loss and (self._sees_forwards or self._logs_after) else None
+
+    def unknown(self, numbers: Collection[str]) -> str:
+        """What is said of numbers whose step is not known."""
+        return (BETWEEN_STEPS if self._sees_forwards else UNSEEN_FORWARDS).format(names=", ".join(numbers))
 
 
 def after(norm: Any, limit: float | None) -> Any:

@@ -257,3 +257,21 @@ def test_updates_and_histograms_are_switched_on_and_off_like_everything_else(out
     cells = [row.values["underflow_fp16"] for row in output.rows("grad_reduced") if "underflow_fp16" in row.values]
     assert len(cells) == 12
     assert None not in cells
+
+
+@pytest.mark.parametrize("changed", [{"ops": ["norm", "max"]}, {"dynamic_on": False}, {"run_numbers": False}])
+def test_a_loss_after_the_optimizer_belongs_to_the_step_before_a_change(output: Output, changed: dict[str, object]) -> None:
+    """Also together with one that was logged before the optimizer: the mean of both is recorded."""
+    config = GRADIENTS | {"run_numbers": True}
+    with training(output, **config) as one:
+        for step in range(6):
+            loss = one.model(torch.ones(2, 3)).square().sum()
+            loss.backward()
+            one.monitor.log(loss=step)
+            if step == 3:
+                one.edit(**config | changed)
+            one.optimizer.step()
+            one.monitor.log(loss=3 * step)
+    losses = {row.step: row.values["value"] for row in output.rows("run") if row.name == "loss"}
+    recorded = [1, 2, 3] if "ops" not in changed else [1, 2, 3, 4, 5]
+    assert losses == {step: 2 * step for step in recorded}

@@ -368,26 +368,66 @@ def test_a_forward_without_gradients_between_the_step_and_the_call_begins_no_ste
     assert {step: value for (name, step), value in numbers(output).items() if name == "loss"} == {0: 0, 1: 1, 2: 2}
 
 
-@pytest.mark.parametrize("place", ["before the backward", "after the backward", "after the step"])
-def test_where_no_forward_is_seen_a_number_has_its_own_step_or_none(
-    output: Output, caplog: pytest.LogCaptureFixture, place: str
+@pytest.mark.parametrize("when", ["before backward", "before the optimizer", "after the optimizer"])
+@pytest.mark.parametrize("intervals", [{}, {"wg_distribution": 3}])
+@pytest.mark.parametrize("kind", ["wg_distribution", "param_distribution"])
+def test_where_no_forward_is_seen_the_first_step_shows_where_the_loop_logs(
+    output: Output, caplog: pytest.LogCaptureFixture, when: str, intervals: dict[str, int], kind: str
 ) -> None:
-    """The loop uses the weights themselves. From the second step on, gradients alone show that a step has begun."""
-    model = small_model()
+    """The loop uses the weights themselves."""
+    model = torch.nn.ParameterList([torch.ones(3)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with attached(output, model, optimizer, **GRADIENTS) as monitor:
-        for step in range(3):
-            loss = (model[2].weight @ model[0].weight).square().sum() + model[0].bias.sum() + model[2].bias.sum()
-            for now in ("before the backward", "after the backward", "after the step"):
-                if now == place:
-                    monitor.log(loss=step)
-                if now == "before the backward":
+    with attached(output, model, optimizer, ops=["norm"], run_numbers=True, intervals=intervals, **{kind: True}) as monitor:
+        for step in range(5):
+            loss = (model[0] * torch.randn(3)).square().sum()
+            for moment in ("before backward", "before the optimizer", "after the optimizer"):
+                if moment == "before the optimizer":
                     loss.backward()
-                if now == "after the backward":
+                if moment == "after the optimizer":
                     optimizer.step()
-    found = {step: value for (name, step), value in numbers(output).items() if name == "loss"}
-    assert found == {"before the backward": {0: 0}, "after the backward": {0: 0, 1: 1, 2: 2}}.get(place, {})
-    assert any("log(loss)" in said for said in warnings_in(caplog)) == (place != "after the backward")
+                    optimizer.zero_grad()
+                if moment == when:
+                    monitor.log(loss=step)
+    assert [numbers(output).get(("loss", step)) for step in range(5)] == [0, 1, 2, 3, 4]
+    assert not [said for said in warnings_in(caplog) if "log" in said]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_where_no_forward_is_seen_and_the_first_step_logs_nothing_a_loss_has_no_row(
+    output: Output, caplog: pytest.LogCaptureFixture, late: bool
+) -> None:
+    model = torch.nn.ParameterList([torch.ones(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, ops=["norm"], run_numbers=True, param_distribution=True) as monitor:
+        for step in range(5):
+            model[0].square().sum().backward()
+            if step == 3 and not late:
+                monitor.log(loss=step)
+            optimizer.step()
+            if step == 3 and late:
+                monitor.log(loss=step)
+    assert "loss" not in {name for name, _ in numbers(output)}
+    assert any("Call log in the first step, too" in said for said in warnings_in(caplog))
+
+
+def test_a_loss_after_an_optimizer_that_has_begun_a_step_with_its_turn_belongs_to_that_step(output: Output) -> None:
+    """The critic steps three times for each step of the other optimizer: its second turn ends a step, and begins the next."""
+    model = nn.ModuleDict({"critic": nn.Linear(5, 1), "maker": nn.Linear(3, 5)})
+    critic, maker = (torch.optim.SGD(model[name].parameters(), lr=0.01) for name in ("critic", "maker"))
+    turn = 0
+    with attached(output, model, [critic, maker], **GRADIENTS) as monitor:
+        for _ in range(3):
+            for _ in range(3):
+                model["critic"](torch.randn(4, 5)).sum().backward()
+                critic.step()
+                monitor.log(critic_loss=turn)
+                turn += 1
+            model["critic"](model["maker"](torch.randn(4, 3))).sum().backward()
+            maker.step()
+            monitor.log(maker_loss=turn - 1)
+    found = numbers(output)
+    assert [found.get(("critic_loss", step)) for step in range(9)] == list(range(9))
+    assert {step: value for (name, step), value in found.items() if name == "maker_loss"} == {2: 2, 5: 5, 8: 8}
 
 
 def test_what_belongs_to_the_next_step_has_no_row_after_this_one(output: Output, caplog: pytest.LogCaptureFixture) -> None:
@@ -431,6 +471,23 @@ def test_a_flush_does_not_wait_for_numbers_that_may_come(output: Output, monkeyp
             assert monitor.generate_wgrad_metrics()[0]
             assert monitor.flush(30), step
     assert {step for _, step in numbers(output)} == {0, 1, 2}
+
+
+def test_the_writer_goes_on_when_a_forward_begins_in_a_step_that_is_not_collected(
+    output: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monitor.stats.table.MOST_WAITED", 3600.0)
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attached(output, model, optimizer, **GRADIENTS, step_interval=2) as monitor:
+        backward(model)
+        optimizer.step()
+        monitor.log(loss=1.0)
+        backward(model)
+        until = time.monotonic() + 30
+        while not list(output.directory().glob("run_0-0.csv")) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert numbers(output)["loss", 0] == 1.0
 
 
 def test_the_writer_goes_on_when_the_next_forward_begins(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,34 @@ def test_a_loss_that_is_logged_after_a_step_is_a_row_of_the_step(
     assert not [said for said in warnings_in(caplog) if "log(" in said]
 
 
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_where_only_the_gradients_are_compiled_a_loss_is_a_row_of_its_own_step(
+    output: Output, when: str, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python calls the optimizer, and sees no forward where compiled code measures nothing."""
+    monkeypatch.setenv("MONITOR_COMPILED_CODE", "1" if measured else "0")
+    net = with_fixed_weights(Deep())
+    optimizer = adam(net.trainable_params())
+    gradients_of = ms.value_and_grad(net, None, optimizer.parameters)
+
+    @ms.jit
+    def compiled(x: Tensor) -> Any:
+        return gradients_of(x)
+
+    expected = {}
+    with attached(output, net, optimizer, param_distribution=True, ops=["norm"], run_numbers=True, ndigits=17) as monitor:
+        for number in range(STEPS):
+            loss, gradients = compiled(inputs(number))
+            if when == "before":
+                monitor.log(loss=loss)
+            optimizer(gradients)
+            if when == "after":
+                monitor.log(loss=loss)
+            expected[number] = float(loss.asnumpy())
+    assert losses(output) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("sink", [False, True])
 def test_the_loss_of_a_compiled_model_train_is_that_of_the_dynamic_graph(output: Output, sink: bool) -> None:
     found = []
