@@ -41,6 +41,12 @@ def train(fault_at: int | None) -> tuple[TrainerMon, nn.Module]:
     return monitor, model
 
 
+def manifests_in(base: Path) -> list[dict[str, Any]]:
+    """Those that are there already, in the order of the recordings."""
+    found = (json.loads(path.read_text()) for path in base.glob(f"*-rank0-*/{MANIFEST_FILE}"))
+    return sorted(found, key=itemgetter("recording"))
+
+
 def reported(base: Path, job: str) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(CliRunner().invoke(report, [str(base), "--job", job, "--json"]).stdout)
     return told
@@ -60,9 +66,8 @@ def test_each_training_of_a_process_has_its_own_events(ended: str, tmp_path: Pat
             gc.collect()
     for monitor, _ in trained:
         monitor.close()
-    paths = list(tmp_path.glob(f"*-rank0-*/{MANIFEST_FILE}"))
-    assert until(lambda: all(json.loads(path.read_text())["closed"] for path in paths), 60.0)
-    manifests = sorted((json.loads(path.read_text()) for path in paths), key=itemgetter("recording"))
+    assert until(lambda: [one["closed"] for one in manifests_in(tmp_path)] == [True] * 3, 60.0)
+    manifests = manifests_in(tmp_path)
     said = CliRunner().invoke(rank_anomalies, [str(tmp_path), "-k", "1000"], env={"COLUMNS": "1000"}).stdout
     rows = [line.split() for line in said.splitlines() if "AnomalyNan" in line]
     first = min(int(row[2]) for row in rows)
