@@ -473,28 +473,14 @@ def test_a_flush_does_not_wait_for_numbers_that_may_come(output: Output, monkeyp
     assert {step for _, step in numbers(output)} == {0, 1, 2}
 
 
-def test_the_writer_goes_on_when_a_forward_begins_in_a_step_that_is_not_collected(
-    output: Output, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step_interval", [1, 2])
+def test_the_writer_goes_on_when_the_next_forward_begins_in_a_collected_step_or_not(
+    output: Output, monkeypatch: pytest.MonkeyPatch, step_interval: int
 ) -> None:
     monkeypatch.setattr("monitor.stats.table.MOST_WAITED", 3600.0)
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with attached(output, model, optimizer, **GRADIENTS, step_interval=2) as monitor:
-        backward(model)
-        optimizer.step()
-        monitor.log(loss=1.0)
-        backward(model)
-        until = time.monotonic() + 30
-        while not list(output.directory().glob("run_0-0.csv")) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert numbers(output)["loss", 0] == 1.0
-
-
-def test_the_writer_goes_on_when_the_next_forward_begins(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monitor.stats.table.MOST_WAITED", 3600.0)
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with attached(output, model, optimizer, **GRADIENTS) as monitor:
+    with attached(output, model, optimizer, **GRADIENTS, step_interval=step_interval) as monitor:
         backward(model)
         optimizer.step()
         monitor.log(loss=1.0)
@@ -503,6 +489,7 @@ def test_the_writer_goes_on_when_the_next_forward_begins(output: Output, monkeyp
         while not list(output.directory().glob("run_0-0.csv")) and time.monotonic() < until:
             time.sleep(0.01)
         assert {name for name, step in numbers(output) if step == 0} == {"learning_rate.0", "grad_norm", "loss"}
+        assert numbers(output)["loss", 0] == 1.0
 
 
 @pytest.mark.accelerator
